@@ -403,6 +403,11 @@ COMMANDS: dict[str, tuple[tuple[str, ...], str, Callable[..., list[tuple[str, ..
         r"(--steps) 0: at least (1)",
         lambda *words: [("check", "train.py", *words)],
     ),
+    "a check without time": (
+        ("check", "train.py", "--time-limit", "0"),
+        r"(--time-limit) 0: give seconds from (1)",
+        lambda *words: [("check", "train.py", *words)],
+    ),
     "a word in no setting": (("keys", "xyzzy"), r"`zerojax (keys)` lists", lambda word: [(word,)]),
     "an evaluation of nothing": (
         ("eval", "runs/a", "--batches", "0"),
@@ -468,6 +473,7 @@ def commands(tmp_path, monkeypatch):
         (plan_command, "plan"),
         (plan_command, "explain"),
         (check_command, "check"),
+        (check_command, "run_in_child"),
         (check_command, "_start_on_the_cpu"),
         (profile_command, "profile"),
     ):

@@ -12,7 +12,7 @@ from zerojax.config import LossScale
 from zerojax.hardware import compile_client
 from zerojax.optim.precision import Precision, as_precision
 from zerojax.training.metrics.loss_spikes import SpikeDetector
-from zerojax.training.metrics.stragglers import ACTIVITIES, Stopwatch
+from zerojax.training.metrics.stragglers import ACTIVITIES, STEP, Stopwatch, difference
 from zerojax.training.process_times import LoopClock
 from zerojax.training.reporting import MAX_STEPS_UNDER_WAY, Reports, compare_peak
 
@@ -95,6 +95,18 @@ def test_the_loss_scale_is_shown_where_there_is_one():
         ["grad_norm", "loss", "skipped"],
     ]
     assert log.messages == []
+
+
+def test_a_learning_rate_that_waits_for_the_devices_is_no_work_of_the_loop():
+    """A schedule is computed on a device, behind the step under way."""
+    times = iter(range(100))
+    clock = LoopClock(Stopwatch(lambda: next(times)))
+    seen = []
+    plan = types.SimpleNamespace(**vars(BF16))
+    plan.learning_rate = lambda updates: seen.append(clock.watch.read()) or 0.1
+    report(Reports(5, clock=clock), plan, 1, metrics())
+    after = difference(clock.watch.read(), seen[0])
+    assert after[STEP] == 1  # from the schedule's call to its end
 
 
 # --- steps that are skipped -----------------------------------------------------------------------

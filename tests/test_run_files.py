@@ -12,6 +12,8 @@ import pytest
 import zerojax
 from zerojax.config import RunConfig, load
 from zerojax.plan.make import plan_options
+from zerojax.runtime.memory import Room
+from zerojax.training import run_file
 
 ROOT = Path(__file__).resolve().parent.parent
 H100, H200 = 80 * 2**30, 139 * 2**30
@@ -102,6 +104,29 @@ def test_the_plan_of_a_run_file_fits_its_devices(name):
     assert held + on_host - weights == pytest.approx(12 * parameters / devices, rel=0.02)
     assert on_host == pytest.approx(share * 12 * parameters / devices, rel=0.02)
     assert held - weights < memory / 2, "the rest is for activations, gradients and weights"
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", [name for name in EXPECTED if "llama" in name or "expert" in name])
+def test_devices_that_are_not_here_are_told_before_data_is_opened(name, monkeypatch):
+    """As on a machine without GPUs and with 8 GiB of memory."""
+    room = Room(limit=8 * 2**30, free=8 * 2**30, source="a test")
+    monkeypatch.setattr(run_file, "least_room", lambda: room)
+    monkeypatch.setattr(run_file, "as_source", lambda *_, **__: pytest.fail("data was opened"))
+    with pytest.raises(ValueError, match=r"\d+ (devices|data shards)|[\d.]+ GiB") as raised:
+        zerojax.run_from_config(read(name))
+    if read(name).mesh.offload.is_off:  # else what helps an offloaded run
+        assert "no GPU" in str(raised.value)
+        assert "zerojax plan FILE --gpu" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "needed"),
+    [({"expert": 16}, "16 devices or a multiple"), ({"data": 4, "stage": 16}, "64")],
+)
+def test_a_mesh_of_more_devices_says_how_many(mesh, needed):
+    with pytest.raises(ValueError, match=f"needs {needed}.*found 8 devices; use as many"):
+        zerojax.make_mesh(mesh)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

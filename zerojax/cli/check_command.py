@@ -16,10 +16,15 @@ from zerojax.cli.jax_environment import (
     use_the_cpu_alone,
 )
 from zerojax.cli.progress import Progress
+from zerojax.cli.script_process import run_in_child, until_training
 from zerojax.config.display import show
 from zerojax.config.loader import user_path
 from zerojax.runtime.memory import keep_freed_memory
 from zerojax.runtime.shutdown import DIFFERS, OK
+
+TIME_LIMIT = 300
+"""Seconds. Scripts read data sets and build tokenizers before they train."""
+LONGEST = 86_400
 
 _HELP = """\
 Takes a few steps of TARGET's model in float32 in plain JAX and with zerojax, on one device and on N
@@ -33,12 +38,15 @@ TARGET is one of
   package.file:parts
   CONFIG.yaml       a run file, with KEY=VALUE laid over it: model.num_layers=2
 
+A script runs in a process of its own, and has --time-limit seconds until it reaches its training.
+
 examples:
   zerojax check configs/tiny_shakespeare.yaml model.num_layers=2
   zerojax check train.py --devices 2 --json
 
-exit codes: 0 all runs agree, 1 the check failed, 2 the input was wrong, 4 runs differ or the model
-is refused. In Python: zerojax.check(model, batch, loss=..., optimizer=...)."""
+exit codes: 0 all runs agree, 1 the check failed, 2 the input was wrong, or the script failed before
+its training, 4 runs differ or the model is refused.
+In Python: zerojax.check(model, batch, loss=..., optimizer=...)."""
 
 
 def add(commands) -> None:
@@ -60,14 +68,21 @@ def add(commands) -> None:
     parser.add_argument(
         "--strict", action="store_true", help="dropout and batch statistics count as differences"
     )
+    parser.add_argument(
+        "--time-limit",
+        type=int,
+        metavar="SECONDS",
+        help=f"for a script until its training begins ({TIME_LIMIT})",
+    )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("--notes", help=argparse.SUPPRESS)  # of the child, for its parent
 
 
 def run(args: argparse.Namespace) -> int:
-    """Starts JAX with virtual CPU devices, then checks.
+    """Checks with virtual CPU devices, a script or a function in a child process.
 
     Returns:
-      0 all agree, 4 they do not.
+      0 all agree, 4 they do not; what the child says.
 
     Raises:
       ValueError: a target or a number that cannot be. FileNotFoundError: no such file.
@@ -76,7 +91,8 @@ def run(args: argparse.Namespace) -> int:
     is_file = target.endswith((".py", ".yaml", ".yml"))
     if is_file and not user_path(target).is_file():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), target)
-    if args.overrides and not target.endswith((".yaml", ".yml")):
+    is_run_file = target.endswith((".yaml", ".yml"))
+    if args.overrides and not is_run_file:
         raise ValueError(
             f"{args.overrides[0]}: KEY=VALUE changes a run file, and {args.target} is none"
         )
@@ -89,8 +105,24 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--devices {args.devices}: at least 2 are needed to compare")
     if args.steps < 1:
         raise ValueError(f"--steps {args.steps}: at least 1 is needed")
+    if args.time_limit is not None and is_run_file:
+        raise ValueError(f"--time-limit {args.time_limit} limits a script, and {target} is none")
+    limit = TIME_LIMIT if args.time_limit is None else args.time_limit
+    if not 1 <= limit <= LONGEST:
+        raise ValueError(f"--time-limit {limit}: give seconds from 1 to {LONGEST}")
+    if not is_run_file and args.notes is None:
+        return run_in_child(_command(args), args.target, limit)
     _start_on_the_cpu(args.devices)
-    return check(args, target, name)
+    return check(args, target, name, limit)
+
+
+def _command(args: argparse.Namespace) -> list[str]:
+    """The same command for the child, but for the name of its notes."""
+    numbers = {"devices": args.devices, "steps": args.steps, "time-limit": args.time_limit}
+    options = [f"--{name}={number}" for name, number in numbers.items() if number is not None]
+    flags = [f"--{name}" for name in ("thorough", "strict", "json") if getattr(args, name)]
+    python = [sys.executable, "-P", "-m", "zerojax"]
+    return [*python, "check", *options, *flags, args.target, "--notes"]
 
 
 def _start_on_the_cpu(devices: int) -> None:
@@ -103,8 +135,11 @@ def _start_on_the_cpu(devices: int) -> None:
     keep_freed_memory()
 
 
-def check(args: argparse.Namespace, target: str, name: str) -> int:
+def check(args: argparse.Namespace, target: str, name: str, limit: float) -> int:
     """Checks the model of a target and prints the result.
+
+    Args:
+      limit: seconds until there is something to check.
 
     Returns:
       0 all agree, 4 they do not.
@@ -112,14 +147,17 @@ def check(args: argparse.Namespace, target: str, name: str) -> int:
     import jax
 
     from zerojax.cli.check_targets import read_target
+    from zerojax.cli.script_errors import told_as_the_scripts
     from zerojax.training.equality import check_here, make_request
 
     run_one_program_at_a_time()
-    with contextlib.redirect_stdout(sys.stderr):  # what a script prints is not the result
-        parts = read_target(target, name, overrides=args.overrides, steps=args.steps)
-    devices = min(args.devices, len(jax.devices("cpu")))
     options = {"steps": args.steps, "thorough": args.thorough, "strict": args.strict}
-    request = make_request(**parts, devices=devices, **options)
+    # What a script prints is not the result.
+    with until_training(args.notes, limit), contextlib.redirect_stdout(sys.stderr):
+        parts = read_target(target, name, overrides=args.overrides, steps=args.steps)
+        devices = min(args.devices, len(jax.devices("cpu")))
+        with told_as_the_scripts(args.target):  # its batches may come from a function
+            request = make_request(**parts, devices=devices, **options)
     with Progress(quiet=args.json) as progress:
         result = check_here(request, progress)
     show(json.dumps(result.as_dict(), indent=2) if args.json else result.table())

@@ -13,17 +13,19 @@ import runpy
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 import jax
 import numpy as np
 
 import zerojax
+from zerojax.cli.script_errors import as_the_scripts, told_as_the_scripts
 from zerojax.config import MeshConfig, RunConfig, load
 from zerojax.config.recognition import is_deepspeed
 from zerojax.data import as_feed, as_source
 from zerojax.models.adapt import as_model, bound_attribute, default_loss, width_of
+from zerojax.models.given_arrays import as_arrays
 from zerojax.models.losses import next_token_of_call
 from zerojax.plan import make
 from zerojax.training import deepspeed, entry
@@ -38,6 +40,7 @@ MOST_ROWS = 32
 
 Parts = dict[str, Any]
 """Keyword arguments of `zerojax.training.equality.make_request`."""
+End = Callable[[Parts], NoReturn]
 
 
 def read_target(target: str, name: str, *, overrides: list[str], steps: int) -> Parts:
@@ -62,7 +65,7 @@ def read_target(target: str, name: str, *, overrides: list[str], steps: int) -> 
 
 def _fewer_rows(batch: Any) -> Any:
     def cut(batch: Any) -> Any:
-        return jax.tree.map(lambda x: np.asarray(x)[:MOST_ROWS], batch)
+        return jax.tree.map(lambda x: np.asarray(x)[:MOST_ROWS], as_arrays(batch))
 
     return (lambda step: cut(batch(step))) if callable(batch) else cut(batch)
 
@@ -98,15 +101,16 @@ def parts_by_name(target: str, name: str) -> Parts:
     Raises:
       ValueError: no such name, or it gives something else.
     """
-    if target.endswith(".py"):
-        with _run_as_script(target):
-            found = runpy.run_path(target, run_name=Path(target).stem)
-    else:
-        sys.path.insert(0, str(Path.cwd()))
-        found = vars(importlib.import_module(target))
-    if name not in found:
-        raise ValueError(f"{target} has no {name!r}")
-    parts = found[name]() if callable(found[name]) else found[name]
+    with told_as_the_scripts(f"{target}:{name}"):
+        if target.endswith(".py"):
+            with _run_as_script(target):
+                found = runpy.run_path(target, run_name=Path(target).stem)
+        else:
+            sys.path.insert(0, str(Path.cwd()))
+            found = vars(importlib.import_module(target))
+        if name not in found:
+            raise ValueError(f"{target} has no {name!r}")
+        parts = found[name]() if callable(found[name]) else found[name]
     allowed = {*inspect.signature(make_request).parameters} - {"devices", "thorough", "strict"}
     allowed -= {"steps"}
     if not isinstance(parts, Mapping) or not {"model", "batch"} <= set(parts) <= allowed:
@@ -119,10 +123,42 @@ def parts_by_name(target: str, name: str) -> Parts:
 
 
 class _Captured(BaseException):
-    """Ends a script at its first call of zerojax; no `except Exception` in it may catch this."""
+    """Ends a script at its first call of zerojax; an `except Exception` does not catch it."""
 
-    def __init__(self, parts: Parts):
-        self.parts = parts
+
+class _Calls:
+    """What the calls of a script gave; it stays known where the script catches everything.
+
+    Attributes:
+      parts: of each call; failures: what zerojax said of calls that gave none.
+    """
+
+    def __init__(self) -> None:
+        self.parts: list[Parts] = []
+        self.failures: list[Exception] = []
+
+    def end(self, parts: Parts) -> NoReturn:
+        """Keeps what a call gave, and ends the script."""
+        self.parts.append(parts)
+        raise _Captured
+
+    def stand_in(self, function: Callable[..., Any], read: Callable[..., Any], steps: int) -> Any:
+        """Stands for a function of zerojax, whose arguments are read."""
+        signature = inspect.signature(function)
+
+        def call(*args: Any, **options: Any) -> Any:
+            try:
+                try:
+                    bound = signature.bind(*args, **options)
+                except TypeError:
+                    return function(*args, **options)  # which says what is wrong
+                bound.apply_defaults()
+                return read(bound.arguments, steps, self.end)
+            except Exception as error:
+                self.failures.append(error)
+                raise
+
+        return call
 
 
 def parts_of_script(path: str, steps: int) -> Parts:
@@ -133,24 +169,15 @@ def parts_of_script(path: str, steps: int) -> Parts:
       steps: so many batches are taken.
 
     Raises:
-      ValueError: the script ended without such a call.
+      ValueError: the script ended without such a call, or raised something before it.
     """
-
-    def captured(function: Callable[..., Any], read: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(function)
-
-        def stand_in(*args: Any, **options: Any) -> Any:
-            bound = signature.bind(*args, **options)
-            bound.apply_defaults()
-            return read(bound.arguments, steps)
-
-        return stand_in
-
+    calls = _Calls()
     readers = {
-        "train": (entry, captured(entry.train, _of_train)),
-        "make_plan": (make, captured(make.make_plan, _of_plan)),
-        "initialize": (engine, captured(engine.initialize, _of_engine)),
+        "train": (entry, calls.stand_in(entry.train, _of_train, steps)),
+        "make_plan": (make, calls.stand_in(make.make_plan, _of_plan, steps)),
+        "initialize": (engine, calls.stand_in(engine.initialize, _of_engine, steps)),
     }
+    ended: BaseException | None = None
     try:
         with contextlib.ExitStack() as stack:
             stack.enter_context(_run_as_script(path))
@@ -159,10 +186,18 @@ def parts_of_script(path: str, steps: int) -> Parts:
                 stack.enter_context(mock.patch.object(zerojax, name, stand_in))
                 stack.enter_context(mock.patch.object(module, name, stand_in))
             runpy.run_path(path, run_name="__main__")
-    except _Captured as captured_call:
-        return captured_call.parts
-    except SystemExit as ended:
-        raise ValueError(f"{path} ended ({ended.code}) before it gave zerojax a model") from None
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        ended = error
+    if calls.parts:
+        return calls.parts[0]
+    if calls.failures and (ended is None or isinstance(ended, SystemExit)):
+        ended = calls.failures[-1]  # the script has caught it
+    if ended is not None:
+        if (own := as_the_scripts(ended, path)) is None:
+            raise ended
+        raise own from ended
     raise ValueError(
         f"{path} calls none of {', '.join(f'zerojax.{name}' for name in readers)}; name a function "
         f"of it that gives what is to be checked: zerojax check {path}:NAME"
@@ -178,7 +213,7 @@ def _run_as_script(path: str) -> Iterator[None]:
         yield
 
 
-def _of_train(given: Mapping[str, Any], steps: int) -> Any:
+def _of_train(given: Mapping[str, Any], steps: int, end: End) -> Any:
     model, batches, loss = as_model(given["model"]), given["batches"], given["loss"]
     optimizer = given["optimizer"]
     mesh = given["mesh_config"]
@@ -195,7 +230,7 @@ def _of_train(given: Mapping[str, Any], steps: int) -> Any:
         )
         batches, loss = source, loss or _loss_of_text(model)
     made = list(_first(batches, steps))
-    raise _Captured(
+    end(
         {
             "model": given["model"],
             "batch": lambda step: made[step % len(made)],
@@ -223,7 +258,7 @@ def _loss_of_text(model: Any) -> Any:
         return next_token_of_call
 
 
-def _of_plan(given: Mapping[str, Any], steps: int) -> Any:
+def _of_plan(given: Mapping[str, Any], steps: int, end: End) -> Any:
     batch = given["example_batch"]
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(batch)):
         raise ValueError(
@@ -231,29 +266,29 @@ def _of_plan(given: Mapping[str, Any], steps: int) -> Any:
             "them: zerojax check FILE.py:NAME"
         )
     names = ("model", "loss", "optimizer", "freeze")
-    raise _Captured({"batch": batch, **{name: given[name] for name in names}})
+    end({"batch": batch, **{name: given[name] for name in names}})
 
 
-def _of_engine(given: Mapping[str, Any], steps: int) -> Any:
+def _of_engine(given: Mapping[str, Any], steps: int, end: End) -> Any:
     names = ("model", "loss", "freeze", "seed")
     parts = {name: given[name] for name in names}
     args = getattr(given["args"], "deepspeed_config", None)
     config = next(x for x in (given["config"], given["config_params"], args) if x is not None)
     parts["optimizer"] = _optimizer_of(config, given)
-    return _Engine(parts)
+    return _Engine(parts, end)
 
 
 class _Engine:
     """Stands for an engine until its first step, which brings a batch."""
 
-    def __init__(self, parts: Parts):
-        self._parts = parts
+    def __init__(self, parts: Parts, end: End):
+        self._parts, self._end = parts, end
 
     def train_batch(self, batch: Any = None, *, data_iter: Any = None) -> Any:
-        raise _Captured({**self._parts, "batch": next(data_iter) if batch is None else batch})
+        self._end({**self._parts, "batch": next(data_iter) if batch is None else batch})
 
     def prepare(self, example_batch: Any) -> Any:
-        raise _Captured({**self._parts, "batch": example_batch})
+        self._end({**self._parts, "batch": example_batch})
 
 
 def _optimizer_of(config: Any, given: Mapping[str, Any]) -> Any:

@@ -13,8 +13,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax.config.checks import names_keywords
+from zerojax.models.given_arrays import as_arrays, check_arrays
 from zerojax.models.index_limits import IndexLimit
-from zerojax.models.trees import check_arrays, flatten_names, unflatten_like
+from zerojax.models.trees import flatten_names, unflatten_like
 from zerojax.plan.device_mesh import DATA_AXES, num_data_shards
 from zerojax.runtime.memory import allocating_for
 
@@ -57,7 +58,8 @@ def shard_batch(
 
     Args:
       plan: the plan of the run.
-      batch: tree of arrays [rows, ...] with the names of the plan's example batch.
+      batch: tree of arrays [rows, ...] of NumPy, JAX or torch (on the CPU), with the names of the
+        plan's example batch.
       vocab_size: where given, "tokens" and "targets" must lie in [0, vocab_size). Integers that the
         model looks up in a parameter must be rows of it in any case.
       check_values: refuse floating-point values that are not finite.
@@ -70,7 +72,7 @@ def shard_batch(
       TypeError: a dtype that is not cast, or something that is not an array.
     """
     wanted = flatten_names(plan.abstract_batch)
-    given = flatten_names(batch)
+    given = flatten_names(as_arrays(batch))
     _check_names(given, wanted)
     placed = {}
     for name, abstract in wanted.items():
@@ -100,7 +102,7 @@ def missing_rows(plan: BatchPlan, batch: Any) -> int:
     Raises:
       ValueError: names or shapes differ from the plan's in another way.
     """
-    wanted, given = flatten_names(plan.abstract_batch), flatten_names(batch)
+    wanted, given = flatten_names(plan.abstract_batch), flatten_names(as_arrays(batch))
     _check_names(given, wanted)
     low, high = local_rows(plan)
     shapes = {
@@ -142,6 +144,7 @@ def abstract_global(batch: Any, mesh: Mesh | AbstractMesh) -> Any:
     Returns:
       The tree of `jax.ShapeDtypeStruct`s that `make_plan` takes as an example.
     """
+    batch = as_arrays(batch)
     check_arrays(batch)
     shards = num_data_shards(mesh)
     low, high = local_rows_of_mesh(mesh, shards)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import base64
 import collections
+import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import jax
 
 from zerojax.data.source import RowSource
+from zerojax.models.given_arrays import as_arrays
 
 logger = logging.getLogger("zerojax.data")
 
@@ -49,7 +51,7 @@ class Feed(abc.ABC):
             batch, self._returned_state = self._returned.popleft()
             return batch
         self._returned_state = None
-        batch = self._cut(self._next())
+        batch = self._cut(as_arrays(self._next()))
         self._position += 1
         return batch
 
@@ -338,7 +340,8 @@ def one_pass(batches: Any) -> tuple[Any, int | None]:
     if has_no_end(batches) or isinstance(batches, Mapping | str | Path | Feed):
         return batches, None
     if isinstance(batches, Sized):
-        return batches, len(batches) or None
+        with contextlib.suppress(TypeError):  # torch's loader of an iterable data set has no length
+            return batches, len(batches) or None
     return iter(batches) if isinstance(batches, Iterable) else batches, None
 
 

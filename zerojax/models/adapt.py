@@ -16,6 +16,7 @@ from zerojax.models import losses
 from zerojax.models.from_functions import FunctionModel
 from zerojax.models.from_linen import LinenModel
 from zerojax.models.from_nnx import NnxModel
+from zerojax.models.given_arrays import is_of_torch
 from zerojax.models.protocol import Loss, Model, ModelLike
 
 
@@ -36,13 +37,13 @@ def as_model(model: ModelLike) -> Model:
         return NnxModel(model)
     if isinstance(model, linen.Module):
         return LinenModel(model)
+    _check_not_torch(model)
     if isinstance(model, tuple) and len(model) == 2 and all(callable(part) for part in model):
         return FunctionModel(*model)
     if isinstance(model, type) and issubclass(model, linen.Module):
         raise TypeError(
             f"{model.__name__} is a class of linen modules; give an instance: {model.__name__}(...)"
         )
-    _check_not_torch(model)
     if callable(model):
         _check_factory(model)
         return NnxModel(model)
@@ -53,11 +54,12 @@ def as_model(model: ModelLike) -> Model:
 
 
 def _check_not_torch(model: Any) -> None:
-    """Refuses a module of PyTorch, which is a callable as well."""
-    classes = model.__mro__ if isinstance(model, type) else type(model).__mro__
-    if any(each.__module__.partition(".")[0] == "torch" for each in classes):
+    """Refuses a module of PyTorch, which is a callable as well, or a pair with one."""
+    parts = model if isinstance(model, tuple) else (model,)
+    found = next((each for each in parts if is_of_torch(each)), None)
+    if found is not None:
         raise TypeError(
-            f"{_name_of(model)} is a module of PyTorch, which JAX cannot differentiate; write it "
+            f"{_name_of(found)} is a module of PyTorch, which JAX cannot differentiate; write it "
             "in Flax, or save it with save_pretrained(FOLDER) and give "
             "zerojax.from_hugging_face(FOLDER), which knows GPT-2, Llama, BERT and the families of "
             "docs/hugging_face.md"
@@ -110,6 +112,11 @@ def as_loss(loss: Any, model: Model, batch: Any = None) -> Loss:
             f"loss={quoted(loss)} is not valid; use a function, such as {_example(batch)}"
         )
     name, module = getattr(loss, "__name__", ""), getattr(loss, "__module__", None) or ""
+    if is_of_torch(loss) or module.partition(".")[0] == "torch":
+        raise TypeError(
+            f"loss={name or type(loss).__name__} is of PyTorch, which JAX cannot differentiate; "
+            f"use a function of zerojax.losses or optax, such as {_example(batch)}"
+        )
     of_optax = module.startswith("optax.") and name
     of_ours = module == losses.__name__ and getattr(losses, name, None) is loss
     if of_optax or (of_ours and loss is not losses.next_token_of_call):

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from zerojax.models import trees
+from zerojax.models.given_arrays import check_no_torch
 from zerojax.models.protocol import NO_RULES, Arrays, Loss, OnRead, StepRule
 
 
@@ -48,7 +49,9 @@ class FunctionModel:
         takes_batch = len(inspect.signature(make).parameters) > 1
         params = make(key, batch) if takes_batch else make(key)
         self._template = jax.tree.map(lambda leaf: 0, params)
-        return trees.flatten_names(params), {}
+        named = trees.flatten_names(params)
+        check_no_torch(named)
+        return named, {}
 
     def initial_arrays(self) -> tuple[Arrays, Arrays] | None:
         return None

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import linen, nnx
 
 from zerojax.models import trees
+from zerojax.models.given_arrays import check_no_torch
 from zerojax.models.protocol import Arrays, Loss, OnRead, StepRule
 from zerojax.models.step_count import find_step_rules
 
@@ -103,6 +104,11 @@ def _with_value(leaf: Any, value: Any) -> Any:
     return leaf.replace(value) if isinstance(leaf, nnx.Variable) else value
 
 
+def _check_no_torch(module: nnx.Module) -> None:
+    variables = ((path, x) for path, x in nnx.iter_graph(module) if isinstance(x, nnx.Variable))
+    check_no_torch({trees.path_name(path): x.get_raw_value() for path, x in variables})
+
+
 class NnxModel:
     """An `nnx.Module`, given as an instance or as a factory.
 
@@ -115,6 +121,7 @@ class NnxModel:
     def __init__(self, source: nnx.Module | Callable[[nnx.Rngs], nnx.Module]):
         self.source = source
         if isinstance(source, nnx.Module):
+            _check_no_torch(source)
             self.kind, self.template = "nnx module", source
             self._graphdef, self._state = nnx.split(source, graph=True)
         else:
@@ -159,6 +166,7 @@ class NnxModel:
                 f"the model factory {name} returned a {type(module).__name__}; it has to return an "
                 "nnx.Module: lambda rngs: MyModel(..., rngs=rngs)"
             )
+        _check_no_torch(module)
         for _, node in nnx.iter_graph(module):
             if isinstance(node, nnx.Module):
                 for name, value in list(vars(node).items()):

@@ -90,6 +90,14 @@ def resolve_axis_sizes(config: MeshConfig, num_devices: int) -> dict[str, int]:
     sizes = {name: getattr(config, name) for name in AXES}
     others = {name: size for name, size in sizes.items() if name != DATA}
     fixed = math.prod(others.values())
+    if fixed > num_devices:
+        named = " x ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
+        needed, or_more = fixed * abs(sizes[DATA]), " or a multiple" * (sizes[DATA] == -1)
+        raise ValueError(
+            f"mesh {named} needs {needed} devices{or_more}, found {num_devices} "
+            f"device{'s' * (num_devices > 1)}; use as many, or sizes whose product divides "
+            f"{num_devices}"
+        )
     if sizes[DATA] == -1:
         if num_devices % fixed:
             named = " x ".join(f"{name}={size}" for name, size in others.items())

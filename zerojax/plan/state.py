@@ -22,7 +22,7 @@ from zerojax import models
 from zerojax.config.mesh import DEVICE
 from zerojax.models import trees
 from zerojax.models.from_nnx import NnxModel
-from zerojax.models.trees import check_arrays
+from zerojax.models.given_arrays import as_arrays, check_arrays
 from zerojax.optim import coding_of, loss_scale, map_state
 from zerojax.optim.precision import Precision
 from zerojax.plan.leaf_placement import LeafPlacement
@@ -316,6 +316,7 @@ def abstract(tree: Tree) -> Tree:
     Raises:
       TypeError: leaves that are not arrays of numbers.
     """
+    tree = as_arrays(tree)
     check_arrays(tree)
 
     def one(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -129,10 +129,10 @@ def train(
         content as a dict, which also says optimizer, precision and batch. A keyword that it says
         otherwise is an error, one that it has as "auto" fills it. A dict is one or the other by its
         keys, of which none is in both. None: all devices on `data`, zero=1.
-      batches: an iterable of batches (trees of arrays, dimension 0 the global batch), a function
-        `step -> batch`, or a `TokenSource`. With several processes each may give the global batch,
-        of which it takes its rows, or its own rows alone: the first batches tell which, and the run
-        says it. None: the text in `data`.
+      batches: an iterable of batches (trees of arrays, dimension 0 the global batch; tensors of
+        torch on the CPU will do), a function `step -> batch`, or a `TokenSource`. With several
+        processes each may give the global batch, of which it takes its rows, or its own rows alone:
+        the first batches tell which, and the run says it. None: the text in `data`.
       data: instead of `batches`: a text file, a folder of text files, token files, a folder of
         chats (`zerojax data prepare --format chat`), or several of these, {path: weight}.
       loss: `loss(model, batch) -> scalar | (sum, weight)`, called for each piece of a batch: the

@@ -201,7 +201,8 @@ class Reports:
         before, self._skipped = self._skipped, int(values["num_skipped"])
         if plan.learning_rate is not None:
             updates = step - 1 - (self._skipped - int(values["skipped"]))
-            values["learning_rate"] = next_rate(plan, updates)
+            with self._clock.during(STEP):  # computed on a device, behind the step under way
+                values["learning_rate"] = next_rate(plan, updates)
         if log is not None:
             shown = (*SHOWN, *plan.traced.metric_names)
             numbers = {name: values[name] for name in shown if name in values}

@@ -24,11 +24,14 @@ from zerojax.models.hugging_face import (
     factory_of,
     from_hugging_face,
 )
+from zerojax.models.trees import format_bytes
 from zerojax.optim.precision import Precision, as_precision, default_precision
 from zerojax.plan import device_mesh as meshes
 from zerojax.plan.counts import tokens_per_step
+from zerojax.plan.host_budget import check_host_memory, host_bytes
 from zerojax.plan.make import Plan, make_plan, plan_options
 from zerojax.runtime.distributed import join_processes
+from zerojax.runtime.memory import SPARE, least_room
 from zerojax.runtime.user_files import not_for_everybody
 from zerojax.training.run_lifecycle import (
     CHECKPOINT_FOLDER,
@@ -72,6 +75,7 @@ def run_from_config(
         )
     join_processes()
     asked, config = config.mesh, config.on_devices(jax.device_count())
+    _check_devices(config)
     folder = Path(config.run_dir)
     train_source, validation, tokenizer = as_source(
         config.data.mixture or config.data.path,
@@ -119,6 +123,39 @@ def run_from_config(
         validation=validation,
     )
     return fit(run)
+
+
+def _check_devices(config: RunConfig) -> None:
+    """Refuses a run for more devices, or larger ones, than there are; opens no data.
+
+    The size of the state is compared on CPUs that a run has for lack of other devices. A GPU that
+    is too small is told of by what it says itself.
+
+    Raises:
+      ValueError: the axes of the mesh, or the state.
+    """
+    kinds = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
+    is_cpu = jax.devices()[0].platform == "cpu"
+    where = f"JAX found {kinds}" + ", and no GPU" * is_cpu
+    plan_it = "; `zerojax plan FILE --gpu h100 --devices N` plans for devices that are not here"
+    try:
+        meshes.make_mesh(config.mesh)
+    except ValueError as error:
+        raise ValueError(f"{error} ({where}){plan_it}") from None
+    room = least_room()
+    known = config.model.vocab_size is not None or config.model.sizes_file is not None
+    if not is_cpu or config.cpu_devices is not None or room is None or not known:
+        return
+    plan = plan_from_config(config, jax.device_count(), is_here=True)
+    if plan.offload is not None:
+        check_host_memory(plan, room)
+    needed, there = host_bytes(plan), int(room.free * SPARE)
+    if needed > there:
+        raise ValueError(
+            f"the parameters and optimizer state of this run take {format_bytes(needed)}, and its "
+            f"devices have {format_bytes(there)} of memory ({where}); start it where there are "
+            f"GPUs enough{plan_it}"
+        )
 
 
 def _vocab_size_of_data(config: RunConfig, source: RowSource) -> int:

@@ -16,6 +16,7 @@ import numpy as np
 from zerojax.data import Feed, RowSource, local_rows, missing_rows
 from zerojax.models import trace_model
 from zerojax.models.attention_choice import attention_planned_for
+from zerojax.models.given_arrays import as_arrays
 from zerojax.plan.device_mesh import COMPILER_AXES, num_data_shards
 from zerojax.plan.loss_checks import part_with_mixed_rows
 from zerojax.plan.make import Plan
@@ -67,6 +68,12 @@ def each_batch(
       default: see there.
       rows: gives those of a source's batches that this process reads.
     """
+    return map(as_arrays, _each_given(batches, num_batches, default, rows))
+
+
+def _each_given(
+    batches: Any, num_batches: int | None, default: int, rows: Callable[[], tuple[int, int]]
+) -> Iterable[Any]:
     if isinstance(batches, RowSource):
         count, own = min(num_batches or default, max(1, int(batches.steps_per_epoch))), rows()
         return (batches.batch(index, *own) for index in range(count))

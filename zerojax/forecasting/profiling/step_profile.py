@@ -105,7 +105,7 @@ def _wall_clock(profile: StepProfile) -> str:
         "step": "the step, dispatched or waited for",
         "save": "saving",
         "eval": "evaluating",
-        "host": "the host's own work",
+        "host": "reports, callbacks and the loop itself",
     }
     lines = ["Wall clock, per step"]
     for key, seconds in profile.spent.items():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import types
-from collections import UserDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -20,7 +19,7 @@ from zerojax.config.checks import names_keywords
 from zerojax.config.loader import user_path
 from zerojax.data import abstract_global, shard_batch
 from zerojax.forecasting.out_of_memory import explaining_memory
-from zerojax.models.trees import check_arrays
+from zerojax.models.given_arrays import as_arrays, check_arrays
 from zerojax.optim import Weights
 from zerojax.parallel.initialization import init_state
 from zerojax.parallel.reshard import reshard_state
@@ -272,7 +271,7 @@ class Engine(EngineQueries, AbsentMethods):
 
         `train_batch` and `eval_batch` do this with their first batch.
         """
-        example = as_arrays(example_batch)
+        example = _taken(example_batch)
         if self.plan is None:
             self._settle_rows(example)
         self._check_rows(example)
@@ -554,13 +553,13 @@ def as_batch(batch: Any, data_iter: Iterator[Any] | None, num_microbatches: int)
         raise TypeError("pass a batch or data_iter=, one of them")
     if data_iter is None:
         _check_is_batch(batch)
-        return as_arrays(batch)
+        return _taken(batch)
     if not isinstance(data_iter, Iterator):
         raise TypeError(
             f"data_iter is a {type(data_iter).__name__}, which is not an iterator; make one before "
             "the loop, it = iter(loader), and pass data_iter=it"
         )
-    parts = [as_arrays(next(data_iter)) for _ in range(num_microbatches)]
+    parts = [_taken(next(data_iter)) for _ in range(num_microbatches)]
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
 
 
@@ -575,18 +574,12 @@ def _check_is_batch(batch: Any) -> None:
         )
 
 
-def as_arrays(batch: Any) -> Any:
-    """A batch with arrays of numpy or JAX in the place of others, such as torch's tensors.
+def _taken(batch: Any) -> Any:
+    """A batch of arrays of NumPy or JAX, or of structs.
 
     Raises:
       TypeError: it holds text, or rows as Python lists.
     """
-    if isinstance(batch, UserDict):  # what tokenizers of Hugging Face return
-        batch = dict(batch)
+    batch = as_arrays(batch)
     check_arrays(batch)
-    return jax.tree.map(as_array, batch)
-
-
-def as_array(leaf: Any) -> Any:
-    """Arrays of numpy and JAX, and structs, as they are; others, as torch's tensors, as numpy's."""
-    return leaf if hasattr(leaf, "shape") and hasattr(leaf, "sharding") else np.asarray(leaf)
+    return jax.tree.map(lambda leaf: leaf if hasattr(leaf, "shape") else np.asarray(leaf), batch)

@@ -23,6 +23,7 @@ import numpy as np
 
 from zerojax.config.checks import check_kind, check_whole_number, names_keywords
 from zerojax.models import trees
+from zerojax.models.given_arrays import as_arrays
 from zerojax.training.equality.check_in_child import MICROBATCHES, Request, check_here
 from zerojax.training.equality.check_result import CheckResult as CheckResult
 from zerojax.training.equality.check_result import ComparedRun as ComparedRun
@@ -224,7 +225,7 @@ def _batches(batch: Any, devices: int, steps: int) -> tuple[list[Any], int, tupl
       ValueError: no rows, or leaves of different numbers of rows.
     """
     made = [batch(step) if callable(batch) else batch for step in range(steps)]
-    batches = [jax.tree.map(np.asarray, one) for one in made]
+    batches = [jax.tree.map(np.asarray, as_arrays(one)) for one in made]
     rows = _rows(batches[0])
     if rows < 2 * MICROBATCHES:
         raise ValueError(

@@ -142,7 +142,7 @@ def _slow_words(who: str, row: ProcessTimes, others: Sequence[float]) -> str:
 
 
 class Stopwatch:
-    """Adds up seconds by activity; what is inside no `during` block is the host's own work.
+    """Adds up seconds by activity; what is inside no `during` block is `HOST`: the loop itself.
 
     Args:
       clock: seconds, monotonic.

@@ -1,0 +1,86 @@
+"""What a script raises before its training, told as the script's.
+
+An error that zerojax raises keeps its own sentence. Imports JAX.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import traceback
+from collections.abc import Iterator
+
+from zerojax.config.display import show
+from zerojax.models.source_lines import is_of_users, source_line
+
+SHOWN = 4
+"""Lines of the script in the traceback that is printed."""
+_FROZEN, _OURS = "<frozen", "zerojax"
+_AT_END = ("EOF when reading a line", "input(): lost sys.stdin")
+
+
+@contextlib.contextmanager
+def told_as_the_scripts(target: str) -> Iterator[None]:
+    """Around what runs a script or calls a function of it.
+
+    Raises:
+      ValueError: in the place of the script's own error, or of its end by `sys.exit`.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        own = as_the_scripts(error, target)
+        if own is None:
+            raise
+        raise own from error
+
+
+def as_the_scripts(error: BaseException, target: str) -> ValueError | None:
+    """What is told of an error that a script raised, whose traceback is printed.
+
+    Args:
+      target: as the user named it.
+
+    Returns:
+      None: it is not the script's, but zerojax's.
+    """
+    if isinstance(error, SystemExit):
+        return ValueError(f"{target} ended ({error.code}) before it gave zerojax a model")
+    frames = list(traceback.walk_tb(error.__traceback__))
+    names = [frame.f_code.co_filename for frame, _ in frames]
+    own = [place for place, name in enumerate(names) if _is_own(name)]
+    modules = [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in frames]
+    inside = [place for place, module in enumerate(modules) if module == _OURS]
+    is_unread = isinstance(error, SyntaxError) and not own
+    if not is_unread and (not own or own[-1] < max(inside, default=-1)):
+        return None
+    where = f"{error.filename}:{error.lineno}" if is_unread else ""
+    if own:
+        where = source_line(names[own[-1]], frames[own[-1]][1])
+    if isinstance(error, EOFError | RuntimeError) and str(error) in _AT_END:
+        return ValueError(
+            f"{target} waits for input at {where}, and standard input is at its end; write the "
+            f"value into the script, or give it: echo VALUE | zerojax check {target}"
+        )
+    _print(error, own)
+    reason = (str(error).splitlines() or [""])[0]
+    return ValueError(
+        f"{target} raised {type(error).__name__}{': ' * bool(reason)}{reason} before its training "
+        f"({where}); mend the script, or name a function that gives what is to be checked: "
+        f"zerojax check {target.partition(':')[0]}:NAME"
+    )
+
+
+def _is_own(filename: str) -> bool:
+    return not filename.startswith(_FROZEN) and is_of_users(filename)
+
+
+def _print(error: BaseException, own: list[int]) -> None:
+    """The traceback of the script's own lines, and of the one that raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    shown = sorted({*own[-SHOWN:], *([len(frames) - 1] if own else [])})
+    lines = traceback.format_list([frames[place] for place in shown])
+    text = "".join([*lines, *traceback.format_exception_only(error)])
+    show(f"Traceback of the script (most recent call last):\n{text}", file=sys.stderr, end="")
