@@ -148,7 +148,8 @@ def pytest_configure(config: pytest.Config) -> None:
         # A shell starts background jobs that way; tests send SIGINT and mean it.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if not _gpu_was_asked_for(config):
-        # Also for the processes that tests start.
+        # Also for the processes that tests start. What a user has kept is no part of a test.
+        os.environ["ZEROJAX_CACHE"] = "off"
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
         jax.config.update("jax_platforms", "cpu")
