@@ -20,6 +20,7 @@ from pallas_kernels.many import update_many
 from pallas_kernels.update import update as update_leaf
 from zerojax.models.loops import find_stacks
 from zerojax.optim import Optimizer, UpdateContext, extra_arguments
+from zerojax.parallel.guarded_update import guarded_update
 from zerojax.plan.device_mesh import PASS_AXES
 from zerojax.plan.make import Plan
 from zerojax.plan.placement import axes_of_dims, shared_axes
@@ -231,15 +232,8 @@ def build_update(plan: Plan) -> Callable[..., tuple[Arrays, Any]]:
             for name, grad in grads.items()
         }
         extra = extra_arguments(grads, now.norm, now.loss, layers)
-        updates, opt_state = tx.update(grads, state["opt_state"], state["params"], **extra)
-        params = optax.apply_updates(state["params"], updates)
-        # where, not cond: a cond costs 4 to 14 bytes per parameter of traffic and a copy of the
-        # state.
-        keep = lambda new, old: jnp.where(now.skip, old, new)  # noqa: E731
-        return (
-            jax.tree.map(keep, params, state["params"]),
-            jax.tree.map(keep, opt_state, state["opt_state"]),
-        )
+        before = grads, state["opt_state"], state["params"]
+        return guarded_update(tx, *before, skip=now.skip, extra=extra)
 
     return update
 
