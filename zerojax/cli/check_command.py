@@ -16,6 +16,7 @@ from zerojax.cli.jax_environment import (
     use_the_cpu_alone,
 )
 from zerojax.cli.progress import Progress
+from zerojax.config.checks import MAX_CPU_DEVICES
 from zerojax.config.display import show
 from zerojax.config.loader import user_path
 from zerojax.runtime.memory import keep_freed_memory
@@ -39,6 +40,9 @@ examples:
 
 exit codes: 0 all runs agree, 1 the check failed, 2 the input was wrong, 4 runs differ or the model
 is refused. In Python: zerojax.check(model, batch, loss=..., optimizer=...)."""
+
+MAX_STEPS = 1000
+"""Of each run: all their batches are in memory."""
 
 
 def add(commands) -> None:
@@ -89,6 +93,10 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--devices {args.devices}: at least 2 are needed to compare")
     if args.steps < 1:
         raise ValueError(f"--steps {args.steps}: at least 1 is needed")
+    limits = {"--devices": (args.devices, MAX_CPU_DEVICES), "--steps": (args.steps, MAX_STEPS)}
+    for option, (number, most) in limits.items():
+        if number > most:
+            raise ValueError(f"{option} {number} is above {most}, the most that are run; use fewer")
     _start_on_the_cpu(args.devices)
     return check(args, target, name)
 
