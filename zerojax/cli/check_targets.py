@@ -159,6 +159,9 @@ def parts_of_script(path: str, steps: int) -> Parts:
                 stack.enter_context(mock.patch.object(zerojax, name, stand_in))
                 stack.enter_context(mock.patch.object(module, name, stand_in))
             runpy.run_path(path, run_name="__main__")
+    except SyntaxError as error:
+        place = "" if error.lineno is None else f":{error.lineno}"
+        raise ValueError(f"{path}{place} is not Python: {error.msg}") from error
     except _Captured as captured_call:
         return captured_call.parts
     except SystemExit as ended:
