@@ -37,7 +37,7 @@ from zerojax.runtime.user_files import open_appending, replace_text, replacing
 from zerojax.training.loading import load_run
 from zerojax.training.metrics import RunLog, write_report
 from zerojax.training.metrics.metric_files import read_metrics
-from zerojax.training.run_record import read_record
+from zerojax.training.run_record import check_record, read_record
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -427,6 +427,12 @@ def test_sizes_of_hugging_face(case, tmp_path):
     assert "config.json" in refused(lambda: config_from_hugging_face(tmp_path), words)
 
 
+def record_of_file(values: Any, where: str) -> Any:
+    record = read_record(values, where)
+    check_record(record, where)
+    return record
+
+
 RECORD: dict[str, Any] = {
     "architecture": "gpt2",
     "model_name": "GPT2",
@@ -469,11 +475,11 @@ RECORDS: dict[str, tuple[Any, str]] = {
 def test_records_of_a_run(case):
     changes, words = RECORDS[case]
     values = {**RECORD, **changes} if isinstance(changes, dict) else changes
-    assert "runs/a/run.json" in refused(lambda: read_record(values, "runs/a/run.json"), words)
+    assert "runs/a/run.json" in refused(lambda: record_of_file(values, "runs/a/run.json"), words)
 
 
 def test_a_record_that_is_good_is_read():
-    assert read_record(RECORD, "run.json").num_devices == 1
+    assert record_of_file(RECORD, "run.json").num_devices == 1
 
 
 LINES = {

@@ -37,7 +37,13 @@ from zerojax.runtime import bounded_json
 from zerojax.training.checkpointing import folder_of, model_of, read_parts
 from zerojax.training.evaluation import mean_loss
 from zerojax.training.run_lifecycle import CHECKPOINT_FOLDER, CONFIG_FILE, TOKENIZER_FILE
-from zerojax.training.run_record import RECORD_FILE, RunRecord, abstract_of, read_record
+from zerojax.training.run_record import (
+    RECORD_FILE,
+    RunRecord,
+    abstract_of,
+    check_record,
+    read_record,
+)
 from zerojax.training.validation import each_batch
 
 _EXAMPLE_TOKENS = 8
@@ -373,7 +379,9 @@ def _warn_of_parameters(folder: Path, plan: Plan) -> None:
 def _read_record(folder: Path) -> RunRecord:
     path = folder / RECORD_FILE
     if path.exists():
-        return read_record(bounded_json.load(path), str(path))
+        record = read_record(bounded_json.load(path), str(path))
+        check_record(record, str(path))
+        return record
     if (folder / CONFIG_FILE).is_file():
         raise ValueError(
             f"{folder} has no {RECORD_FILE}, which runs write since it can be read back; train on "

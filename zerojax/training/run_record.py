@@ -216,10 +216,21 @@ def read_record(values: Any, where: str) -> RunRecord:
       where: what it is called in messages.
 
     Raises:
-      ConfigError: an unknown or missing key, or a value that cannot be.
+      ConfigError: an unknown or missing key, or a value of another kind.
     """
     try:
-        record = _read_record(values, where)
+        return _record_in(values, where)
+    except ConfigError as error:
+        raise ConfigError(error.message, error.key, where) from error
+
+
+def check_record(record: RunRecord, where: str) -> None:
+    """Refuses sizes, adapters, dtypes and a batch that no run has; makes no array.
+
+    Raises:
+      ConfigError: names `where`, and the value.
+    """
+    try:
         record.as_precision()
         abstract_of(record.batch)
         if record.architecture:
@@ -228,10 +239,9 @@ def read_record(values: Any, where: str) -> RunRecord:
         raise ConfigError(error.message, error.key, where) from error
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"no record of a run: {error}", (), where) from error
-    return record
 
 
-def _read_record(values: Any, where: str) -> RunRecord:
+def _record_in(values: Any, where: str) -> RunRecord:
     if not isinstance(values, Mapping):
         raise ConfigError(f"holds a {type(values).__name__} in place of an object", (), where)
     known = [field.name for field in dataclasses.fields(RunRecord)]

@@ -21,7 +21,6 @@ from pathlib import Path
 import numpy as np
 
 from zerojax.runtime.folder_lock import FolderTakenError, Hold, hold
-from zerojax.runtime.user_files import replacing
 
 BLOCK = 4096  # bytes; a multiple of the logical block of the disks that are sold
 _MIB = 2**20
@@ -170,9 +169,22 @@ def reserve(descriptor: int, num_bytes: int) -> None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Puts `content` in the place of `path`: after a crash the old or the new is there, whole."""
-    with replacing(path, mode=0o600, durable=True) as stream:
-        stream.write(content)
+    """Puts `content` in the place of `path`: after a crash the old or the new is there, whole.
+
+    write + fsync of a new file, rename, fsync of the folder (rename(2), fsync(2)).
+    """
+    new = path.with_name(path.name + ".new")
+    new.unlink(missing_ok=True)  # of a crash; the store is held by this process alone
+    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        done = 0
+        while done < len(content):
+            done += os.write(descriptor, content[done:])
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    os.rename(new, path)
+    sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:

@@ -425,7 +425,7 @@ def read_csv(path: str | Path) -> Schedule:
     try:
         text = read_bytes(path).decode("utf-8-sig")
     except JsonError as error:
-        raise ScheduleError(f"{path} {error.what}; {_EXAMPLE} writes a table") from None
+        raise ScheduleError(f"{path}: {error.what}; give a table ({_EXAMPLE} writes one)") from None
     except OSError as error:
         raise ScheduleError(
             f"{path}: {error.strerror or error}; give a table ({_EXAMPLE} writes one), or the name "
