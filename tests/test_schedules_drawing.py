@@ -81,7 +81,7 @@ def test_a_mistake_in_a_file_names_the_line(old, new, reason, tmp_path):
 
 
 def test_a_file_that_is_not_there_is_refused_with_the_remedy(tmp_path):
-    for path, reason in ((tmp_path / "none.csv", "No such file"), (tmp_path, "Is a directory")):
+    for path, reason in ((tmp_path / "none.csv", "No such file"), (tmp_path, "is a folder")):
         with pytest.raises(ScheduleError, match=f"{path}: {reason}.*; give a table .*mine.csv"):
             read_csv(path)
 

@@ -298,7 +298,8 @@ def _make_read_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a file system that is mounted so; its mode would say nothing to root."""
     opened = os.open
 
-    def refuse(*_: Any) -> None:
+    def refuse(*_: Any, **options: Any) -> None:
+        del options
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     def reading(path: Any, flags: int, *mode: int) -> int:

@@ -25,6 +25,7 @@ from zerojax.checkpoint.errors import (
 )
 from zerojax.checkpoint.fingerprints import Parts
 from zerojax.runtime.bounded_json import loads, read_bytes
+from zerojax.runtime.user_files import replace_text
 
 LIMIT = 1800.0
 """Seconds that the first process waits for the others after it has written its own part. One that
@@ -57,10 +58,7 @@ def report_written(folder: Path, process: int, part: Contribution) -> None:
     Raises:
       OSError: what the system says.
     """
-    path = _path(folder, process)
-    draft = path.with_suffix(".draft")
-    draft.write_text(json.dumps(dataclasses.asdict(part)), encoding="utf-8")
-    os.rename(draft, path)
+    replace_text(_path(folder, process), json.dumps(dataclasses.asdict(part)))
 
 
 def report_failure(folder: Path, process: int, error: BaseException) -> None:

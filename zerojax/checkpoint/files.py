@@ -23,7 +23,8 @@ from typing import TypeVar
 
 from zerojax.checkpoint.errors import Damage, is_damage, reason
 from zerojax.checkpoint.store.direct_io import check_space
-from zerojax.runtime.bounded_json import JsonError, kind_of, open_regular
+from zerojax.config.regular_files import UnreadableError, kind_of, open_regular
+from zerojax.runtime.user_files import to_disk
 
 SMALL = 1 << 20
 """Bytes up to which a file is always read to be checked; such files hold tables, not arrays."""
@@ -75,7 +76,7 @@ def checksum(path: Path) -> str:
     """CRC-32 of a file, 8 hexadecimal digits; read in blocks.
 
     Raises:
-      JsonError: it is not a regular file.
+      UnreadableError: it is not a regular file.
       OSError: what the system says.
     """
     total, block = 0, bytearray(_BLOCK)
@@ -103,15 +104,6 @@ def settle(folder: Path, names: Iterable[str]) -> dict[str, str]:
             task.result()
         found = {name: task.result() for name, task in summing.items()}
     return {name: value for name, value in found.items() if value is not None}
-
-
-def to_disk(path: str | os.PathLike[str]) -> None:
-    """Waits until a file or a folder is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def wrong_sizes(folder: Path, sizes: Mapping[str, int]) -> Iterator[Damage]:
@@ -176,7 +168,7 @@ def _checked(path: Path, expected: str) -> str | None:
         return None if checksum(path) == expected else "does not match its checksum"
     except FileNotFoundError:
         return "is missing"
-    except JsonError as error:
+    except UnreadableError as error:
         return error.what
     except OSError as error:
         if not is_damage(error):

@@ -6,16 +6,16 @@ later one, and every deletion by hand, leaves these steps alone.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from zerojax.checkpoint.errors import CheckpointError, MachineError, reason
+from zerojax.config.display import quoted
 from zerojax.runtime import bounded_json
+from zerojax.runtime.user_files import replace_text
 
 FILE_NAME = "kept.json"
 _MAX_BYTES = 1 << 20
@@ -89,8 +89,8 @@ def named_step(kept: Mapping[str, Mapping[str, Any]], name: str) -> int:
     if name not in kept:
         names = ", ".join(map(repr, sorted(kept))) or "none"
         raise CheckpointError(
-            f"no step is kept as {name!r} (kept by name: {names}); give a number, or train with "
-            "callbacks=[zerojax.KeepBest()] to keep the best"
+            f"no step is kept as {quoted(name)} (kept by name: {names}); give a number, or train "
+            "with callbacks=[zerojax.KeepBest()] to keep the best"
         )
     return kept[name]["step"]
 
@@ -102,22 +102,9 @@ def keep_step(path: Path, name: str, step: int, about: Mapping[str, Any]) -> Non
       MachineError: the file cannot be written.
     """
     steps = {**kept_steps(path), name: {"step": step, **about}}
-    draft = path / f".{FILE_NAME}.draft"
     try:
-        with draft.open("w", encoding="utf-8") as file:
-            json.dump(steps, file, indent=1)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path / FILE_NAME)
-        folder = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        replace_text(path / FILE_NAME, json.dumps(steps, indent=1) + "\n", durable=True)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            draft.unlink(missing_ok=True)
         raise MachineError(
             f"step {step} is saved, but {path / FILE_NAME}, which would keep it as {name!r}, "
             f"cannot be written: {reason(error)}"

@@ -31,7 +31,7 @@ from zerojax.cli import (
 )
 from zerojax.cli.arguments import Parser
 from zerojax.cli.complaints import explain
-from zerojax.config.display import show
+from zerojax.config.display import shorten, show
 from zerojax.runtime.shutdown import AGREED, BAD_INPUT, FAILED, exit_code_of, in_group, leave
 
 _EXIT_CODES = """\
@@ -117,5 +117,5 @@ def _complain(error: Exception) -> int:
         show("".join(traceback.format_exception(error)), file=sys.stderr, end="")
     if sentence is None:
         sentence = f"{type(error).__name__}: this is a defect of zerojax, not of your input"
-    show(f"zerojax: error: {sentence}", file=sys.stderr)
+    show(f"zerojax: error: {shorten(sentence)}", file=sys.stderr)
     return BAD_INPUT if is_bad_input else FAILED

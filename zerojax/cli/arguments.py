@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from zerojax.config.display import show
+from zerojax.config.display import shorten, show
 from zerojax.config.loader import user_path
 
 
@@ -40,7 +40,7 @@ class Parser(argparse.ArgumentParser):
                     else f"known: {', '.join(action.choices)}"
                 )
                 message = f"no command {typed!r}; {nearest}"
-        show(f"zerojax: error: {message} (help: {self.prog} --help)", file=sys.stderr)
+        show(f"zerojax: error: {shorten(message)} (help: {self.prog} --help)", file=sys.stderr)
         raise SystemExit(2)
 
 
@@ -157,7 +157,7 @@ def add_chats(parser: argparse.ArgumentParser) -> None:
 
 def step_or_name(word: str) -> int | str:
     """A step as a number, or the name under which one is kept."""
-    return int(word) if word.isdigit() else word
+    return int(word) if word.isdecimal() and len(word) < 20 else word
 
 
 def command_name() -> str:

@@ -17,6 +17,7 @@ from zerojax.cli.jax_environment import (
 )
 from zerojax.cli.progress import Progress
 from zerojax.cli.script_process import run_in_child, until_training
+from zerojax.config.checks import MAX_CPU_DEVICES
 from zerojax.config.display import show
 from zerojax.config.loader import user_path
 from zerojax.runtime.memory import keep_freed_memory
@@ -47,6 +48,9 @@ examples:
 exit codes: 0 all runs agree, 1 the check failed, 2 the input was wrong, or the script failed before
 its training, 4 runs differ or the model is refused.
 In Python: zerojax.check(model, batch, loss=..., optimizer=...)."""
+
+MAX_STEPS = 1000
+"""Of each run: all their batches are in memory."""
 
 
 def add(commands) -> None:
@@ -105,6 +109,10 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--devices {args.devices}: at least 2 are needed to compare")
     if args.steps < 1:
         raise ValueError(f"--steps {args.steps}: at least 1 is needed")
+    limits = {"--devices": (args.devices, MAX_CPU_DEVICES), "--steps": (args.steps, MAX_STEPS)}
+    for option, (number, most) in limits.items():
+        if number > most:
+            raise ValueError(f"{option} {number} is above {most}, the most that are run; use fewer")
     if args.time_limit is not None and is_run_file:
         raise ValueError(f"--time-limit {args.time_limit} limits a script, and {target} is none")
     limit = TIME_LIMIT if args.time_limit is None else args.time_limit

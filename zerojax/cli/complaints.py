@@ -5,10 +5,13 @@ from __future__ import annotations
 import errno
 import os
 
+from zerojax.config.display import cut
+
 PACKAGES = ("zerojax", "pallas_kernels")
 OUT_OF_MEMORY = "out of memory"
 """How the note begins that `zerojax.forecasting.out_of_memory` leaves on an error."""
 _NOT_OF_INPUT = ("zerojax.hardware.compile_client",)
+_BAD_NAMES = (errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL)
 _BAD_PATHS = (
     FileNotFoundError,
     FileExistsError,
@@ -26,7 +29,7 @@ def explain(error: Exception) -> tuple[str | None, bool]:
     missing accelerator. For a defect the sentence is None, so that the traceback is shown.
     """
     if isinstance(error, OSError):
-        return _about_file(error), isinstance(error, _BAD_PATHS)
+        return _about_file(error), isinstance(error, _BAD_PATHS) or error.errno in _BAD_NAMES
     if isinstance(error, ImportError):
         return _about_import(error), False
     if _is_ours(type(error)):
@@ -60,7 +63,7 @@ def _about_file(error: OSError) -> str:
     reason = error.strerror or os.strerror(error.errno)
     if reason != os.strerror(error.errno):  # a sentence of zerojax's own
         return reason
-    where = f"{error.filename}: " if error.filename else ""
+    where = f"{cut(str(error.filename), 300)}: " if error.filename else ""
     remedy = {
         errno.ENOSPC: "; free some space or choose another run_dir",
         errno.EACCES: "; choose a place you may write to, such as run_dir=runs/mine",

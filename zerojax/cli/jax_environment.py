@@ -6,6 +6,8 @@ import os
 import sys
 
 from zerojax.config import OffloadConfig
+from zerojax.config.checks import MAX_CPU_DEVICES
+from zerojax.config.display import quoted
 from zerojax.runtime.memory import PINNED_LIMIT, least_room, pinned_limit_for
 
 
@@ -13,11 +15,17 @@ def use_cpu_devices(number: int | None) -> None:
     """Makes JAX start with `number` virtual CPU devices; None leaves it as it is.
 
     Raises:
-      ValueError: JAX_PLATFORMS asks for another kind of device.
+      ValueError: too many, or JAX_PLATFORMS asks for another kind of device.
       RuntimeError: JAX has started with another number already.
     """
     if number is None:
         return
+    if number > MAX_CPU_DEVICES:
+        raise ValueError(
+            f"cpu_devices={quoted(number)} is above {MAX_CPU_DEVICES}: each virtual device takes "
+            "threads and memory of this machine; use fewer, or `zerojax plan` for a mesh that is "
+            "not here"
+        )
     platforms = os.environ.get("JAX_PLATFORMS", "")
     if platforms not in ("", "cpu"):
         raise ValueError(

@@ -40,6 +40,8 @@ examples:
 exit codes: 0 it fits, 1 it does not fit, 2 invalid input, 3 only formulas are available and they do
 not decide. ZEROJAX_CACHE is the folder of cached results (or off)."""
 
+MAX_DEVICES = 2**18
+
 
 def add(commands) -> None:
     """Declares the command."""
@@ -105,6 +107,10 @@ def run(args: argparse.Namespace) -> int:
         )
     if devices < 1:
         raise ValueError(f"--devices {devices}: at least 1 GPU is needed")
+    if devices > MAX_DEVICES:
+        raise ValueError(
+            f"--devices {devices} is above {MAX_DEVICES}, the most that are planned; use fewer"
+        )
     if args.parameter is not None:
         use_the_cpu_alone()
         return explain(config, devices, args.parameter)

@@ -20,6 +20,7 @@ from zerojax.config import RunConfig, load
 from zerojax.config.display import show
 from zerojax.config.loader import user_path
 from zerojax.runtime.memory import keep_freed_memory
+from zerojax.runtime.user_files import replace_text
 
 if TYPE_CHECKING:
     from zerojax.forecasting.profiling import StepProfile
@@ -148,7 +149,7 @@ def profile(config: RunConfig, steps: int, *, as_json: bool) -> int:
     page = measure(trainer, folder, steps)
     # What was written was written to be timed.
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-    (folder / "profile.json").write_text(json.dumps(profile_dict(page), indent=2) + "\n")
+    replace_text(folder / "profile.json", json.dumps(profile_dict(page), indent=2) + "\n")
     show(json.dumps(profile_dict(page), indent=2) if as_json else draw(page))
     return 0
 

@@ -19,6 +19,7 @@ from zerojax.cli.arguments import (
 )
 from zerojax.cli.jax_environment import run_one_program_at_a_time, use_cpu_devices
 from zerojax.config import MeshConfig
+from zerojax.config.checks import MAX_CPU_DEVICES
 from zerojax.config.display import show
 from zerojax.config.loader import coerce_fields, load_dataclass, user_path
 from zerojax.runtime import bounded_json
@@ -184,4 +185,4 @@ def _cpu_devices_of(folder: Path) -> int | None:
     if not isinstance(record, dict) or record.get("platform") != "cpu":
         return None
     count = record.get("num_devices")
-    return count if isinstance(count, int) and 0 < count <= 4096 else None
+    return count if isinstance(count, int) and 0 < count <= MAX_CPU_DEVICES else None

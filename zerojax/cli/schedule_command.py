@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from zerojax.cli.arguments import add_command
 from zerojax.config.display import show
 from zerojax.config.loader import user_path
+from zerojax.runtime.user_files import replace_text
 
 if TYPE_CHECKING:
     from zerojax.plan.schedules.simulation import Costs
@@ -72,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         describe(schedule, simulate(schedule, costs)),
     ]
     if args.svg:
-        user_path(args.svg).write_text(draw_svg(schedule, costs), encoding="utf-8")
+        replace_text(user_path(args.svg), draw_svg(schedule, costs))
         lines.append(f"written    {args.svg}")
     if args.csv:
         lines.append(f"written    {write_csv(schedule, args.csv)}")

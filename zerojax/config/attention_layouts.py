@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from zerojax.config.checks import check_at_least, names_keywords, refuse
+from zerojax.config.display import quoted
 from zerojax.config.loader import ConfigError, coerce_fields, from_dict, to_dict
 
 Direction = Literal["bidirectional", "unidirectional"]
@@ -203,10 +204,12 @@ def layout_of_mode(values: Mapping[str, Any]) -> BlockLayout | None:
     Raises:
       ConfigError: an unknown mode or parameter, or values that the layout does not take.
     """
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"expected a mode and its parameters, got {quoted(values)}")
     mode = values.get("mode", "fixed")
     if mode == "dense":
         return None
-    if mode not in LAYOUTS:
+    if not isinstance(mode, str) or mode not in LAYOUTS:
         refuse("mode", mode, f"is not one of dense, {', '.join(LAYOUTS)}")
     given = {name: value for name, value in values.items() if name != "mode"}
     known = [field.name for field in dataclasses.fields(LAYOUTS[mode])]

@@ -22,6 +22,11 @@ from zerojax.config.display import quoted
 from zerojax.config.loader import ConfigError, user_path
 
 F = TypeVar("F", bound=Callable[..., Any])
+MAX_SIZE = 2**31 - 1
+"""Of a dimension, a batch or a run's steps: devices index and count with 32 bits."""
+MAX_LAYERS = 10_000
+MAX_CPU_DEVICES = 1024
+"""Virtual ones: JAX starts so many in two seconds, and takes ten times as long for 4,096."""
 _MAX_NAME = 100
 _NOT_THE_USERS = ("zerojax", "jax", "flax", "contextlib", "functools")
 """Modules whose frames may stand between a warning and the user's line."""
@@ -44,8 +49,8 @@ def refuse(name: str, value: Any, reason: str) -> None:
     raise ConfigError(f"{quoted(value)} {reason}", (name,))
 
 
-def check_whole_number(name: str, value: Any, limit: int) -> None:
-    """Refuses an argument that is not a whole number, or one below a limit; None passes."""
+def check_whole_number(name: str, value: Any, limit: int, most: int | None = None) -> None:
+    """Refuses an argument that is not a whole number from `limit` to `most`; None passes."""
     if value is None:
         return
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):
@@ -55,6 +60,8 @@ def check_whole_number(name: str, value: Any, limit: int) -> None:
         )
     if value < limit:
         raise ValueError(f"{name}={value} is below {limit}; give at least {limit}")
+    if most is not None and int(value) > most:
+        raise ValueError(f"{name}={quoted(value)} is above {most}; give at most {most}")
 
 
 def check_folder(name: str, value: str | None) -> None:
@@ -72,8 +79,9 @@ def expand_folders(config: Any, *names: str) -> None:
     """Puts home folders in the place of `~` in fields of a frozen dataclass; None stays None."""
     for name in names:
         value = getattr(config, name)
-        if value is not None and value.startswith("~"):
-            object.__setattr__(config, name, str(user_path(value)))
+        if value is not None:
+            path = user_path(value)
+            object.__setattr__(config, name, str(path) if value.startswith("~") else value)
 
 
 def as_patterns(name: str, value: Any) -> tuple[str, ...]:
@@ -104,6 +112,15 @@ def check_at_least(config: Any, limit: int, *names: str) -> None:
         value = getattr(config, name)
         if value is not None and not value >= limit:
             refuse(name, value, f"must be >= {limit}")
+
+
+def check_size(config: Any, *names: str, least: int = 1, most: int = MAX_SIZE) -> None:
+    """Refuses a field outside of [least, most]; None passes."""
+    check_at_least(config, least, *names)
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value > most:
+            refuse(name, value, f"is above {most}, the largest that is taken; use a smaller number")
 
 
 def check_positive(config: Any, *names: str) -> None:

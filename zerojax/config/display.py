@@ -16,6 +16,7 @@ MAX_VALUE = 80
 """Characters of a value that is quoted in a sentence."""
 MAX_MESSAGE = 4000
 """Characters of a whole message."""
+_MESSAGE_END = 1000
 _MAX_DEPTH = 4
 _MAX_BITS = 512
 """Of an integer that is written out; Python itself refuses to write 4,300 digits."""
@@ -62,6 +63,13 @@ def as_html(text: object) -> str:
 def cut(text: str, limit: int) -> str:
     """The text, or its first `limit` characters and how many there are."""
     return text if len(text) <= limit else f"{text[:limit]}... ({len(text):,} characters)"
+
+
+def shorten(text: str) -> str:
+    """A message of at most about `MAX_MESSAGE` characters, with its end: there is the remedy."""
+    if len(text) <= MAX_MESSAGE:
+        return text
+    return f"{cut(text, MAX_MESSAGE - _MESSAGE_END)} ... {text[-_MESSAGE_END:]}"
 
 
 def quoted(value: Any, limit: int = MAX_VALUE) -> str:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from zerojax.config.checks import check_at_least, names_keywords, refuse
+from zerojax.config.checks import check_size, names_keywords, refuse
 from zerojax.config.loader import ConfigError, coerce_fields
 
 _MAX_SHOWN = 12
@@ -90,7 +90,7 @@ class ElasticityConfig:
 
     def __post_init__(self) -> None:
         coerce_fields(self)
-        check_at_least(self, 1, "max_global_batch_size", "min_devices", "devices_per_node")
+        check_size(self, "max_global_batch_size", "min_devices", "devices_per_node")
         if self.max_devices < self.min_devices:
             refuse("max_devices", self.max_devices, f"is below min_devices ({self.min_devices})")
         sizes = self.micro_batch_sizes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from zerojax.config.checks import check_at_least, check_positive, names_keywords, refuse
+from zerojax.config.checks import check_at_least, check_positive, check_size, names_keywords, refuse
 from zerojax.config.loader import coerce_fields
 
 
@@ -68,10 +68,9 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         coerce_fields(self)
-        check_at_least(self, 0, "num_experts", "shared_dim", "balance_weight", "z_weight")
-        check_at_least(self, 0, "bias_rate")
-        check_at_least(self, 1, "experts_per_token", "expert_dim", "num_groups")
-        check_at_least(self, 1, "groups_per_token")
+        check_size(self, "num_experts", "shared_dim", least=0)
+        check_at_least(self, 0, "balance_weight", "z_weight", "bias_rate")
+        check_size(self, "experts_per_token", "expert_dim", "num_groups", "groups_per_token")
         check_positive(self, "scale", "capacity_factor")
         if self.num_experts and self.experts_per_token > self.num_experts:
             refuse(

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import yaml
 
 from zerojax.config.display import MAX_MESSAGE, cut, printable, quoted
+from zerojax.config.regular_files import UnreadableError, open_text
 
 T = TypeVar("T")
 Key = tuple[str, ...]
@@ -316,8 +317,10 @@ def user_path(value: str | os.PathLike[str]) -> Path:
     """Makes a path of what a user wrote: `~` and `~name` at its start are home folders.
 
     Raises:
-      ConfigError: nobody has such a home folder.
+      ConfigError: nobody has such a home folder, or a zero byte.
     """
+    if "\0" in os.fspath(value):
+        raise ConfigError(f"{quoted(str(value))} holds a zero byte, and no path does; leave it out")
     try:
         return Path(value).expanduser()
     except RuntimeError:
@@ -333,6 +336,8 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[Key, str]]:
         text = read_text(path)
     except FileNotFoundError:
         raise ConfigError(f"no config file at '{path}'; give the path of a YAML file") from None
+    except UnreadableError as error:
+        raise ConfigError(f"cannot read the config file: {error}; give a YAML file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the config file '{path}': {error}") from None
     values, where = read_yaml(text, str(path))
@@ -345,10 +350,10 @@ def read_text(path: Path, *, encoding: str = "utf-8") -> str:
     """The text of a configuration file, read no further than such a file may reach.
 
     Raises:
-      ConfigError: it is longer than `MAX_CHARACTERS`. OSError, UnicodeDecodeError: it cannot be
-        read.
+      ConfigError: it is longer than `MAX_CHARACTERS`.
+      OSError, UnicodeDecodeError, UnreadableError: it cannot be read.
     """
-    with path.open(encoding=encoding) as file:  # perhaps a pipe, which has no size
+    with open_text(path, encoding=encoding) as file:
         text = file.read(MAX_CHARACTERS + 1)
     check_length(text, str(path))
     return text

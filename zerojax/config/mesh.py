@@ -10,6 +10,7 @@ from typing import Any, Literal
 from zerojax.config.checks import (
     check_at_least,
     check_regex,
+    check_size,
     expand_folders,
     names_keywords,
     refuse,
@@ -21,6 +22,7 @@ DEVICE, HOST, NVME = TIERS = ("device", "host", "nvme")
 HOST_KIND = "pinned_host"
 """What JAX calls the memory of the tier host; the only kind from which GPUs copy by themselves."""
 SLICE_ELEMENTS = 2**24
+MAX_VIRTUAL_SHARDS = 2**16
 """What `OffloadConfig.slice_elements` is where nothing says or measures it."""
 
 Shares = tuple[tuple[str, float], ...]
@@ -309,15 +311,17 @@ class MeshConfig:
         coerce_fields(self)
         if self.data < 1 and self.data != -1:
             refuse("data", self.data, "must be >= 1, or -1 for all devices the other axes leave")
-        check_at_least(self, 1, "model", "stage", "context", "expert", "replica", "node")
+        check_size(self, "model", "stage", "context", "expert", "replica", "node")
+        check_size(self, "data", least=-1)
+        check_size(self, "virtual_shards", most=MAX_VIRTUAL_SHARDS)
         if self.zero not in range(4):
             message = f"zero={self.zero} is not valid; use 0, 1, 2 or 3"
             raise ConfigError(message, ("zero",))
         check_at_least(self, 0, "persistence_threshold")
         check_at_least(self, 1, "reduce_bucket_size", "allgather_bucket_size")
         count = self.virtual_shards
-        if count < 1 or count & (count - 1):
-            low = 2 ** max(count, 1).bit_length() // 2
+        if count & (count - 1):
+            low = 2 ** count.bit_length() // 2
             refuse(
                 "virtual_shards",
                 count,

@@ -11,11 +11,13 @@ from typing import Any, Literal, TypeVar
 
 from zerojax.config.attention_layouts import LayoutConfig
 from zerojax.config.checks import (
+    MAX_LAYERS,
     check_at_least,
     check_folder,
     check_fraction,
     check_positive,
     check_regex,
+    check_size,
     expand_folders,
     names_keywords,
     refuse,
@@ -137,9 +139,9 @@ class ModelConfig:
             refuse("config", self.config, "cannot stand beside model.pretrained, which brings one")
         if self.sizes_file is not None:
             self._check_sizes_are_theirs()
-        check_at_least(self, 1, "vocab_size", "max_seq_len", "num_layers", "num_heads", "embed_dim")
-        check_at_least(self, 1, "num_kv_heads", "mlp_dim", "loss_chunk", "mlp_chunk")
-        check_at_least(self, 1, "attention_window")
+        check_size(self, "vocab_size", "max_seq_len", "num_heads", "embed_dim", "num_kv_heads")
+        check_size(self, "mlp_dim", "loss_chunk", "mlp_chunk", "attention_window")
+        check_size(self, "num_layers", most=MAX_LAYERS)
         check_fraction(self, "dropout", below_one=True)
         check_positive(self, "rope_theta", "norm_eps")
         if self.embed_dim % self.num_heads:
@@ -205,7 +207,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         coerce_fields(self)
         expand_folders(self, "path", "tokenizer")
-        check_at_least(self, 1, "seq_len")
+        check_size(self, "seq_len")
         if self.mixture and self.path is not None:
             refuse("path", self.path, "stands beside data.mixture; write all paths in the mixture")
         check_fraction(self, "validation_fraction", below_one=True)
@@ -275,7 +277,8 @@ class OptimizerConfig:
         check_positive(self, "learning_rate", "eps", "clip_norm")
         check_fraction(self, "beta1", "beta2", "ema_decay", below_one=True)
         check_fraction(self, "final_lr_fraction", "decay_fraction")
-        check_at_least(self, 0, "weight_decay", "warmup_steps")
+        check_at_least(self, 0, "weight_decay")
+        check_size(self, "warmup_steps", least=0)
         if self.ema_decay is None and not self.ema_warmup:
             refuse("ema_warmup", False, "is for an average of the weights; set ema_decay as well")
         for pattern, _ in self.groups:
@@ -343,8 +346,8 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         coerce_fields(self)
-        check_at_least(self, 1, "global_batch_size", "num_microbatches", "steps", "eval_every")
-        check_at_least(self, 1, "eval_batches", "cpu_devices")
+        check_size(self, "global_batch_size", "num_microbatches", "steps")
+        check_at_least(self, 1, "eval_every", "eval_batches", "cpu_devices")
         check_at_least(self, 0, "seed")
         check_folder("run_dir", self.run_dir)
         expand_folders(self, "run_dir")

@@ -12,6 +12,7 @@ from zerojax.config.checks import (
     check_fraction,
     check_positive,
     check_regex,
+    check_size,
     expand_folders,
     names_keywords,
     refuse,
@@ -52,7 +53,7 @@ class LoraConfig:
 
     def __post_init__(self) -> None:
         coerce_fields(self)
-        check_at_least(self, 0, "rank")
+        check_size(self, "rank", least=0)
         check_positive(self, "alpha")
         check_fraction(self, "dropout", below_one=True)
         if not self.targets:

@@ -13,12 +13,11 @@ import dataclasses
 import hashlib
 import logging
 import os
-import tempfile
 from pathlib import Path
 
 import numpy as np
 
-from zerojax.runtime.user_files import CACHE_VARIABLE, user_cache
+from zerojax.runtime.user_files import CACHE_VARIABLE, replacing, user_cache
 
 logger = logging.getLogger("zerojax.data")
 
@@ -180,14 +179,8 @@ def _store(file: Path, packing: Packing) -> None:
     """Keeps a packing: a reader sees all of it or nothing."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        handle, partial = tempfile.mkstemp(dir=file.parent, suffix=".partial")
-        try:
-            with os.fdopen(handle, "wb") as stream:
-                np.savez(stream, order=packing.order, starts=packing.starts)
-            os.replace(partial, file)
-        except BaseException:
-            Path(partial).unlink(missing_ok=True)
-            raise
+        with replacing(file, mode=0o600) as stream:
+            np.savez(stream, order=packing.order, starts=packing.starts)
         kept = sorted(file.parent.glob("*.npz"), key=lambda path: path.stat().st_mtime_ns)
         for old in kept[:-KEPT_FILES]:
             old.unlink(missing_ok=True)

@@ -8,7 +8,9 @@ import shlex
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
+from zerojax.config.display import quoted
 from zerojax.config.loader import user_path
+from zerojax.config.regular_files import check_regular, open_regular
 from zerojax.data.record_files import RECORD_SUFFIXES, read_records, saved_files
 
 EMBEDDED_NAME = "shakespeare.txt"
@@ -44,9 +46,12 @@ def existing_path(path: str | Path) -> Path:
 
     Raises:
       FileNotFoundError: it does not exist; names the nearest parent folder that does.
+      UnreadableError: it is a pipe, a device or a socket.
     """
     found = user_path(path)
     if found.exists():
+        if not found.is_dir():
+            check_regular(found.stat(), found)
         return found
     parent = next((p for p in found.absolute().parents if p.exists()), Path("/"))
     raise FileNotFoundError(
@@ -139,7 +144,7 @@ def _text_pieces(file: Path) -> Iterator[str]:
     """Pieces of about PIECE_CHARACTERS that end at line ends."""
     held = ""
     # newline="" keeps \r\n as it is, so that the bytes of the text are the bytes of the file.
-    with file.open(encoding="utf-8", newline="") as stream:
+    with open(open_regular(file), encoding="utf-8", newline="") as stream:
         while True:
             try:
                 block = stream.read(PIECE_CHARACTERS)
@@ -172,7 +177,7 @@ def _cut_place(text: str) -> int:
 def _not_utf8(file: Path) -> str:
     """The sentence for a file that is not UTF-8; scans it to find the exact offset."""
     offset = 0
-    with file.open("rb") as stream:
+    with open(open_regular(file), "rb") as stream:
         # By lines: a UTF-8 character never holds the byte of a line end, so no cut can split one.
         for line in stream:
             try:
@@ -199,7 +204,7 @@ def _texts_of_rows(file: Path) -> Iterator[str]:
     for number, value in read_records(file, ("text",)):
         if not isinstance(value, dict) or not isinstance(value.get("text"), str):
             raise ValueError(
-                f'{file}:{number}: no "text" string in {str(value)[:80]}; every row must be '
+                f'{file}:{number}: no "text" string in {quoted(value)}; every row must be '
                 'an object such as {"text": "..."}, or a chat: --format chat'
             )
         yield value["text"]

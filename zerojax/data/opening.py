@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from zerojax.config.display import quoted
 from zerojax.config.loader import user_path
 from zerojax.config.sections import MixturePart
 from zerojax.data.corpus import existing_path
@@ -284,7 +285,10 @@ def _tokenizer_of(known: Mapping[str, Any] | None, name: str, spec: Any) -> Toke
     """
     if known is None:
         return _stated_tokenizer(spec)
-    own = tokenizer_from_dict(known)
+    try:
+        own = tokenizer_from_dict(known)
+    except ValueError as error:
+        raise ValueError(f"{name}: its tokenizer: {error}") from error
     if spec is None or spec == "bytes":
         return own
     size = bpe_size(spec)
@@ -295,7 +299,7 @@ def _tokenizer_of(known: Mapping[str, Any] | None, name: str, spec: Any) -> Toke
     )
     if not agrees:
         raise ValueError(
-            f"tokenizer={spec!r} is not what made {name} ({own!r}); leave the option out, "
+            f"tokenizer={quoted(spec)} is not what made {name} ({own!r}); leave the option out, "
             "token files bring their own tokenizer, or prepare the text again"
         )
     return own

@@ -15,6 +15,7 @@ from zerojax.config.loader import user_path
 from zerojax.data.corpus import find_text_files, num_text_bytes, other_suffixes, read_documents
 from zerojax.data.tokenizer import Tokenizer, as_tokenizer, save_tokenizer
 from zerojax.data.tokens import FORMAT, TokenPart, Tokens, hash_file, sidecar_path, smallest_dtype
+from zerojax.runtime.user_files import replace_text
 
 # A BPE learns nothing more from text beyond this; it keeps training on 100 GB to about a minute.
 BPE_SAMPLE_CHARACTERS = 64 << 20
@@ -88,9 +89,10 @@ def _write(files: Sequence[Path], folder: Path, tokenizer: Tokenizer, fraction: 
     dtype = smallest_dtype(tokenizer.vocab_size)
     train, validation = folder / "train.bin", folder / "validation.bin"
     partial = folder / "tokens.partial"
+    partial.unlink(missing_ok=True)
     count = num_documents = 0
     try:
-        with partial.open("wb") as stream:
+        with partial.open("xb") as stream:
             for starts_document, ids in encode_files(files, tokenizer):
                 num_documents += starts_document
                 count += len(ids)
@@ -136,10 +138,7 @@ def _write_sidecar(file: Path, dtype: np.dtype, count: int, tokenizer: Tokenizer
         "sha256": hash_file(file),
         "tokenizer": tokenizer.to_dict(),
     }
-    path = sidecar_path(file)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(content, ensure_ascii=False) + "\n", encoding="utf-8")
-    partial.replace(path)
+    replace_text(sidecar_path(file), json.dumps(content, ensure_ascii=False) + "\n")
 
 
 def make_tokenizer(spec: Any, files: Sequence[Path]) -> Tokenizer:

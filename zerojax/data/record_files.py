@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from zerojax.config.display import quoted
+from zerojax.config.regular_files import open_regular
 from zerojax.runtime.bounded_json import JsonError, load, loads
 
 JSON_LINES = ".jsonl"
@@ -39,7 +41,7 @@ def read_records(file: Path, columns: Sequence[str] | None = None) -> Iterator[t
     if file.suffix.lower() in COLUMN_SUFFIXES:
         yield from _table_rows(file, columns)
         return
-    with file.open("rb") as stream:
+    with open(open_regular(file), "rb") as stream:
         for number, line in enumerate(stream, start=1):
             if not line.strip():
                 continue
@@ -69,8 +71,8 @@ def saved_files(folder: Path) -> list[Path] | None:
         splits = _object(folder / _SPLITS).get("splits")
         if not isinstance(splits, list) or "train" not in splits:
             raise ValueError(
-                f"{str(folder)!r} has the splits {splits!r} and none called 'train'; pass the "
-                "folder of one of them"
+                f"{str(folder)!r} has the splits {quoted(splits)} and none called 'train'; pass "
+                "the folder of one of them"
             )
         return saved_files(folder / "train")
     if not (folder / _STATE).is_file() or not (folder / "dataset_info.json").is_file():
@@ -81,8 +83,11 @@ def saved_files(folder: Path) -> list[Path] | None:
             f"{str(folder)!r} was saved with rows chosen by an index; save "
             "dataset.flatten_indices() instead"
         )
-    names = [item.get("filename") for item in state.get("_data_files") or []]
-    if not names or not all(isinstance(name, str) for name in names):
+    listed = state.get("_data_files")
+    items = listed if isinstance(listed, list) else []
+    found = [item.get("filename") if isinstance(item, dict) else None for item in items]
+    names = [name for name in found if isinstance(name, str)]
+    if not names or len(names) < len(found):
         raise ValueError(f"{str(folder / _STATE)!r} names no files; save the dataset again")
     files = [folder / Path(name).name for name in names]
     for file in files:

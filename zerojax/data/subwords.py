@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from zerojax.config.display import cut, quoted
+
 END_OF_TEXT = "<|endoftext|>"
 NUM_BYTES = 256
 # 256 byte symbols and END_OF_TEXT: what a BPE without a single merge has.
@@ -29,6 +31,23 @@ _MISSING = (
 )
 
 
+def _backend_of(content: Mapping[str, Any]) -> Any:
+    """The `tokenizers.Tokenizer` of a tokenizer.json.
+
+    Raises:
+      ValueError: the package does not read it. ImportError: the package is not installed.
+    """
+    tokenizers = import_tokenizers()
+    try:
+        return tokenizers.Tokenizer.from_str(json.dumps(content))
+    except Exception as error:  # the package raises bare Exceptions
+        raise ValueError(
+            "not a tokenizer.json that this version of `tokenizers` reads: "
+            f"{cut(str(error), 200)}; if a newer version wrote it, run `pip install --upgrade "
+            "tokenizers`"
+        ) from error
+
+
 class BpeTokenizer:
     """Byte-level BPE (Sennrich et al. 2016; bytes as in GPT-2) by the `tokenizers` package.
 
@@ -39,6 +58,15 @@ class BpeTokenizer:
         """`backend`: a `tokenizers.Tokenizer`."""
         self._backend = backend
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+
+    @classmethod
+    def from_content(cls, content: Mapping[str, Any]) -> BpeTokenizer:
+        """Reads the content of a tokenizer.json that `to_dict` has given.
+
+        Raises:
+          ValueError: the package `tokenizers` does not read it.
+        """
+        return cls(_backend_of(content))
 
     @classmethod
     def train(cls, texts: Iterable[str], *, vocab_size: int) -> BpeTokenizer:
@@ -120,15 +148,12 @@ class HuggingFaceTokenizer:
           ImportError: the package `tokenizers` is not installed.
         """
         self._content = content
-        try:
-            backend = import_tokenizers().Tokenizer.from_str(json.dumps(content))
-        except ImportError:
-            raise
-        except Exception as error:  # the package raises bare Exceptions
+        if end is not None and not isinstance(end, str):
             raise ValueError(
-                f"not a tokenizer.json that this version of `tokenizers` reads: {error}; if a "
-                "newer version wrote it, run `pip install --upgrade tokenizers`"
-            ) from error
+                f"the token that ends a text is {quoted(end)}; write its name, such as "
+                f"{END_OF_TEXT}, or leave it out"
+            )
+        backend = _backend_of(content)
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend

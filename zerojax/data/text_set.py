@@ -21,9 +21,21 @@ from typing import Any
 
 import numpy as np
 
+from zerojax.config.display import quoted
 from zerojax.config.loader import user_path
-from zerojax.data.tokens import DTYPES, check_not_cut, hash_file, smallest_dtype
+from zerojax.data.tokens import (
+    DTYPES,
+    VOCAB_SIZES,
+    check_not_cut,
+    hash_file,
+    is_count,
+    is_dtype_name,
+    is_vocab_size,
+    size_of,
+    smallest_dtype,
+)
 from zerojax.runtime.bounded_json import JsonError, load
+from zerojax.runtime.user_files import replace_text
 
 FORMAT, VERSION = "zerojax-texts", 1
 TOKENS, MASK, OFFSETS, SIDECAR = "tokens.bin", "mask.bin", "offsets.bin", "texts.json"
@@ -169,31 +181,31 @@ def read_text_sidecar(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{str(path)!r} is not the sidecar of texts; {remedy}")
     if about.get("version") != VERSION:
         raise ValueError(
-            f"{str(path)!r} is of version {about.get('version')!r}, this zerojax reads {VERSION}; "
-            f"{remedy}"
+            f"{str(path)!r} is of version {quoted(about.get('version'))}, this zerojax reads "
+            f"{VERSION}; {remedy}"
         )
     sums = about.get("sha256")
     wanted = {
-        "dtype": (about.get("dtype") in DTYPES, f"one of {', '.join(DTYPES)}"),
-        "texts": (_is_count(about.get("texts"), 1), "a number of texts, at least 1"),
-        "tokens": (_is_count(about.get("tokens"), 1), "a number of tokens, at least 1"),
+        "dtype": (is_dtype_name(about.get("dtype")), f"one of {', '.join(DTYPES)}"),
+        "texts": (is_count(about.get("texts"), 1), "a number of texts, at least 1"),
+        "tokens": (is_count(about.get("tokens"), 1), "a number of tokens, at least 1"),
         "sha256": (
             isinstance(sums, dict) and all(isinstance(x, str) for x in sums.values()),
             "an object of checksums",
         ),
         "vocab_size": (
-            about.get("vocab_size") is None or _is_count(about["vocab_size"], 1),
-            "a number of ids",
+            about.get("vocab_size") is None or is_vocab_size(about["vocab_size"]),
+            VOCAB_SIZES,
         ),
         "validation_texts": (
-            _is_count(about.get("validation_texts", 0), 0)
-            and about.get("validation_texts", 0) < (about.get("texts") or 0),
+            is_count(about.get("validation_texts", 0), 0)
+            and is_count(about.get("texts"), about.get("validation_texts", 0) + 1),
             "a number of texts below that of all",
         ),
     }
     for key, (is_good, kind) in wanted.items():
         if not is_good:
-            raise ValueError(f"{str(path)!r}: {key}={about.get(key)!r}; it must be {kind}")
+            raise ValueError(f"{str(path)!r}: {key}={quoted(about.get(key))}; it must be {kind}")
     return about
 
 
@@ -223,9 +235,10 @@ class TextSetWriter:
     def __init__(self, folder: Path, vocab_size: int):
         """`folder` must be there; `vocab_size` chooses the width of ids."""
         self._folder, self._dtype = folder, smallest_dtype(vocab_size)
-        self._streams = {
-            name: (folder / f"{name}{_PARTIAL}").open("wb") for name in (TOKENS, MASK, OFFSETS)
-        }
+        partials = {name: folder / f"{name}{_PARTIAL}" for name in (TOKENS, MASK, OFFSETS)}
+        for partial in partials.values():
+            partial.unlink(missing_ok=True)
+        self._streams = {name: partial.open("xb") for name, partial in partials.items()}
         self._bits = np.zeros(0, bool)  # those that do not fill a byte yet
         self.num_texts = self.num_tokens = self.num_asked = 0
         self._streams[OFFSETS].write(np.zeros(1, "<i8").tobytes())
@@ -283,13 +296,11 @@ class TextSetWriter:
             **about,
             "sha256": sums,
         }
-        partial = self._folder / f"{SIDECAR}{_PARTIAL}"
-        partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        partial.replace(self._folder / SIDECAR)
+        replace_text(self._folder / SIDECAR, json.dumps(content, indent=1) + "\n")
 
 
 def _map(file: Path, dtype: np.dtype, count: int) -> np.ndarray:
-    num_bytes = file.stat().st_size if file.is_file() else 0
+    num_bytes = size_of(file) if file.exists() else 0
     if num_bytes != count * dtype.itemsize:
         raise ValueError(
             f"{str(file)!r} has {num_bytes} bytes, {SIDECAR} beside it says "
@@ -297,7 +308,3 @@ def _map(file: Path, dtype: np.dtype, count: int) -> np.ndarray:
             "again"
         )
     return np.asarray(np.memmap(file, dtype, mode="r"))
-
-
-def _is_count(value: Any, least: int) -> bool:
-    return type(value) is int and value >= least

@@ -10,17 +10,18 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from zerojax.config.display import quoted
 from zerojax.config.loader import user_path
 from zerojax.data.subwords import (
     NUM_BYTES,
     BpeTokenizer,
     HuggingFaceTokenizer,
     checked_ids,
-    import_tokenizers,
 )
 from zerojax.runtime.bounded_json import JsonError, load
+from zerojax.runtime.user_files import replace_text
 
-_BPE_SPEC = re.compile(r"bpe:(\d[\d_]*)")
+_BPE_SPEC = re.compile(r"bpe:(\d[\d_]{0,30})")
 TOKENIZER_FILE = "tokenizer.json"
 SETTINGS_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
@@ -137,7 +138,9 @@ def bpe_size(spec: Any) -> int | None:
     if match:
         return int(match[1])
     if isinstance(spec, str) and (spec == "bpe" or spec.startswith("bpe:")):
-        raise ValueError(f"tokenizer={spec!r}: write the vocabulary size, for example 'bpe:4096'")
+        raise ValueError(
+            f"tokenizer={quoted(spec)}: write the vocabulary size, for example 'bpe:4096'"
+        )
     return None
 
 
@@ -153,11 +156,11 @@ def tokenizer_from_dict(value: Mapping[str, Any]) -> Tokenizer:
     content = value.get("json") if kind in ("bpe", "hugging_face") else value
     if isinstance(content, Mapping) and "model" in content:
         if kind == "bpe":
-            return BpeTokenizer(import_tokenizers().Tokenizer.from_str(json.dumps(content)))
+            return BpeTokenizer.from_content(content)
         return HuggingFaceTokenizer(content, end=value.get("end") if kind else None)
     raise ValueError(
-        f"not a tokenizer: keys {sorted(map(str, value))[:8]}, kind {kind!r}; known are kind "
-        "'bytes', kind 'bpe', kind 'hugging_face', and a tokenizer.json of Hugging Face"
+        f"not a tokenizer: keys {quoted(sorted(map(str, value))[:8])}, kind {quoted(kind)}; known "
+        "are kind 'bytes', kind 'bpe', kind 'hugging_face', and a tokenizer.json of Hugging Face"
     )
 
 
@@ -169,7 +172,7 @@ def hugging_face_json(tokenizer: Tokenizer) -> dict[str, Any] | None:
 def save_tokenizer(tokenizer: Tokenizer, path: str | Path) -> Path:
     """Writes `to_dict` as JSON; returns the path."""
     path = user_path(path)
-    path.write_text(json.dumps(tokenizer.to_dict(), ensure_ascii=False) + "\n", encoding="utf-8")
+    replace_text(path, json.dumps(tokenizer.to_dict(), ensure_ascii=False) + "\n")
     return path
 
 
@@ -193,14 +196,21 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             "form (vocab.txt, tokenizer.model) gets one from transformers: "
             "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
         )
-    if not file.is_file():
+    if not file.exists():
         raise FileNotFoundError(
-            f"tokenizer={str(path)!r} is neither 'bytes', nor 'bpe:<size>', nor an existing file"
+            f"tokenizer={quoted(str(path), 200)} is neither 'bytes', nor 'bpe:<size>', nor an "
+            "existing file"
         )
     value = read_object(file, "a tokenizer file")
-    if "kind" in value or "model" not in value:
-        return tokenizer_from_dict(value)
-    return HuggingFaceTokenizer(value, end=_stated_end(file.with_name(SETTINGS_FILE)))
+    end = None
+    if "kind" not in value and "model" in value:
+        end = _stated_end(file.with_name(SETTINGS_FILE))
+    try:
+        if "kind" in value or "model" not in value:
+            return tokenizer_from_dict(value)
+        return HuggingFaceTokenizer(value, end=end)
+    except ValueError as error:
+        raise ValueError(f"{str(file)!r}: {error}") from error
 
 
 def _stated_end(settings: Path) -> str | None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import math
 import mmap
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +19,10 @@ from typing import Any
 
 import numpy as np
 
+from zerojax.config.checks import MAX_SIZE
+from zerojax.config.display import cut, quoted
 from zerojax.config.loader import user_path
+from zerojax.config.regular_files import check_regular, open_regular
 from zerojax.data.corpus import TOKEN_SUFFIXES, find_files
 from zerojax.runtime.bounded_json import JsonError, load
 
@@ -31,6 +36,11 @@ DTYPES: Mapping[str, np.dtype] = {
 # in larger ones every batch is checked as it is read.
 SCAN_BYTES = 256 << 20
 _BLOCK = 1 << 22
+_NPY_HEADERS: Mapping[tuple[int, int], Callable[..., Any]] = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
+VOCAB_SIZES = f"a number of ids from 1 to {MAX_SIZE}"
 _VALIDATION_STEM = re.compile(r"(^|[._-])(val|valid|validation)([._-]|$)")
 
 
@@ -152,7 +162,9 @@ def tokens_of_array(ids: np.ndarray, *, name: str = "the token array") -> Tokens
     Raises:
       TypeError: not integers. ValueError: not one-dimensional.
     """
-    return Tokens(parts=(TokenPart(ids=_checked_array(np.asarray(ids), name), name=name),))
+    array = np.asarray(ids)
+    _check_array(array.dtype, array.shape, name)
+    return Tokens(parts=(TokenPart(ids=array, name=name),))
 
 
 def is_token_path(path: Path) -> bool:
@@ -206,11 +218,30 @@ def _open_files(files: Sequence[Path]) -> Tokens | None:
 
 
 def _open_npy(file: Path) -> Tokens:
-    try:
-        array = np.load(file, mmap_mode="r", allow_pickle=False)
-    except ValueError as error:
-        raise ValueError(f"{str(file)!r} is not a readable .npy array: {error}") from error
-    parts = (TokenPart(ids=_checked_array(array, str(file)), name=str(file)),)
+    with open(open_regular(file), "rb") as stream:
+        try:
+            version = np.lib.format.read_magic(stream)
+            if version not in _NPY_HEADERS:
+                raise ValueError(f"its version is {version}, and token ids have (1, 0) or (2, 0)")
+            shape, _, dtype = _NPY_HEADERS[version](stream)
+            if min(shape, default=0) < 0:
+                raise ValueError(f"its shape is {shape}")
+        except Exception as error:  # of a damaged header there are many kinds
+            reason = cut(str(error).partition("\n")[0], 200)
+            raise ValueError(
+                f"{str(file)!r} is not a readable .npy array: {reason}; save it again with "
+                "numpy.save"
+            ) from error
+        start, size = stream.tell(), os.fstat(stream.fileno()).st_size
+    if start + math.prod(shape) * dtype.itemsize > size:
+        raise ValueError(
+            f"{str(file)!r} has {size} bytes, fewer than an array {quoted(shape)} of {dtype} "
+            "takes; the file is cut: copy or save it again"
+        )
+    _check_array(dtype, shape, str(file))
+    # An empty file cannot be mapped.
+    mapped = np.memmap(file, dtype, "r", start, shape) if shape[0] else np.zeros(0, dtype)
+    parts = (TokenPart(ids=np.asarray(mapped), name=str(file)),)
     sidecar = read_sidecar(file) if sidecar_path(file).is_file() else {}
     return Tokens(
         parts=parts, vocab_size=sidecar.get("vocab_size"), tokenizer=sidecar.get("tokenizer")
@@ -220,7 +251,7 @@ def _open_npy(file: Path) -> Tokens:
 def _open_bin(file: Path) -> Tokens:
     sidecar = read_sidecar(file)
     dtype = DTYPES[sidecar["dtype"]]
-    num_bytes = file.stat().st_size
+    num_bytes = size_of(file)
     count = sidecar.get("count", num_bytes // dtype.itemsize)
     if num_bytes != count * dtype.itemsize:
         raise ValueError(
@@ -237,16 +268,21 @@ def _open_bin(file: Path) -> Tokens:
     )
 
 
-def _checked_array(array: np.ndarray, name: str) -> np.ndarray:
-    if not np.issubdtype(array.dtype, np.integer):
-        raise TypeError(
-            f"{name} has dtype {array.dtype}; token ids are integers: save them as such"
-        )
-    if array.ndim != 1:
+def size_of(file: Path) -> int:
+    """Bytes of a regular file."""
+    status = file.stat()
+    check_regular(status, file)
+    return status.st_size
+
+
+def _check_array(dtype: np.dtype, shape: Sequence[int], name: str) -> None:
+    if dtype.kind not in "iu":
+        raise TypeError(f"{name} has dtype {dtype}; token ids are integers: save them as such")
+    if len(shape) != 1:
         raise ValueError(
-            f"{name} has shape {array.shape}; token ids are one row: save array.reshape(-1)"
+            f"{name} has shape {quoted(tuple(shape))}; token ids are one row: save "
+            "array.reshape(-1)"
         )
-    return np.asarray(array)
 
 
 def sidecar_path(file: Path) -> Path:
@@ -262,7 +298,7 @@ def read_sidecar(file: Path) -> dict[str, Any]:
     """
     path = sidecar_path(file)
     minimal = '{"dtype": "uint16"}'
-    if not path.is_file():
+    if not path.exists():
         raise ValueError(
             f"{str(file)!r} has no sidecar {path.name!r}, so the width of its ids is unknown; "
             f"write {minimal} (or uint8, uint32) into {str(path)!r} if it is raw ids without a "
@@ -273,17 +309,35 @@ def read_sidecar(file: Path) -> dict[str, Any]:
     except JsonError as error:
         raise ValueError(f"{str(path)!r} {error.what}; write for example {minimal}") from error
     checks: dict[str, tuple[Callable[[Any], bool], str]] = {
-        "dtype": (lambda x: x in DTYPES or file.suffix == ".npy", f"one of {', '.join(DTYPES)}"),
-        "count": (lambda x: x is None or (type(x) is int and x >= 0), "a number of tokens"),
-        "vocab_size": (lambda x: x is None or (type(x) is int and x >= 1), "a number of ids"),
+        "dtype": (
+            lambda x: is_dtype_name(x) or file.suffix == ".npy",
+            f"one of {', '.join(DTYPES)}",
+        ),
+        "count": (lambda x: x is None or is_count(x, 0), "a number of tokens"),
+        "vocab_size": (lambda x: x is None or is_vocab_size(x), VOCAB_SIZES),
         "tokenizer": (lambda x: x is None or isinstance(x, dict), "an object"),
     }
     if not isinstance(value, dict):
         raise ValueError(f"{str(path)!r} holds {type(value).__name__}; write for example {minimal}")
     for key, (is_good, wanted) in checks.items():
         if not is_good(value.get(key)):
-            raise ValueError(f"{str(path)!r}: {key}={value.get(key)!r}; it must be {wanted}")
+            raise ValueError(f"{str(path)!r}: {key}={quoted(value.get(key))}; it must be {wanted}")
     return {key: item for key, item in value.items() if item is not None}
+
+
+def is_dtype_name(value: Any) -> bool:
+    """Whether a value is a key of `DTYPES`."""
+    return isinstance(value, str) and value in DTYPES
+
+
+def is_count(value: Any, least: int) -> bool:
+    """Whether a value is a whole number of at least `least` that fits into 64 bits."""
+    return type(value) is int and least <= value < 2**63
+
+
+def is_vocab_size(value: Any) -> bool:
+    """Whether a value is a number of ids that a model can have."""
+    return is_count(value, 1) and value <= MAX_SIZE
 
 
 def smallest_dtype(vocab_size: int) -> np.dtype:
@@ -360,7 +414,7 @@ def verify_tokens(file: str | Path) -> None:
 
 def hash_file(path: Path) -> str:
     """sha256 of a file, hex."""
-    with path.open("rb") as stream:
+    with open(open_regular(path), "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from zerojax.config.checks import warn_user
+from zerojax.config.regular_files import UnreadableError
 from zerojax.runtime import bounded_json
 from zerojax.runtime.user_files import CACHE_VARIABLE, replace_text, user_cache
 
@@ -91,10 +92,12 @@ def store(key: str, value: Mapping[str, Any]) -> None:
     text = json.dumps({"key": key, "digest": _digest(value), "value": value})
     path = _path(folder, key)
     try:
-        replace_text(path, text)
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_text(path, text, mode=0o600)
         _shrink(folder, keep=path)
-    except OSError as error:
-        _warn(f"this forecast was not kept: {folder}: {error.strerror or error}")
+    except (OSError, UnreadableError) as error:
+        reason = getattr(error, "strerror", None) or error
+        _warn(f"this forecast was not kept: {folder}: {reason}")
 
 
 def _path(folder: Path, key: str) -> Path:

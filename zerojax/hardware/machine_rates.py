@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from zerojax.config.regular_files import UnreadableError
 from zerojax.runtime.bounded_json import load
 from zerojax.runtime.memory import nearest_folder
 from zerojax.runtime.user_files import replace_text, user_cache
@@ -63,8 +64,9 @@ def keep_rates(rates: MeasuredLink | MeasuredDisk) -> Path | None:
     entries = machine[part] = entries if isinstance(entries, dict) else {}
     entries[name] = dataclasses.asdict(dataclasses.replace(rates, date=today))
     try:
-        replace_text(path, json.dumps(known, indent=1))
-    except OSError:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(path, json.dumps(known, indent=1), mode=0o600)
+    except (OSError, UnreadableError):
         return None
     return path
 

@@ -19,7 +19,13 @@ import jax.numpy as jnp
 import optax
 
 from zerojax.config import OptimizerConfig
-from zerojax.config.checks import check_at_least, check_positive, refuse
+from zerojax.config.checks import (
+    MAX_SIZE,
+    check_at_least,
+    check_positive,
+    check_whole_number,
+    refuse,
+)
 from zerojax.config.loader import ConfigError, coerce_fields, from_dict
 
 Schedule = Callable[[Any], Any]
@@ -36,6 +42,7 @@ def as_schedule(learning_rate: float | Schedule) -> Schedule:
 
 def build_schedule(config: OptimizerConfig, steps: int | None) -> tuple[Schedule, str]:
     """(learning rate as a function of updates applied, one line that explains it)."""
+    check_whole_number("steps", steps, 0, MAX_SIZE)
     peak, final = config.learning_rate, config.learning_rate * config.final_lr_fraction
     if config.warmup_steps is not None:
         warmup = config.warmup_steps

@@ -97,7 +97,7 @@ def _read(names: Mapping[Any, Any], atom: Any) -> Any:
 def _guard(skip: Any, new: Any, kept: Any) -> tuple[Any, list[Any]]:
     """Returns (the variable that is `kept` where `skip` is set, else `new`; its equations)."""
     program = _select(new.aval, kept.aval).jaxpr
-    names = dict(zip(program.invars, (skip, new, kept), strict=True))
+    names: dict[Any, Any] = dict(zip(program.invars, (skip, new, kept), strict=True))
     equations = []
     for equation in program.eqns:
         made = [Var(variable.aval) for variable in equation.outvars]

@@ -22,10 +22,10 @@ import json
 import math
 import os
 import re
-import stat
 from typing import Any
 
 from zerojax.config.display import quoted
+from zerojax.config.regular_files import UnreadableError, open_regular
 
 MAX_BYTES = 64 << 20
 MAX_DEPTH = 64
@@ -34,65 +34,10 @@ MAX_DIGITS = 100
 
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
-_KINDS = {
-    stat.S_IFIFO: "a named pipe",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFDIR: "a folder",
-    stat.S_IFLNK: "a symbolic link",
-}
 
 
-class JsonError(ValueError):
-    """A file or a text is not what is read here.
-
-    Attributes:
-      what: the rest of a sentence whose subject is the file, such as "is nested deeper than ...".
-    """
-
-    def __init__(self, what: str, path: str | os.PathLike[str] | None = None) -> None:
-        super().__init__(what if path is None else f"{os.fspath(path)} {what}")
-        self.what = what
-
-
-def open_regular(path: str | os.PathLike[str], *, follow: bool = True) -> int:
-    """Opens a regular file for reading, and nothing else.
-
-    Opening a pipe waits for its other end, and opening a device may do something, so the kind is
-    asked for first, and again of what was opened, in case the name was given away in between.
-
-    Args:
-      path: of the file.
-      follow: whether it may be a symbolic link, as in caches of Hugging Face. Folders on the way to
-        it always may.
-
-    Returns:
-      A descriptor, to be closed.
-
-    Raises:
-      JsonError: it is not a regular file.
-      OSError: what the system says.
-    """
-    _check_regular(os.stat(path) if follow else os.lstat(path), path)
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
-    descriptor = os.open(path, flags)
-    try:
-        _check_regular(os.fstat(descriptor), path)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
-def _check_regular(status: os.stat_result, path: str | os.PathLike[str]) -> None:
-    if not stat.S_ISREG(status.st_mode):
-        raise JsonError(f"is {kind_of(status)}, not a regular file", path)
-
-
-def kind_of(status: os.stat_result) -> str:
-    """What a file is that is no regular one: "a named pipe"."""
-    return _KINDS.get(stat.S_IFMT(status.st_mode), "of an unknown kind")
+class JsonError(UnreadableError):
+    """A file or a text is no JSON that is read here."""
 
 
 def read_bytes(
@@ -109,7 +54,11 @@ def read_bytes(
       JsonError: it is not a regular file, or too large.
       OSError: what the system says.
     """
-    with open(open_regular(path, follow=follow), "rb") as file:
+    try:
+        descriptor = open_regular(path, follow=follow)
+    except UnreadableError as error:
+        raise JsonError(error.what, path) from None
+    with open(descriptor, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         # Asked for one more: a file may grow meanwhile, and one of /proc says that it has none.
         content = b"" if size > max_bytes else file.read(max_bytes + 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import faulthandler
+import io
 import math
 import os
 import sys
@@ -17,6 +18,7 @@ from typing import Self
 
 from zerojax.config.sections import WatchConfig
 from zerojax.runtime.shutdown import HUNG
+from zerojax.runtime.user_files import open_appending
 
 POLL_SECONDS = 1.0
 STOPPED_SECONDS = 5.0
@@ -269,9 +271,9 @@ class Watchdog:
             f"{remedy}"
         )
         if file is not None:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, ValueError):
                 file.parent.mkdir(parents=True, exist_ok=True)
-                with file.open("a", encoding="utf-8") as opened:
+                with io.TextIOWrapper(open_appending(file), encoding="utf-8") as opened:
                     opened.write(f"{self._standstill(phase, waited)}\n")
                     opened.flush()
                     _dump_stacks(opened)

@@ -32,6 +32,7 @@ from zerojax.data.text_set import TextSet, is_text_set
 from zerojax.data.tokens import is_token_path
 from zerojax.models import DecoderConfig, GPT2Config, LlamaConfig
 from zerojax.models.hugging_face import Pretrained, from_hugging_face
+from zerojax.runtime.user_files import replace_text
 from zerojax.training.run_file import plan_from_config, tokenizer_spec
 from zerojax.training.run_lifecycle import CHECKPOINT_FOLDER, CONFIG_FILE
 
@@ -161,10 +162,8 @@ def write_run(
         if is_planned:
             plan_from_config(config, count_devices(), is_here=True)
         file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_suffix(".partial")
-        partial.write_text(run_file_text(config, choices, asked), encoding="utf-8")
-        assert load(RunConfig, partial) == config, "the file says what was chosen"
-        partial.replace(file)
+        replace_text(file, run_file_text(config, choices, asked))
+        assert load(RunConfig, file) == config, "the file says what was chosen"
     return WrittenRun(file=file, config=config, prepared=prepared, notes=notes)
 
 

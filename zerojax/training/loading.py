@@ -18,7 +18,8 @@ from zerojax import models, optim
 from zerojax.checkpoint import Checkpointer, CheckpointError, named_step
 from zerojax.config import MeshConfig, OffloadConfig, RunConfig, as_mesh_config, from_dict
 from zerojax.config.checks import names_keywords, warn_user
-from zerojax.config.loader import user_path
+from zerojax.config.display import quoted
+from zerojax.config.loader import ConfigError, user_path
 from zerojax.config.mesh import HOST
 from zerojax.data import RowSource, abstract_global, as_source, load_tokenizer
 from zerojax.models import trees
@@ -30,12 +31,19 @@ from zerojax.parallel.reshard import from_model_parts, model_parts
 from zerojax.parallel.step import build_evaluation
 from zerojax.plan import device_mesh as meshes
 from zerojax.plan.make import Plan, make_plan, plan_options
+from zerojax.plan.state import as_seed
 from zerojax.plan.weight_wire import DELTA_BITS
 from zerojax.runtime import bounded_json
 from zerojax.training.checkpointing import folder_of, model_of, read_parts
 from zerojax.training.evaluation import mean_loss
 from zerojax.training.run_lifecycle import CHECKPOINT_FOLDER, CONFIG_FILE, TOKENIZER_FILE
-from zerojax.training.run_record import RECORD_FILE, RunRecord, abstract_of, read_record
+from zerojax.training.run_record import (
+    RECORD_FILE,
+    RunRecord,
+    abstract_of,
+    check_record,
+    read_record,
+)
 from zerojax.training.validation import each_batch
 
 _EXAMPLE_TOKENS = 8
@@ -74,7 +82,7 @@ class LoadedRun:
         self.plan, self.state, self.step, self.config = plan, state, step, config
         self.record, self.plan_dict = record, plan_dict
         tokenizer_path = folder / TOKENIZER_FILE
-        self.tokenizer = load_tokenizer(tokenizer_path) if tokenizer_path.is_file() else None
+        self.tokenizer = load_tokenizer(tokenizer_path) if tokenizer_path.exists() else None
         self._folder, self._replan, self._has_loss = folder, replan, has_loss
         self._evaluations: dict[Any, tuple[Plan, Any]] = {}
 
@@ -216,15 +224,20 @@ class LoadedRun:
           ValueError: no tokenizer, an empty prompt, or one that fills the context.
           TypeError: the model is not a decoder of zerojax.
         """
-        return continue_text(
-            self.model,
-            self.tokenizer,
-            prompt,
-            num_tokens=num_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            seed=seed,
-        )
+        try:
+            return continue_text(
+                self.model,
+                self.tokenizer,
+                prompt,
+                num_tokens=num_tokens,
+                temperature=temperature,
+                top_k=top_k,
+                seed=as_seed(seed),
+            )
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"prompt={quoted(prompt)} has half a character at {error.start}; give UTF-8 text"
+            ) from error
 
 
 @names_keywords()
@@ -365,8 +378,10 @@ def _warn_of_parameters(folder: Path, plan: Plan) -> None:
 
 def _read_record(folder: Path) -> RunRecord:
     path = folder / RECORD_FILE
-    if path.is_file():
-        return read_record(bounded_json.load(path), str(path))
+    if path.exists():
+        record = read_record(bounded_json.load(path), str(path))
+        check_record(record, str(path))
+        return record
     if (folder / CONFIG_FILE).is_file():
         raise ValueError(
             f"{folder} has no {RECORD_FILE}, which runs write since it can be read back; train on "
@@ -381,10 +396,13 @@ def _read_record(folder: Path) -> RunRecord:
 def _run_config(folder: Path) -> RunConfig | None:
     """The settings of a run of `zerojax train`; other runs have a config.json of another form."""
     path = folder / CONFIG_FILE
-    values = bounded_json.load(path) if path.is_file() else None
+    values = bounded_json.load(path) if path.exists() else None
     if not isinstance(values, dict) or "run_dir" not in values:
         return None
-    return from_dict(RunConfig, values)
+    try:
+        return from_dict(RunConfig, values)
+    except ConfigError as error:
+        raise ConfigError(error.message, error.key, str(path)) from error
 
 
 def _loss(

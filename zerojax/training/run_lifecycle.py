@@ -39,7 +39,7 @@ from zerojax.plan.host_budget import check_offload
 from zerojax.plan.make import Plan
 from zerojax.runtime.kept_programs import keep_programs
 from zerojax.runtime.redaction import redact
-from zerojax.runtime.user_files import not_for_everybody
+from zerojax.runtime.user_files import not_for_everybody, replace_text
 from zerojax.runtime.watchdog import Watchdog
 from zerojax.training.checkpointing import base_of, end_state
 from zerojax.training.evaluation import check_evaluation_mode
@@ -299,7 +299,7 @@ def open_log(run: RunFiles, plan: Plan, start_step: int, steps: int | None = Non
             if run.notes.tokenizer is not None:
                 save_tokenizer(run.notes.tokenizer, run.folder / TOKENIZER_FILE)
             if run.notes.template is not None:
-                (run.folder / TEMPLATE_FILE).write_text(run.notes.template, encoding="utf-8")
+                replace_text(run.folder / TEMPLATE_FILE, run.notes.template)
         log.keep_files((DESCRIPTION_FILE, RECORD_FILE, TOKENIZER_FILE, TEMPLATE_FILE))
     return log
 
@@ -309,7 +309,7 @@ def _describe_model(folder: Path, plan: Plan) -> None:
         text = json.dumps(describe_model(plan.model).to_dict(), indent=1)
     except UnsupportedError:
         return
-    (folder / DESCRIPTION_FILE).write_text(text + "\n", encoding="utf-8")
+    replace_text(folder / DESCRIPTION_FILE, text + "\n")
 
 
 def absolute(path: str | Path | None) -> str | None:

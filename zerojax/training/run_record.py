@@ -19,6 +19,8 @@ from flax import nnx
 
 from zerojax.config import LoraConfig, MeshConfig, MixturePart, MoEConfig, from_dict, to_dict
 from zerojax.config.attention_layouts import layout_of_mode, values_of_layout
+from zerojax.config.checks import MAX_SIZE, check_fraction, check_size, expand_folders
+from zerojax.config.display import quoted
 from zerojax.config.loader import ConfigError, coerce_fields
 from zerojax.models import DecoderConfig, add_lora
 from zerojax.models.trees import path_name
@@ -29,6 +31,7 @@ from zerojax.models.zoo.lora import LowRank
 from zerojax.models.zoo.rope import RopeScaling
 from zerojax.optim.precision import Precision
 from zerojax.plan.make import Plan
+from zerojax.runtime.user_files import replace_text
 
 RECORD_FILE = "run.json"
 _FREEZE_DTYPE = "freeze_dtype"
@@ -66,6 +69,9 @@ class TextData:
 
     def __post_init__(self) -> None:
         coerce_fields(self)
+        expand_folders(self, "path")
+        check_size(self, "seq_len")
+        check_fraction(self, "validation_fraction", below_one=True)
 
     @property
     def data(self) -> Any:
@@ -140,7 +146,7 @@ class RunRecord:
     def as_precision(self) -> Precision:
         """The run's dtypes; a loss scale is none of evaluation's business."""
         dtypes: dict[str, Any] = {
-            name: value if name == _FREEZE_CODES else np.dtype(value)
+            name: value if name == _FREEZE_CODES else _dtype_of(name, value)
             for name, value in self.precision.items()
         }
         # Records from before 2026-11-25 have none: what was frozen was stored as all parameters.
@@ -182,6 +188,13 @@ def record_of(plan: Plan, notes: RunNotes) -> RunRecord:
     )
 
 
+def _dtype_of(name: str, value: Any) -> np.dtype:
+    try:
+        return np.dtype(value)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{quoted(value)} is not the name of a dtype", (name,)) from None
+
+
 def _dtype_names(precision: Precision) -> dict[str, str]:
     dtypes = {name: getattr(precision, name) for name in _DTYPE_NAMES}
     dtypes[_FREEZE_DTYPE] = precision.frozen_dtype
@@ -192,7 +205,7 @@ def _dtype_names(precision: Precision) -> dict[str, str]:
 def write_record(folder: Path, record: RunRecord) -> None:
     """Puts run.json into a run's folder, as it is: every field is read back."""
     text = json.dumps(to_dict(record), indent=1)
-    (folder / RECORD_FILE).write_text(text + "\n", encoding="utf-8")
+    replace_text(folder / RECORD_FILE, text + "\n")
 
 
 def read_record(values: Any, where: str) -> RunRecord:
@@ -205,6 +218,30 @@ def read_record(values: Any, where: str) -> RunRecord:
     Raises:
       ConfigError: an unknown or missing key, or a value of another kind.
     """
+    try:
+        return _record_in(values, where)
+    except ConfigError as error:
+        raise ConfigError(error.message, error.key, where) from error
+
+
+def check_record(record: RunRecord, where: str) -> None:
+    """Refuses sizes, adapters, dtypes and a batch that no run has; makes no array.
+
+    Raises:
+      ConfigError: names `where`, and the value.
+    """
+    try:
+        record.as_precision()
+        abstract_of(record.batch)
+        if record.architecture:
+            record.factory()
+    except ConfigError as error:
+        raise ConfigError(error.message, error.key, where) from error
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"no record of a run: {error}", (), where) from error
+
+
+def _record_in(values: Any, where: str) -> RunRecord:
     if not isinstance(values, Mapping):
         raise ConfigError(f"holds a {type(values).__name__} in place of an object", (), where)
     known = [field.name for field in dataclasses.fields(RunRecord)]
@@ -223,7 +260,7 @@ def read_record(values: Any, where: str) -> RunRecord:
     for key, found, allowed in (("sizes", sizes, fields), ("precision", precision, known_dtypes)):
         if not isinstance(found, Mapping) or not set(found) <= set(allowed):
             raise ConfigError(
-                f"known keys: {', '.join(allowed)}; got {found!r:.200}", (key,), where
+                f"known keys: {', '.join(allowed)}; got {quoted(found, 200)}", (key,), where
             )
     return RunRecord(
         **{name: getattr(checked, name) for name in _hints_of(_Checked)},
@@ -238,7 +275,7 @@ def read_record(values: Any, where: str) -> RunRecord:
 
 def _listed(value: Any, where: str) -> list[Any]:
     if not isinstance(value, list):
-        raise ConfigError(f"expected a list; got {value!r:.200}", ("adapters",), where)
+        raise ConfigError(f"expected a list; got {quoted(value, 200)}", ("adapters",), where)
     return value
 
 
@@ -253,7 +290,7 @@ def abstract_of(batch: Any) -> Any:
     try:
         return _from_json(batch)
     except (KeyError, TypeError, ValueError, AttributeError):
-        raise ConfigError(f"no description of a batch: {batch!r:.200}", ("batch",)) from None
+        raise ConfigError(f"no description of a batch: {quoted(batch, 200)}", ("batch",)) from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,6 +308,8 @@ class _Checked:
 
     def __post_init__(self) -> None:
         coerce_fields(self)
+        expand_folders(self, "checkpoints")
+        check_size(self, "num_devices", "eval_batches")
 
 
 def _hints_of(cls: type) -> tuple[str, ...]:
@@ -387,4 +426,6 @@ def _from_json(value: Any) -> Any:
     if "tuple" in value:
         return tuple(_from_json(part) for part in value["tuple"])
     shape = tuple(int(size) for size in value["shape"])
+    if not all(0 <= size <= MAX_SIZE for size in shape):
+        raise ValueError(f"no array has the shape {shape}")
     return jax.ShapeDtypeStruct(shape, np.dtype(value["dtype"]))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from zerojax.config import CheckpointConfig, LogConfig, WatchConfig
-from zerojax.config.checks import check_kind, check_whole_number
+from zerojax.config.checks import MAX_SIZE, check_kind, check_whole_number
 from zerojax.plan.make import Plan
 
 
@@ -80,15 +80,15 @@ def checked(arguments: Arguments) -> Arguments:
       ValueError, TypeError: with the argument's name, its value and what to give.
     """
     limits = {
-        "steps": 0,
-        "num_microbatches": 1,
-        "global_batch_size": 1,
-        "seq_len": 1,
-        "eval_every": 1,
-        "eval_batches": 1,
+        "steps": (0, None),
+        "num_microbatches": (1, MAX_SIZE),
+        "global_batch_size": (1, MAX_SIZE),
+        "seq_len": (1, MAX_SIZE),
+        "eval_every": (1, None),
+        "eval_batches": (1, None),
     }
-    for name, limit in limits.items():
-        check_whole_number(name, getattr(arguments, name), limit)
+    for name, (least, most) in limits.items():
+        check_whole_number(name, getattr(arguments, name), least, most)
     wanted = "a function loss(model, batch) -> scalar | (sum, weight)"
     check_kind("loss", arguments.loss, Callable, wanted)
     callbacks = _as_callbacks(arguments.callbacks)

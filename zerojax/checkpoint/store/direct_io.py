@@ -174,7 +174,8 @@ def replace_file(path: Path, content: bytes) -> None:
     write + fsync of a new file, rename, fsync of the folder (rename(2), fsync(2)).
     """
     new = path.with_name(path.name + ".new")
-    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    new.unlink(missing_ok=True)  # of a crash; the store is held by this process alone
+    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         done = 0
         while done < len(content):

@@ -24,7 +24,8 @@ from zerojax.checkpoint.fingerprint_math import Sums
 from zerojax.checkpoint.store.boxes import Box, Shape, overlap, parts_of_run, slices_of
 from zerojax.checkpoint.store.direct_io import StoreError, StreamFile, read_into
 from zerojax.config.display import quoted
-from zerojax.runtime.bounded_json import JsonError, load, open_regular
+from zerojax.config.regular_files import UnreadableError, open_regular
+from zerojax.runtime.bounded_json import load
 
 _FORMAT = 1
 _MOST_BYTES = 256 << 20
@@ -214,7 +215,7 @@ def _read_table(path: Path) -> list[_Pieces]:
         if size != table["bytes"]:
             raise StoreError(f"{data}: {size} bytes, the table says {quoted(table['bytes'])}")
         return [_as_pieces(data, entry, size) for entry in table["blocks"]]
-    except JsonError as error:
+    except UnreadableError as error:
         raise StoreError(str(error)) from None
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise StoreError(f"{path}: no table of arrays ({type(error).__name__}: {error})") from None

@@ -40,6 +40,7 @@ from zerojax.data.tokenizer import (
     save_tokenizer,
 )
 from zerojax.data.tokens import hash_file
+from zerojax.runtime.user_files import replace_text
 
 OnBad = Literal["refuse", "skip"]
 Answers = Literal["all", "each"]
@@ -286,7 +287,7 @@ class _Preparation:
         files = [save_tokenizer(self.tokenizer, folder / TOKENIZER_FILE)]
         if self.process is not None and self.template is not None:
             files.append(folder / TEMPLATE_FILE)
-            files[-1].write_text(self.template.source, encoding="utf-8")
+            replace_text(files[-1], self.template.source)
         return {file.name: hash_file(file) for file in files}
 
     def _chats(self, files: Sequence[Path]) -> Iterator[_Placed]:

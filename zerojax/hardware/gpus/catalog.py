@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from importlib import resources
 from typing import Any
 
-from zerojax.config.loader import read_yaml, user_path
+from zerojax.config.loader import read_text, read_yaml, user_path
+from zerojax.config.regular_files import UnreadableError
 from zerojax.hardware.gpus.card import CardError, Gpu, build_card, split_notes
 
 
@@ -92,8 +93,8 @@ def _own_values() -> Mapping[str, dict[str, Any]]:
 
 def _read_card(path: str) -> Gpu:
     try:
-        text = user_path(path).read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_text(user_path(path))
+    except (OSError, UnicodeDecodeError, UnreadableError) as error:
         raise ValueError(
             f"cannot read the GPU card {path!r}: {error}; give the path of a YAML file or one of "
             f"{', '.join(gpu_names())}"

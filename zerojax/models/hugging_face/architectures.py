@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from zerojax.config.display import quoted
 from zerojax.models.hugging_face import families, gemma_rows, moe_rows, olmo_rows
 from zerojax.models.hugging_face.bert_weights import BERT_ROW
-from zerojax.models.hugging_face.config_reading import UnsupportedError
+from zerojax.models.hugging_face.config_reading import ConfigReading, UnsupportedError
 from zerojax.models.hugging_face.gpt2_weights import GPT2_ROW
 from zerojax.models.hugging_face.layouts import Architecture
 from zerojax.models.hugging_face.llama_weights import LLAMA_ROW
@@ -30,18 +31,19 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
     Raises:
       UnsupportedError: there is none.
     """
-    name = config.get("model_type")
+    name = ConfigReading(config).get("model_type")
     if name in ARCHITECTURES:
         return ARCHITECTURES[name]
     inner = config.get("text_config")
-    if isinstance(inner, Mapping) and inner.get("model_type") in ARCHITECTURES:
+    inner_name = ConfigReading(inner).get("model_type") if isinstance(inner, Mapping) else None
+    if inner_name in ARCHITECTURES:
         raise UnsupportedError(
-            f"config.json: model_type={name!r} holds a {inner['model_type']} beside other models; "
-            "save its language model alone, as "
-            f"{ARCHITECTURES[inner['model_type']].class_name} with transformers"
+            f"config.json: model_type={quoted(name)} holds a {inner_name} beside other models; "
+            f"save its language model alone, as {ARCHITECTURES[inner_name].class_name} with "
+            "transformers"
         )
     raise UnsupportedError(
-        f"config.json: model_type={name!r} is none of those that zerojax has a model for: "
+        f"config.json: model_type={quoted(name)} is none of those that zerojax has a model for: "
         f"{', '.join(ARCHITECTURES)}; train the model as your own flax module instead"
     )
 

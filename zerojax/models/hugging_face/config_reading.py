@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from zerojax.config.checks import MAX_LAYERS
+from zerojax.config.display import cut, quoted
+
 NO_EFFECT = frozenset(
     (
         "_name_or_path",
@@ -90,6 +93,63 @@ _SAME_EVERYWHERE: Mapping[str, tuple[Any, ...]] = {
     "use_bidirectional_attention": (False, None),
 }
 
+_NUMBER, _WHOLE = "a number", "a whole number"
+_COUNTS_OF_LAYERS = (
+    "max_window_layers",
+    "n_layer",
+    "num_decoder_layers",
+    "num_hidden_layers",
+    "num_layers",
+)
+"""Bounded before anything is made for each layer."""
+_KINDS: Mapping[str, tuple[Any, tuple[str, ...]]] = {
+    _NUMBER: (
+        int | float,
+        (
+            *("attention_factor", "attention_multiplier", "attn_logit_softcapping", "beta_fast"),
+            *("beta_slow", "clip_qkv", "embedding_multiplier", "factor"),
+            *("final_logit_softcapping", "high_freq_factor", "layer_norm_eps"),
+            *("layer_norm_epsilon", "logit_scale", "logits_scaling", "low_freq_factor"),
+            *("mscale", "mscale_all_dim", "partial_rotary_factor", "query_pre_attn_scalar"),
+            *("residual_multiplier", "rms_norm_eps", "rope_local_base_freq", "rope_theta"),
+            "router_aux_loss_coef",
+        ),
+    ),
+    _WHOLE: (
+        int,
+        (
+            *_COUNTS_OF_LAYERS,
+            *("d_ff", "d_kv", "d_model", "head_dim", "hidden_size", "intermediate_size"),
+            *("max_position_embeddings", "moe_intermediate_size", "n_ctx", "n_embd", "n_head"),
+            *("n_inner", "n_positions", "no_rope_layer_interval", "num_attention_heads"),
+            *("num_experts", "num_experts_per_tok", "num_heads", "num_key_value_heads"),
+            *("num_local_experts", "original_max_position_embeddings"),
+            *("relative_attention_max_distance", "relative_attention_num_buckets"),
+            *("sliding_window", "sliding_window_pattern", "type_vocab_size", "vocab_size"),
+        ),
+    ),
+    "true or false": (
+        bool,
+        (
+            *("attention_bias", "mlp_bias", "norm_topk_prob", "output_router_logits"),
+            *("scale_decoder_outputs", "tie_word_embeddings", "truncate", "use_sliding_window"),
+        ),
+    ),
+    "a text": (
+        str,
+        (
+            *("activation_function", "feed_forward_proj", "hidden_act", "hidden_activation"),
+            *("model_type", "rope_type", "type"),
+        ),
+    ),
+    "a list": (
+        list | tuple,
+        ("architectures", "layer_types", "long_factor", "no_rope_layers", "short_factor"),
+    ),
+    "an object": (Mapping, ("rope_parameters", "rope_scaling")),
+}
+_KIND_OF = {key: (kinds, wanted) for wanted, (kinds, keys) in _KINDS.items() for key in keys}
+
 
 class UnsupportedError(ValueError):
     """A folder of Hugging Face holds something that zerojax cannot train as it is meant."""
@@ -109,9 +169,24 @@ class ConfigReading:
         self.asked: set[str] = set()
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of a key; the default where it is missing, but not where it is null."""
+        """The value of a key; the default where it is missing, but not where it is null.
+
+        Raises:
+          UnsupportedError: it is of another kind than `_KINDS` says, or no model has so many
+            layers.
+        """
         self.asked.add(key)
-        return self.values.get(key, default)
+        value = self.values.get(key, default)
+        kinds, wanted = _KIND_OF.get(key, (object, ""))
+        is_wrong = isinstance(value, bool) and wanted in (_NUMBER, _WHOLE)
+        if value is not None and (is_wrong or not isinstance(value, kinds)):
+            raise UnsupportedError(f"{self.where}: {key}={quoted(value)} is not {wanted}")
+        if key in _COUNTS_OF_LAYERS and value is not None and value > MAX_LAYERS:
+            raise UnsupportedError(
+                f"{self.where}: {key}={quoted(value)} is above {MAX_LAYERS}, the most layers that "
+                "are taken; use fewer"
+            )
+        return value
 
     def has(self, key: str) -> bool:
         """Whether a key is there and not null."""
@@ -135,7 +210,7 @@ class ConfigReading:
         """
         value = self.get(key)
         if value is not None and not isinstance(value, Mapping):
-            raise UnsupportedError(f"{self.where}: {key}={value!r} is not an object")
+            raise UnsupportedError(f"{self.where}: {key}={quoted(value)} is not an object")
         return ConfigReading(value or {}, f"{self.where}: {key}")
 
     def require(self, why: str, **allowed: tuple[Any, ...]) -> None:
@@ -154,7 +229,7 @@ class ConfigReading:
             if not any(value == each for each in values):
                 listed = " or ".join(repr(x) for x in values)
                 raise UnsupportedError(
-                    f"{self.where}: {key}={value!r}, but {why}; only {listed} will do"
+                    f"{self.where}: {key}={quoted(value)}, but {why}; only {listed} will do"
                 )
 
     def check_rest(self, no_effect: Collection[str] = ()) -> None:
@@ -167,10 +242,11 @@ class ConfigReading:
           UnsupportedError: there is another one, which is named with its value.
         """
         for key in sorted(set(self.values) - self.asked - set(no_effect)):
+            shown = f"{cut(key, 100)}={quoted(self.values[key])}"
             raise UnsupportedError(
-                f"{self.where}: {key}={self.values[key]!r} is a setting that zerojax does not know "
-                "for this model, and it may change what it computes; take it out of a copy of "
-                "config.json if it does not"
+                f"{self.where}: {shown} is a setting that zerojax does not know for this model, "
+                "and it may change what it computes; take it out of a copy of config.json if it "
+                "does not"
             )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from zerojax.config.display import quoted
 from zerojax.models.hugging_face.config_reading import ConfigReading, UnsupportedError
 from zerojax.models.hugging_face.rope_keys import FULL, SLIDING
 from zerojax.models.zoo.decoder_config import DecoderConfig, LayerKind, kinds_and_pattern
@@ -62,7 +63,7 @@ def read_activation(config: ConfigReading, key: str = "hidden_act", default: str
     value = config.get(key, default)
     if value not in _ACTIVATIONS:
         raise UnsupportedError(
-            f"{config.where}: {key}={value!r} is not an activation that is built; "
+            f"{config.where}: {key}={quoted(value)} is not an activation that is built; "
             f"{', '.join(_ACTIVATIONS)} are"
         )
     return _ACTIVATIONS[value]

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from zerojax.config.display import printable, quoted
+from zerojax.config.display import cut, printable, quoted
 from zerojax.config.loader import user_path
 from zerojax.models.hugging_face.config_reading import UnsupportedError
 from zerojax.models.hugging_face.layouts import Range
@@ -167,6 +167,7 @@ def check_unquantized(config: Mapping[str, Any]) -> None:
     found = config.get("quantization_config")
     if found:
         method = found.get("quant_method", "unknown") if isinstance(found, dict) else found
+        method = cut(str(method), 100)
         raise UnsupportedError(
             f"config.json: quantization_config ({method}): the weights are codes; take the "
             "unquantized model"

@@ -282,7 +282,13 @@ def _settings(
     unknown = sorted(set(changes) - fields)
     if unknown:
         raise ValueError(unknown_keyword(row.config_class.__name__, unknown[0], sorted(fields)))
-    return row, row.config_class(**{**row.read_config(config_json), **changes})
+    try:
+        config = row.config_class(**row.read_config(config_json))
+    except UnsupportedError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise UnsupportedError(f"{CONFIG}: {error}") from error
+    return row, dataclasses.replace(config, **changes)
 
 
 def _find_arrays(

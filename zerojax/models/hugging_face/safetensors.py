@@ -22,7 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from zerojax.config.display import quoted
-from zerojax.runtime.bounded_json import JsonError, loads, open_regular
+from zerojax.config.regular_files import UnreadableError, open_regular
+from zerojax.runtime.bounded_json import JsonError, loads
 
 SHARD_BYTES = 5 * 10**9
 """From there on there are several files and an index, as Hugging Face has them."""
@@ -95,7 +96,7 @@ def read_table(path: Path) -> dict[str, Tensor]:
     """
     try:
         descriptor = open_regular(path)
-    except JsonError as error:
+    except UnreadableError as error:
         raise SafetensorsError(str(error)) from None
     with open(descriptor, "rb") as file:
         size = os.fstat(descriptor).st_size

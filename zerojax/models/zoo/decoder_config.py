@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from zerojax.config.attention_layouts import BlockLayout
-from zerojax.config.checks import check_finite
+from zerojax.config.checks import MAX_LAYERS, MAX_SIZE, check_finite
+from zerojax.config.display import quoted
 from zerojax.config.expert_settings import MoEConfig
 from zerojax.models.attending import Implementation, check_implementation
 from zerojax.models.sparse_layouts import layout_table
@@ -329,7 +330,9 @@ def check_decoder_sizes(config: Any) -> None:
         check_at_least_one(field, getattr(config, field))
     for field in ("embed_dim", "mlp_dim"):
         check_at_least_one(field, getattr(config, field))
-    if config.head_dim is None and config.embed_dim % config.num_heads:
+    if config.head_dim is not None:
+        check_at_least_one("head_dim", config.head_dim)
+    elif config.embed_dim % config.num_heads:
         # Rotary positions turn pairs of a head's features.
         unit = config.num_heads * (2 if hasattr(config, "rope_theta") else 1)
         raise ValueError(
@@ -362,6 +365,12 @@ def check_decoder_sizes(config: Any) -> None:
 
 
 def check_at_least_one(field: str, value: Any) -> None:
-    """Raises ValueError for a size that is not a whole number of at least 1."""
+    """Raises ValueError for a size that is no whole number from 1 to the largest taken."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{field}={value!r} must be a whole number of at least 1")
+        raise ValueError(f"{field}={quoted(value)} must be a whole number of at least 1")
+    most = MAX_LAYERS if field in ("num_layers", "num_decoder_layers") else MAX_SIZE
+    if value > most:
+        raise ValueError(
+            f"{field}={quoted(value)} is above {most}, the largest that is taken; use a smaller "
+            "number"
+        )

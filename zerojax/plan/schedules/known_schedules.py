@@ -36,6 +36,8 @@ from zerojax.plan.schedules.schedule_table import (
     locate,
     parse_cell,
 )
+from zerojax.runtime.bounded_json import JsonError, read_bytes
+from zerojax.runtime.user_files import replace_text
 
 SCHEDULES = {
     "1f1b": "one forward and one backward in every tick; memory does not grow with microbatches",
@@ -409,7 +411,7 @@ def write_csv(schedule: Schedule, path: str | Path) -> Path:
     lines.append(",".join(["tick", *(f"stage {stage}" for stage in range(schedule.num_stages))]))
     for tick, row in enumerate(schedule.table):
         lines.append(",".join([str(tick), *map(format_cell, row)]))
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    replace_text(path, "\n".join(lines) + "\n")
     return path
 
 
@@ -421,7 +423,9 @@ def read_csv(path: str | Path) -> Schedule:
     """
     path = user_path(path)
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_bytes(path).decode("utf-8-sig")
+    except JsonError as error:
+        raise ScheduleError(f"{path}: {error.what}; give a table ({_EXAMPLE} writes one)") from None
     except OSError as error:
         raise ScheduleError(
             f"{path}: {error.strerror or error}; give a table ({_EXAMPLE} writes one), or the name "

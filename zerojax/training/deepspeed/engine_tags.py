@@ -9,6 +9,7 @@ runs/a/writer.lock         says which process saves here, as long as it may
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -17,14 +18,13 @@ from typing import Any
 
 from zerojax.checkpoint import Checkpointer, CheckpointError, agreement
 from zerojax.checkpoint.errors import FolderInUseError
-from zerojax.checkpoint.files import to_disk
 from zerojax.checkpoint.folders import unwritable
 from zerojax.checkpoint.saving import is_first_process
 from zerojax.config.checks import warn_user
 from zerojax.plan.make import Plan
 from zerojax.plan.state import TrainState
 from zerojax.runtime.folder_lock import FolderTakenError, Hold, hold
-from zerojax.runtime.user_files import not_for_everybody
+from zerojax.runtime.user_files import not_for_everybody, replace_text, to_disk
 from zerojax.training.checkpointing import save_state
 
 LATEST = "latest"
@@ -111,7 +111,8 @@ def save_tagged(
     _in_first_process(f"{folder / tag} is not replaced by {new}", _replace, new, folder / tag)
     if make_latest:
         what = f"{folder / tag} is saved, but not named in {folder / LATEST}; load it by its tag"
-        _in_first_process(what, _write_whole, folder / LATEST, tag + "\n")
+        write = functools.partial(replace_text, durable=True)
+        _in_first_process(what, write, folder / LATEST, tag + "\n")
 
 
 def _in_first_process(failure: str, action: Callable[..., None], *arguments: Any) -> None:
@@ -143,15 +144,6 @@ def _replace(new: Path, target: Path) -> None:
 
 def _replaced(target: Path) -> Path:
     return target.with_name(f".{target.name}.replaced")
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """The file has its old text or all of the new one, whenever the machine stops."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    to_disk(partial)
-    os.replace(partial, path)
-    to_disk(path.parent)
 
 
 def find_tag(folder: Path, tag: str | None) -> Path | None:

@@ -21,7 +21,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from zerojax.config.checks import check_kind, check_whole_number, names_keywords
+from zerojax.config.checks import (
+    MAX_CPU_DEVICES,
+    MAX_SIZE,
+    check_kind,
+    check_whole_number,
+    names_keywords,
+)
 from zerojax.models import trees
 from zerojax.models.given_arrays import as_arrays
 from zerojax.training.equality.check_in_child import MICROBATCHES, Request, check_here
@@ -124,8 +130,8 @@ def make_request(
     Raises:
       ValueError, TypeError: a batch or a number that cannot be.
     """
-    for name, number, least in (("devices", devices, 2), ("steps", steps, 1)):
-        check_whole_number(name, number, least)
+    check_whole_number("devices", devices, 2, MAX_CPU_DEVICES)
+    check_whole_number("steps", steps, 1, MAX_SIZE)
     check_kind("loss", loss, Callable, "a function loss(model, batch)")
     batches, devices, notes = _batches(batch, devices, steps)
     return Request(

@@ -13,17 +13,22 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zerojax.config.display import cut, quoted
 from zerojax.config.loader import user_path
+from zerojax.config.regular_files import open_regular
 from zerojax.runtime.bounded_json import loads
+from zerojax.runtime.user_files import open_appending
 
 FILE_NAME = "metrics.jsonl"
 OVERTAKEN = ("train", "eval")
 KINDS = ("start", "train", "eval", "event", "processes", "end")
+TEXTS = ("event", "text", "leaf", "host", "error", "device_kind", "loss_unit", "memory_source")
+"""Keys whose values are text; the others of a record are numbers, but for the facts of events."""
 
 CRC32C_POLYNOMIAL = 0x82F63B78  # Castagnoli, bit-reversed (RFC 3720, appendix B.4)
 MASK_DELTA = 0xA282EAD8  # record_writer.h masks checksums so that data may contain checksums
@@ -55,7 +60,7 @@ class MetricsFile:
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self.path.open("ab+")
+        self._file = open_appending(self.path)
         if self._file.tell():
             self._file.seek(-1, 2)
             if self._file.read(1) != b"\n":
@@ -107,15 +112,16 @@ def read_metrics(run_dir: str | Path) -> Metrics:
 
     Raises:
       FileNotFoundError: naming the folder and what it should be.
+      ValueError: naming file, line and key of a value that no run writes.
     """
     path = user_path(run_dir) / FILE_NAME
-    if not path.is_file():
+    if not path.exists():
         raise FileNotFoundError(
             f"no {FILE_NAME} in '{run_dir}'; give the folder of a run, such as runs/default"
         )
     kept: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
     unreadable = 0
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for number, line in _lines_of(path):
         try:
             record = loads(line, finite=False)
             kind, step = record["kind"], record["step"]
@@ -123,6 +129,7 @@ def read_metrics(run_dir: str | Path) -> Metrics:
         except (ValueError, KeyError, TypeError):
             unreadable += bool(line.strip())
             continue
+        record = _checked(record, f"{path}:{number}")
         if kind in ("train", "eval"):
             for other in OVERTAKEN:
                 _drop(kept[other], at_least=step if kind == other else step + 1)
@@ -140,6 +147,32 @@ def read_metrics(run_dir: str | Path) -> Metrics:
         ends=kept["end"],
         unreadable_lines=unreadable,
     )
+
+
+def _lines_of(path: Path) -> Iterator[tuple[int, str]]:
+    with open(open_regular(path), encoding="utf-8", errors="replace") as file:
+        yield from enumerate(file, start=1)
+
+
+def _checked(record: dict[str, Any], place: str) -> dict[str, Any]:
+    """A record whose values are of the kinds that a run writes; what is not finite becomes null."""
+    for key, value in record.items():
+        if key == "step":
+            is_good, wanted = type(value) is int and 0 <= value < 2**63, "a number of steps"
+        elif key in TEXTS:
+            is_good, wanted = value is None or isinstance(value, str), "a text"
+        else:
+            is_fact = record["kind"] == "event" and key not in ("time", "seconds")
+            is_good = is_fact or key == "kind" or value is None or isinstance(value, int | float)
+            wanted = "a number"
+        if not is_good:
+            raise ValueError(
+                f"{place}: {cut(key, 100)}={quoted(value)} is not {wanted}; remove the line, or "
+                "rename the file"
+            )
+    if record["kind"] == "event" and not isinstance(record.get("event"), str):
+        raise ValueError(f"{place} does not say which event it is; remove the line")
+    return {key: _finite(value) for key, value in record.items()}
 
 
 def _drop(records: list[dict[str, Any]], *, at_least: int) -> None:
@@ -223,7 +256,7 @@ class EventWriter:
         stamp = f"{time.time():.6f}"
         name = f"events.out.tfevents.{stamp}.{socket.gethostname()}.{os.getpid()}"
         self.path = folder / name
-        self._file = self.path.open("ab")
+        self._file = open_appending(self.path)
         self._write(_bytes(3, b"brain.Event:2"))
         session_start = _bytes(7, _integer(1, 1))
         self._write(_integer(2, first_step) + session_start)

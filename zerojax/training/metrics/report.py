@@ -14,13 +14,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from zerojax.config.display import as_html
+from zerojax.config.display import as_html, cut
 from zerojax.config.loader import user_path
 from zerojax.models.losses import BUILT_IN_METRICS, BUILT_IN_PREFIXES, NATS_PER_TOKEN
 from zerojax.plan.schedules import Costs, Schedule
 from zerojax.plan.schedules.drawing import draw_svg
 from zerojax.runtime import bounded_json
 from zerojax.runtime.redaction import redact
+from zerojax.runtime.user_files import replace_text
 from zerojax.training.metrics.charts import Chart, Points, Series, draw, smooth, thin
 from zerojax.training.metrics.console import GIB, format_loss, format_number, format_seconds
 from zerojax.training.metrics.metric_files import Metrics, read_metrics
@@ -32,6 +33,7 @@ SMOOTHED_FROM = 40
 MAX_BOXES = 5000
 """Operations of the largest pipeline schedule that is drawn: about 1.5 MB of page."""
 MAX_EVENTS = 200
+_REMEDY = "remove it, or train on in the folder, which writes it anew"
 ACTIVITY_NAMES = {
     "data": "waiting for data",
     "step": "training steps",
@@ -64,9 +66,7 @@ def write_report(run_dir: str | Path) -> Path:
     if not metrics.train:
         raise ValueError(f"'{run_dir}' has no finished report yet; wait for the first one")
     path = run_dir / FILE_NAME
-    unfinished = path.with_suffix(".html.part")
-    unfinished.write_text(_page(run_dir, metrics), encoding="utf-8")
-    unfinished.replace(path)
+    replace_text(path, _page(run_dir, metrics))
     return path
 
 
@@ -81,8 +81,8 @@ def _page(run_dir: Path, metrics: Metrics) -> str:
     panels = {
         "Events": redact(_events(metrics.events)),
         "Time by activity": _times(metrics),
-        "Plan": _schedule(_json(run_dir / "plan.json")) + text,
-        "Configuration": _settings(redact(_json(run_dir / "config.json"))),
+        "Plan": _schedule(run_dir / "plan.json") + text,
+        "Configuration": _settings(redact(_object(run_dir / "config.json"))),
     }
     parts = {
         "name": as_html(run_dir.resolve().name),
@@ -283,9 +283,10 @@ def _seconds_of_each_start(metrics: Metrics) -> Iterable[float]:
     """The clock starts anew at each resume, so the last report before one has that part's time."""
     before = 0.0
     for record in metrics.train:
-        if record["seconds"] < before:
+        seconds = record.get("seconds") or 0.0
+        if seconds < before:
             yield before
-        before = record["seconds"]
+        before = seconds
     yield before
 
 
@@ -299,9 +300,9 @@ def _memory_source(train: Records) -> str:
 
 def ending(metrics: Metrics) -> tuple[str, str] | None:
     """("failed" or "interrupted", its message) where the run's last start ended so."""
-    since = _start(metrics).get("time", 0.0)
+    since = _start(metrics).get("time") or 0.0
     for event in reversed(metrics.events):
-        if event["event"] in ("failed", "interrupted") and event["time"] >= since:
+        if event["event"] in ("failed", "interrupted") and (event.get("time") or 0.0) >= since:
             return event["event"], str(event.get("text", ""))
     return None
 
@@ -382,20 +383,28 @@ def _cells(cells: Sequence[str], tag: str) -> str:
     return f"<tr>{''.join(f'<{tag}>{as_html(cell)}</{tag}>' for cell in cells)}</tr>"
 
 
-def _schedule(plan: Mapping[str, Any]) -> str:
-    """The picture of the pipeline's schedule; nothing where there is none, or one too large."""
-    pipeline = plan.get("pipeline")
-    if not pipeline or not pipeline["table"]:
-        return ""
-    schedule = Schedule.from_cells(
-        pipeline["schedule"], pipeline["table"], placement=pipeline["placement"]
-    )
-    if sum(1 for _ in schedule.events()) > MAX_BOXES:
-        return ""
+def _schedule(path: Path) -> str:
+    """The picture of the pipeline's schedule; nothing where there is none, or one too large.
+
+    Args:
+      path: of plan.json.
+    """
+    pipeline = _object(path).get("pipeline")
+    try:
+        if not pipeline or not pipeline["table"]:
+            return ""
+        schedule = Schedule.from_cells(
+            pipeline["schedule"], pipeline["table"], placement=pipeline["placement"]
+        )
+        if sum(1 for _ in schedule.events()) > MAX_BOXES:
+            return ""
+        picture = draw_svg(schedule, Costs(**pipeline["costs"]))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path}: its pipeline is no schedule ({cut(str(error), 200)}); {_REMEDY}"
+        ) from error
     # Inside of a page SVG needs no name space, and this one shall name no address.
-    return draw_svg(schedule, Costs(**pipeline["costs"])).replace(
-        ' xmlns="http://www.w3.org/2000/svg"', "", 1
-    )
+    return picture.replace(' xmlns="http://www.w3.org/2000/svg"', "", 1)
 
 
 def _short(value: float) -> str:
@@ -407,8 +416,21 @@ def _short(value: float) -> str:
 
 
 def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8") if path.is_file() else ""
+    """The text of a file; "" where there is none."""
+    try:
+        return bounded_json.read_bytes(path).decode("utf-8")
+    except FileNotFoundError:
+        return ""
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 at byte {error.start}; {_REMEDY}") from error
 
 
-def _json(path: Path) -> dict[str, Any]:
-    return bounded_json.loads(_text(path) or "{}", finite=False)
+def _object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; an empty one where there is no file."""
+    try:
+        value = bounded_json.loads(_text(path) or "{}", finite=False)
+    except bounded_json.JsonError as error:
+        raise ValueError(f"{path} {error.what}; {_REMEDY}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds a {type(value).__name__} in place of an object; {_REMEDY}")
+    return value

@@ -18,7 +18,7 @@ from zerojax.config import ConfigError, LogConfig
 from zerojax.config.display import printable
 from zerojax.hardware.gpus import gpu_of_device
 from zerojax.runtime.redaction import redact
-from zerojax.runtime.user_files import open_to_everybody
+from zerojax.runtime.user_files import open_appending, open_to_everybody, replace_text
 from zerojax.training.metrics import console
 from zerojax.training.metrics.loss_spikes import SpikeDetector
 from zerojax.training.metrics.metric_files import (
@@ -100,7 +100,7 @@ class RunLog:
         self._start_step = self._last_step = self._steady_step = 0
         self._first_interval: tuple[int, float] | None = None
         self._untimed = 0.0
-        self._kept: dict[str, bytes] = {}
+        self._kept: dict[str, str] = {}
         self._identity: tuple[int, int] | None = None
 
     def start(
@@ -164,7 +164,7 @@ class RunLog:
         if not self.is_enabled or self.run_dir is None:
             return
         paths = (self.run_dir / name for name in (*SETTINGS, *names))
-        self._kept = {path.name: path.read_bytes() for path in paths if path.is_file()}
+        self._kept = {path.name: path.read_text("utf-8") for path in paths if path.is_file()}
         self._identity = _identity(self.run_dir)
 
     def _see_folder(self, step: int) -> None:
@@ -179,7 +179,7 @@ class RunLog:
             _make_folder(folder)
             for name, content in self._kept.items():
                 if not (folder / name).exists():
-                    (folder / name).write_bytes(content)
+                    replace_text(folder / name, content)
             before, after = self._file, MetricsFile(folder / FILE_NAME)
             if before is not None and not (folder / FILE_NAME).stat().st_size:
                 after.copy(before)
@@ -330,7 +330,7 @@ class RunLog:
         _make_folder(folder)
         earlier = set_aside(folder / FILE_NAME) if is_new else None
         for name, text in texts.items():
-            (folder / name).write_text(text + "\n", encoding="utf-8")
+            replace_text(folder / name, text + "\n")
         said = [open_to_everybody(folder)]
         if earlier is not None:
             said.insert(0, f"the metrics of an earlier run there are now {earlier.name}")
@@ -461,7 +461,7 @@ def _every(seconds: float, say: Callable[[], object]) -> Iterator[None]:
 def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / FILE_NAME).open("ab").close()
+        open_appending(folder / FILE_NAME).close()
     except OSError as error:
         raise type(error)(
             f"cannot write to the run folder '{folder}' ({error.strerror}); "

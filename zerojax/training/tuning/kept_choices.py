@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from zerojax.config.regular_files import UnreadableError
 from zerojax.runtime.bounded_json import load
 from zerojax.runtime.user_files import replace_text, user_cache
 
@@ -95,8 +96,9 @@ class KeptChoices:
         entries.pop(_text(key), None)
         entries[_text(key)] = dataclasses.asdict(kept)
         newest = dict(list(entries.items())[-MAX_ENTRIES:])
-        with contextlib.suppress(OSError):
-            replace_text(self._folder / FILE, json.dumps(newest, indent=1))
+        with contextlib.suppress(OSError, UnreadableError):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            replace_text(self._folder / FILE, json.dumps(newest, indent=1), mode=0o600)
 
     @contextlib.contextmanager
     def marked(self, key: Mapping[str, Any]) -> Iterator[Callable[[], None]]:
