@@ -36,6 +36,7 @@ from zerojax.parallel.sums import (
     TreeOrder,
     cut_flat,
     groups_of_nodes,
+    is_one_device,
     over_auto_axes,
     scatter_by_permutes,
     scatter_in_tree,
@@ -539,6 +540,9 @@ def _gather_bucket(shards: Arrays, leaves: Mapping[str, LeafCollectives], scaled
             for name, shard in shards.items()
         }
         first = leaves[next(iter(shards))]
+        if is_one_device(first.over):
+            wholes = {n: leaves[n].from_sent(x[None], shards[n].shape) for n, x in parts.items()}
+            return first.keep_apart(wholes)
         flat = jnp.concatenate([*parts.values()])
         rows = lax.all_gather(flat, first.over, axis_index_groups=first.groups)
         whole, start = {}, 0
@@ -628,6 +632,8 @@ def sum_buckets(
       bucket_size: elements per collective.
       over: the mesh axes to sum over.
     """
+    if is_one_device(over):
+        return dict(values)
     sizes = {name: trees.num_elements(value.shape) for name, value in values.items()}
     result: Arrays = {}
     for names in make_buckets(sizes, bucket_size):

@@ -138,8 +138,9 @@ def _summed(squares: Arrays, over: tuple[str, ...]) -> tuple[Arrays, jax.Array]:
     # In two halves, both needed at once: the sum of a single small array over 64 GPUs becomes a
     # Triton kernel that XLA 0.12 cannot compile ("size mismatch when packing elements").
     halves = _joined(values[::2]), _joined([*values[1::2], jnp.float32(0)])
-    if over:
-        halves = lax.psum(halves, over)
+    if not over:
+        return squares, jnp.sum(halves[0]) + jnp.sum(halves[1])
+    halves = lax.psum(halves, over)
     found, starts = {}, [0, 0]
     for at, (name, square) in enumerate(squares.items()):
         half, start = halves[at % 2], starts[at % 2]

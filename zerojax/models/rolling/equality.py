@@ -7,6 +7,7 @@ captured different numbers.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -184,6 +185,7 @@ def equation_function(equation: Any, taken: Sequence[Any]) -> Any:
     return jaxpr_as_fun(ClosedJaxpr(alone, []))
 
 
+@functools.cache
 def _any_program() -> Jaxpr:
     return jax.make_jaxpr(lambda x: x)(jax.ShapeDtypeStruct((), jnp.float32)).jaxpr
 

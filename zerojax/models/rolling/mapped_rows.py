@@ -8,7 +8,7 @@ single rows of what was computed.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -37,6 +37,10 @@ class _Kind:
     @property
     def is_complete(self) -> bool:
         return len(self.members) == self.size
+
+    def places(self) -> dict[Any, tuple[_Kind, int]]:
+        """{variable: (this kind, its row)}."""
+        return {variable: (self, row) for row, variable in self.members.items()}
 
 
 @dataclasses.dataclass(eq=False)
@@ -152,49 +156,88 @@ def map_rows(
       groups: for each stack the positions of its rows among the inputs.
       outputs: the same among the outputs.
     """
-    flat = open_calls(closed)
+    flat = _without_repeats(open_calls(closed))
     kind_of: dict[Any, tuple[_Kind, int]] = {}
     for rows in groups:
-        kind = _Kind(len(rows))
-        for row, position in enumerate(rows):
-            variable = flat.jaxpr.invars[position]
-            kind.members[row] = variable
-            kind_of[variable] = kind, row
+        kind = _Kind(len(rows), {row: flat.jaxpr.invars[at] for row, at in enumerate(rows)})
+        kind_of |= kind.places()
     numbered = _grouped(flat, kind_of)
-    mapped: dict[int, _Group] = {}
-    skipped: set[int] = set()
-    for group, numbers in numbered:
-        if all(kind.is_complete for kind in group.results):
-            mapped[numbers[0]] = group
-            skipped.update(numbers)
-    complete = {v: place for v, place in kind_of.items() if place[0].is_complete}
+    mapped = {numbers[0]: group for group, numbers in numbered}
+    skipped = frozenset(number for _, numbers in numbered for number in numbers)
     made = (tuple(map(tuple, groups)), tuple(map(tuple, outputs)))
-    return MappedRows(flat, *made, mapped, frozenset(skipped), complete)
+    return MappedRows(flat, *made, mapped, skipped, kind_of)
+
+
+def _without_repeats(flat: ClosedJaxpr) -> ClosedJaxpr:
+    """The program that computes each value once.
+
+    What every row is given with the same value, as optax's zeros in place of imaginary parts, is
+    one variable then, so that equations of rows have equal operands.
+    """
+    equality, kept = Equality({}), []
+    found: dict[Any, list[Any]] = {}
+    first_of: dict[Any, Any] = {}
+
+    def read(atom: Any) -> Any:
+        return atom if isinstance(atom, Literal) else first_of.get(atom, atom)
+
+    for equation in flat.jaxpr.eqns:
+        equation = equation.replace(invars=[read(atom) for atom in equation.invars])
+        alike = [] if equation.effects else found.setdefault(_signature(equation, {}), [])
+        same = next((one for one in alike if equality.holes(one, equation) == set()), None)
+        if same is None:
+            alike.append(equation)
+            kept.append(equation)
+        else:
+            first_of.update(zip(equation.outvars, same.outvars, strict=True))
+    outputs = [read(atom) for atom in flat.jaxpr.outvars]
+    return ClosedJaxpr(flat.jaxpr.replace(eqns=kept, outvars=outputs), flat.consts)
 
 
 def _grouped(
     flat: ClosedJaxpr, kind_of: dict[Any, tuple[_Kind, int]]
 ) -> list[tuple[_Group, list[int]]]:
-    """Equations about one row each, grouped over rows, with their numbers; fills `kind_of`."""
-    equality = Equality({})
-    found: dict[Any, list[tuple[_Group, list[int]]]] = {}
-    for number, equation in enumerate(flat.jaxpr.eqns):
-        places = [kind_of[v] for v in variables(equation.invars) if v in kind_of]
-        if equation.effects or len({(kind.size, row) for kind, row in places}) != 1:
-            continue
-        size, row = places[0][0].size, places[0][1]
-        alike = found.setdefault(_signature(equation, kind_of), [])
-        for group, numbers in alike:
-            if equality.holes(group.first, equation) == set():
-                numbers.append(number)
-                break
-        else:
-            group = _Group(equation, [_Kind(size) for _ in equation.outvars])
-            alike.append((group, [number]))
-        for kind, variable in zip(group.results, equation.outvars, strict=True):
-            kind.members[row] = variable
-            kind_of[variable] = kind, row
-    return [one for alike in found.values() for one in alike]
+    """Equations that every row has, one group for each, with their numbers; fills `kind_of`.
+
+    Equations that are alike have operands of the same depth, so depth by depth it is known which
+    of them every row has. What only some have is about no row: a sum over all rows takes one after
+    the other.
+    """
+    equality, groups = Equality({}), []
+    for level in _levels(flat.jaxpr.eqns):
+        found: dict[Any, list[tuple[_Group, list[int]]]] = {}
+        for number, equation in level:
+            places = [kind_of[v] for v in variables(equation.invars) if v in kind_of]
+            if equation.effects or len({(kind.size, row) for kind, row in places}) != 1:
+                continue
+            size, row = places[0][0].size, places[0][1]
+            alike = found.setdefault(_signature(equation, kind_of), [])
+            for group, numbers in alike:
+                if equality.holes(group.first, equation) == set():
+                    numbers.append(number)
+                    break
+            else:
+                group = _Group(equation, [_Kind(size) for _ in equation.outvars])
+                alike.append((group, [number]))
+            for kind, variable in zip(group.results, equation.outvars, strict=True):
+                kind.members[row] = variable
+        for group, numbers in (one for alike in found.values() for one in alike):
+            if all(kind.is_complete for kind in group.results):
+                groups.append((group, numbers))
+                for kind in group.results:
+                    kind_of |= kind.places()
+    return groups
+
+
+def _levels(equations: Sequence[Any]) -> Iterable[list[tuple[int, Any]]]:
+    """(number, equation) by depth: how many equations stand one behind the other before it."""
+    depth: dict[Any, int] = {}
+    levels: dict[int, list[tuple[int, Any]]] = {}
+    for number, equation in enumerate(equations):
+        own = 1 + max((depth.get(v, 0) for v in variables(equation.invars)), default=0)
+        depth |= dict.fromkeys(equation.outvars, own)
+        levels.setdefault(own, []).append((number, equation))
+    return (levels[own] for own in sorted(levels))
 
 
 def _signature(equation: Any, kind_of: Mapping[Any, tuple[_Kind, int]]) -> Any:
