@@ -7,6 +7,7 @@ import dataclasses
 import json
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,11 @@ examples:
   zerojax profile configs/tiny_shakespeare.yaml
   zerojax profile configs/tiny_shakespeare.yaml zero=3 --steps 10 --out runs/looked_at
   zerojax profile configs/tiny_shakespeare.yaml --json
+  zerojax profile configs/tiny_shakespeare.yaml --start
+
+--start runs one step and prints where the seconds until its end went: imports, data, planning,
+the initial state, the training step, and in each what was traced, lowered, compiled and read from
+the cache of compiled programs.
 
 A trace of a run as it goes on: zerojax train CONFIG.yaml log.profile=[100,103]"""
 
@@ -54,6 +60,9 @@ def add(commands) -> None:
         "--out", metavar="DIR", help="new folder of trace and numbers (RUN_DIR/profile)"
     )
     parser.add_argument("--no-save", action="store_true", help="do not time a save of the state")
+    parser.add_argument(
+        "--start", action="store_true", help="measure the start instead: one step, by phase"
+    )
     parser.add_argument("--json", action="store_true", help="print every number as JSON")
 
 
@@ -67,11 +76,16 @@ def run(args: argparse.Namespace) -> int:
     config = load(RunConfig, path, overrides)
     if args.steps < 2:
         raise ValueError(f"--steps {args.steps}: at least 2 are needed to tell one from another")
-    config = measured(config, args.steps, free_folder(args.out, config), save=not args.no_save)
+    if args.start and args.out is not None:
+        raise ValueError(f"--out {args.out}: --start writes nothing; leave one of them away")
+    save = not (args.no_save or args.start)
+    config = measured(config, args.steps, free_folder(args.out, config), save=save)
     if config.cpu_devices is not None:
         use_cpu_devices(config.cpu_devices)
         keep_freed_memory()
     allow_pinned_memory(config.mesh.offload)
+    if args.start:
+        return profile_start(config, as_json=args.json)
     return profile(config, args.steps, as_json=args.json)
 
 
@@ -151,6 +165,38 @@ def profile(config: RunConfig, steps: int, *, as_json: bool) -> int:
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     replace_text(folder / "profile.json", json.dumps(profile_dict(page), indent=2) + "\n")
     show(json.dumps(profile_dict(page), indent=2) if as_json else draw(page))
+    return 0
+
+
+def profile_start(config: RunConfig, *, as_json: bool) -> int:
+    """Runs one step of `config`, and prints where the seconds until its end went."""
+    import jax
+
+    from zerojax.runtime.distributed import join_processes
+    from zerojax.runtime.start_clock import measure_start
+    from zerojax.training.run_file import run_from_config
+
+    log = dataclasses.replace(config.log, profile=(), every=1)
+    with tempfile.TemporaryDirectory(prefix="zerojax-start-") as folder, measure_start() as clock:
+        config = dataclasses.replace(config, steps=1, log=log, run_dir=folder)
+        if config.cpu_devices is not None:
+            run_one_program_at_a_time()
+        join_processes()
+        run_from_config(config).close()
+        if config.mesh.offload.folder is not None:
+            shutil.rmtree(config.mesh.offload.folder, ignore_errors=True)
+    phases = clock.stop()
+    if jax.process_index() != 0:
+        return 0
+    if as_json:
+        show(json.dumps([dataclasses.asdict(one) for one in phases], indent=2))
+        return 0
+    kinds = ("traced", "lowered", "compiled", "read")
+    show(f"{'':15}" + "".join(f"{name:>10}" for name in ("seconds", *kinds)))
+    for one in phases:
+        parts = [f"{one.by_kind[kind]:.2f}" if kind in one.by_kind else "" for kind in kinds]
+        show(f"{one.name:15}{one.seconds:10.2f}" + "".join(f"{part:>10}" for part in parts))
+    show(f"{'in all':15}{sum(one.seconds for one in phases):10.2f}")
     return 0
 
 

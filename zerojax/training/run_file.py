@@ -32,6 +32,7 @@ from zerojax.plan.host_budget import check_host_memory, host_bytes
 from zerojax.plan.make import Plan, make_plan, plan_options
 from zerojax.runtime.distributed import join_processes
 from zerojax.runtime.memory import SPARE, least_room
+from zerojax.runtime.start_clock import phase
 from zerojax.runtime.user_files import not_for_everybody
 from zerojax.training.run_lifecycle import (
     CHECKPOINT_FOLDER,
@@ -77,17 +78,18 @@ def run_from_config(
     asked, config = config.mesh, config.on_devices(jax.device_count())
     _check_devices(config)
     folder = Path(config.run_dir)
-    train_source, validation, tokenizer = as_source(
-        config.data.mixture or config.data.path,
-        tokenizer=tokenizer_spec(config),
-        seq_len=config.data.seq_len,
-        global_batch_size=config.global_batch_size,
-        seed=config.seed if config.data.shuffle_seed is None else config.data.shuffle_seed,
-        validation_fraction=config.data.validation_fraction,
-        vocab_size=config.model.vocab_size,
-        pack=config.data.pack,
-        long_texts=config.data.long_texts,
-    )
+    with phase("data"):
+        train_source, validation, tokenizer = as_source(
+            config.data.mixture or config.data.path,
+            tokenizer=tokenizer_spec(config),
+            seq_len=config.data.seq_len,
+            global_batch_size=config.global_batch_size,
+            seed=config.seed if config.data.shuffle_seed is None else config.data.shuffle_seed,
+            validation_fraction=config.data.validation_fraction,
+            vocab_size=config.model.vocab_size,
+            pack=config.data.pack,
+            long_texts=config.data.long_texts,
+        )
     vocab_size = _vocab_size_of_data(config, train_source)
 
     def replan(mesh_config: Any) -> Plan:
@@ -97,7 +99,7 @@ def run_from_config(
         plan = _make_plan(config, mesh_config, batch, vocab_size, platform=platform)
         return tune(plan, watch=config.watch)
 
-    with print_if_slow(config.log, PLANNING):
+    with print_if_slow(config.log, PLANNING), phase("planning"):
         plan = replan(config.mesh)
     files = _files_of(config, plan, vocab_size, train_source, tokenizer)
     files = dataclasses.replace(

@@ -39,6 +39,7 @@ from zerojax.plan.host_budget import check_offload
 from zerojax.plan.make import Plan
 from zerojax.runtime.kept_programs import keep_programs
 from zerojax.runtime.redaction import redact
+from zerojax.runtime.start_clock import phase
 from zerojax.runtime.user_files import not_for_everybody, replace_text
 from zerojax.runtime.watchdog import Watchdog
 from zerojax.training.checkpointing import base_of, end_state
@@ -168,7 +169,10 @@ def fit(run: Run) -> Trainer:
     with watchdog:
         try:
             with explaining_memory(lambda: _under_way(run.plan, trainer), files.folder):
-                with print_if_slow(files.log, "preparing the initial state ..."):
+                with (
+                    print_if_slow(files.log, "preparing the initial state ..."),
+                    phase("initial state"),
+                ):
                     trainer = Trainer(
                         run.plan,
                         replan=run.replan,
@@ -181,7 +185,8 @@ def fit(run: Run) -> Trainer:
                         watchdog=watchdog,
                         base=run.base,
                     )
-                trainer.fit(run.feed, files.steps)
+                with phase("training step"):
+                    trainer.fit(run.feed, files.steps)
                 if checkpointer is not None:
                     with watchdog.during("waiting for the last checkpoint", is_long=True):
                         checkpointer.wait()
