@@ -245,5 +245,5 @@ def plan_from(config: MeshConfig) -> Any:
 
 @pytest.mark.parametrize("count", [0, 6, 12])
 def test_virtual_shards_are_a_power_of_two(count):
-    with pytest.raises(ValueError, match=f"virtual_shards={count}|{count} is not a power of two"):
+    with pytest.raises(ValueError, match=f"virtual_shards.*{count}"):
         MeshConfig(deterministic="mesh", virtual_shards=count)
