@@ -21,6 +21,7 @@ NAMES = (
     "state_bytes",
     "deterministic",
     "start_up",
+    "first_step",
     "compile_time",
     "rolled_layers",
     "default_run",

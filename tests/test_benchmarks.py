@@ -148,6 +148,15 @@ def test_compile_time(tmp_path):
 
 
 @pytest.mark.slow
+def test_first_step(tmp_path):
+    record = run_benchmark("first_step", tmp_path)
+    assert len(record["rows"]) == 4 * 2 * 3
+    assert len(record["goals"]) == 4 * 2 * 2
+    assert all(row["plan_cpu_s"] > 0 for row in record["rows"] if row["side"] != "expert")
+    assert all(value > 0 for value in column(record, "peak_MB"))
+
+
+@pytest.mark.slow
 def test_default_run(tmp_path):
     row = run_benchmark("default_run", tmp_path)["rows"][0]
     assert row["steps"] == 4

@@ -37,6 +37,9 @@ OPTIMIZERS = {
     "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=8),
     "muon": optax.contrib.muon(1e-2),
     "clipped": optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2)),
+    "clipped by array": optax.chain(
+        optax.clip_by_block_rms(0.1), optax.adaptive_grad_clip(0.1), optax.lion(1e-3)
+    ),
     "injected": optax.inject_hyperparams(optax.adamw)(learning_rate=1e-2),
     "polyak": optax.polyak_sgd(1.0),
     "two parts": optax.multi_transform(
@@ -89,6 +92,16 @@ def test_rows_are_updated_as_arrays_of_their_own(name: str) -> None:
         )
         assert_close(unstack(found), wanted)
         assert_close(unstack(stored), state)
+
+
+@pytest.mark.parametrize("name", ["adamw", "injected", "two parts"])
+def test_what_goes_element_by_element_has_the_same_bits(name: str) -> None:
+    plain, stacked = OPTIMIZERS[name], over_stacks(OPTIMIZERS[name], STACKS)
+    params, grads = values(0), values(1)
+    state, stored = plain.init(params), stacked.init(stack(params))
+    wanted = jax.jit(plain.update)(grads, state, params)
+    found = unstack(jax.jit(stacked.update)(stack(grads), stored, stack(params)))
+    equal_trees.assert_same(found, wanted)
 
 
 def test_parameters_by_name_go_to_the_transformation_itself() -> None:

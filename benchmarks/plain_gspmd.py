@@ -1,0 +1,59 @@
+"""The same training on several devices, written by hand: shardings for the state, the rest is JAX.
+
+Knows Flax, optax and `NamedSharding`; uses nothing of zerojax, so that it can be compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from benchmarks import plain_jax
+
+
+def lower_step(
+    factory: Callable[[nnx.Rngs], nnx.Module], tx: optax.GradientTransformation, batch: Any
+) -> jax.stages.Lowered:
+    """The traced step of a model over all devices.
+
+    Parameters and moments lie split over the devices along their largest dimension that these
+    divide, batches along their rows; gathers and reductions are the compiler's.
+
+    Args:
+      factory: of the model, which has `loss(batch) -> (sum, weight)`.
+      tx: the optimizer; batch: an example of the global batch.
+    """
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    params = jax.eval_shape(lambda: plain_jax.init_params(factory))
+    state = params, jax.eval_shape(tx.init, params)
+    shardings = jax.tree.map(lambda x: NamedSharding(mesh, _spec(x.shape, mesh.size)), state)
+    rows = NamedSharding(mesh, P("data"))
+    loss = plain_jax.build_loss(factory)
+
+    def step(params: Any, opt_state: Any, batch: Any) -> Any:
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    jitted = jax.jit(
+        step,
+        donate_argnums=(0, 1),
+        in_shardings=(*shardings, rows),
+        out_shardings=(*shardings, NamedSharding(mesh, P())),
+    )
+    return jitted.lower(*state, batch)
+
+
+def _spec(shape: tuple[int, ...], devices: int) -> P:
+    """Splits the largest dimension that the devices divide; where there is none, nothing."""
+    divided = [dim for dim, size in enumerate(shape) if size % devices == 0]
+    if devices == 1 or not divided:
+        return P()
+    largest = max(divided, key=lambda dim: shape[dim])
+    return P(*("data" if dim == largest else None for dim in range(len(shape))))
