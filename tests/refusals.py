@@ -30,8 +30,8 @@ def stands_in(word: str, message: str) -> bool:
 
     Plain words may have a capital letter, as at the beginning of a sentence.
     """
-    left = r"(?<!\w)(?<!\d\.)" if word[0].isalnum() else ""
-    right = r"(?!\w)(?!\.\d)" if word[-1].isalnum() else ""
+    left = r"(?<!\w)" * word[0].isalnum() + r"(?<!\d\.)" * word[0].isdigit()
+    right = r"(?!\w)" * word[-1].isalnum() + r"(?!\.\d)" * word[-1].isdigit()
     flags = re.IGNORECASE if word.isalpha() and word.islower() else 0
     spaced = r"\s+".join(map(re.escape, word.split()))
     return re.search(f"{left}{spaced}{right}", message, flags) is not None
