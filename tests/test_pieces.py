@@ -79,6 +79,32 @@ def test_on_one_piece_it_is_said(loss):
     assert any("the loss is a sum over the rows" in reason for reason in plan.reasons)
 
 
+BATCH_SIZES = {  # that of one device, whatever rows there are
+    "sum": lambda model, batch: jnp.sum(squares(model, batch)) / ROWS,
+    "factor": lambda model, batch: jnp.sum(squares(model, batch).mean(-1)) * (1 / ROWS),
+    "weight": lambda model, batch: (jnp.sum(squares(model, batch)), ROWS),
+}
+
+
+@pytest.mark.parametrize("loss", BATCH_SIZES.values(), ids=BATCH_SIZES)
+def test_a_sum_over_rows_that_is_divided_by_a_constant_batch_size_is_refused(loss):
+    with pytest.raises(ValueError, match=r"16 pieces of 2 rows .* make 0\.0625 times the loss"):
+        plan_of(loss, num_microbatches=2)
+    plan_of(loss, devices=1)
+
+
+def test_a_loss_of_other_arguments_is_refused():
+    with pytest.raises(TypeError, match=r"called as loss\(model, batch\), and .*x, y\) cannot be"):
+        plan_of(lambda model, x, y: jnp.mean((model(x) - y) ** 2))
+    plan_of(lambda model, batch, scale=2.0: scale * jnp.mean(squares(model, batch)))
+
+
+def test_a_mean_with_the_number_of_rows_as_its_weight_is_refused():
+    loss = lambda model, batch: (jnp.mean(squares(model, batch)), len(batch["x"]))  # noqa: E731
+    with pytest.raises(ValueError, match="8 pieces of 4 rows .* make 8 times the loss"):
+        plan_of(loss)
+
+
 RIGHT = {
     "mean": lambda model, batch: jnp.mean(squares(model, batch)),
     "pair": lambda model, batch: (jnp.sum(squares(model, batch)), squares(model, batch).size),
@@ -89,6 +115,17 @@ RIGHT = {
     "masked pair": lambda model, batch: (
         jnp.sum(squares(model, batch).mean(-1) * batch["mask"]),
         jnp.sum(batch["mask"]),
+    ),
+    "scaled mean": lambda model, batch: jnp.mean(squares(model, batch)) / ROWS,
+    "scaled pair": lambda model, batch: (
+        jnp.sum(squares(model, batch)) / ROWS,
+        jnp.float32(len(batch["x"])),
+    ),
+    "means of means": lambda model, batch: jnp.mean(
+        jnp.mean(squares(model, batch), 0) * jnp.arange(5.0)
+    ),
+    "for these rows alone": lambda model, batch: (
+        jnp.sum(squares(model, batch).reshape(1, 5)) / ROWS
     ),
     "not understood": lambda model, batch: jnp.linalg.norm(squares(model, batch)),
 }

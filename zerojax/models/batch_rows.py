@@ -45,11 +45,13 @@ class Total:
     is_scaled: whether it was multiplied or divided by anything.
     divisors: the numbers that it was divided by, and the product of any of them. A mean stays one
       under a factor, as in `2 * jnp.mean(x)`.
+    num_added: elements that the sum over rows added up for each of its own; None where not known.
     """
 
     scale: float | None = 1.0
     is_scaled: bool = False
     divisors: frozenset[float] = frozenset()
+    num_added: int | None = dataclasses.field(default=None, compare=False)
 
     def is_sum(self, num_rows: int, weight: float | None = None) -> bool:
         """Whether it is certain that this is not a mean over so many rows.
@@ -67,6 +69,15 @@ class Total:
         if weight is not None:
             divisors |= {abs(weight), *(abs(weight) * other for other in self.divisors)}
         return not any(_counts_rows(number, num_rows) for number in divisors)
+
+    def is_plain_mean(self, num_rows: int, weight: float = 1.0) -> bool:
+        """Whether all it is divided by is the number of rows, or of elements, that it adds up.
+
+        Args:
+          weight: what it will be divided by.
+        """
+        divisor = abs(weight / self.scale) if self.scale else 0.0
+        return any(math.isclose(divisor, n or 0, rel_tol=1e-2) for n in (num_rows, self.num_added))
 
 
 def _counts_rows(number: float, num_rows: int) -> bool:
@@ -309,7 +320,10 @@ class _Follow:
         assert isinstance(rows, Rows)
         axes = equation.params["axes"]
         if rows.dim in axes:
-            return Total() if equation.primitive.name == "reduce_sum" else _OTHER
+            if equation.primitive.name != "reduce_sum":
+                return _OTHER
+            before, after = equation.invars[0].aval, equation.outvars[0].aval
+            return Total(num_added=before.size // max(after.size, 1))
         return Rows(rows.dim - sum(axis < rows.dim for axis in axes))
 
     def _along_a_dim(self, equation: Any, given: list[Dependence]) -> Dependence:
@@ -497,7 +511,7 @@ def _scaled(one: Dependence, number: float | None) -> Dependence:
         return Total(None, is_scaled=True)
     divisor = abs(1 / number)
     divisors = {divisor, *one.divisors, *(divisor * other for other in one.divisors)}
-    return Total(scale, is_scaled=True, divisors=frozenset(divisors))
+    return dataclasses.replace(one, scale=scale, is_scaled=True, divisors=frozenset(divisors))
 
 
 def _negated(one: Dependence) -> Dependence:

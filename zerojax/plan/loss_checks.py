@@ -7,7 +7,8 @@ piece is what the loss is called with: the rows of one microbatch on one data sh
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Set
+import math
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 import jax
@@ -236,6 +237,64 @@ def trace_pieces(
         counted=frozenset(counted),
         undefined=undefined,
     )
+
+
+def check_divisor(
+    trace: ModelTrace,
+    params: Mapping[str, Any],
+    extras: Mapping[str, Any],
+    microbatch: Any,
+    batch: Any,
+    trace_of: Callable[[Any], ModelTrace],
+) -> None:
+    """Refuses a sum over rows that is divided by a number which does not go with them.
+
+    A batch size from a configuration is such a number, as in `losses.sum() / 32`. A piece has it,
+    too, so the mean over pieces is too small by their number. One trace cannot tell it from a mean
+    of a mean, so what is no plain mean is traced with the whole batch as well.
+
+    Args:
+      trace: of the loss; params, extras, microbatch: what it was traced with.
+      batch: the whole; trace_of: traces the loss with other rows.
+
+    Raises:
+      ValueError: with the factor between the mean over the pieces and the loss of the batch.
+    """
+    rows, all_rows = (jax.tree.leaves(part)[0].shape[0] for part in (microbatch, batch))
+    number, piece = all_rows // rows, _scale_of_loss(trace, params, extras, microbatch)
+    if number == 1 or piece is None or piece[0].is_plain_mean(rows, piece[1]):
+        return
+    try:
+        whole = _scale_of_loss(trace_of(batch), params, extras, batch)
+    except Exception:  # the loss is written for these rows alone, and nothing can be told
+        return
+    if whole is None:
+        return
+    factor = _quotient(*piece) / (number * _quotient(*whole))
+    if not math.isclose(factor, 1, rel_tol=0.1):
+        raise ValueError(
+            "the loss adds up the rows that it is given and divides by a number that does not go "
+            f"with them. It is called for each of {number} pieces of {rows} rows (data shards x "
+            f"num_microbatches), and all of them make {factor:.4g} times the loss of the whole "
+            "batch on one device. Divide by what is there, as losses.mean() does, or return the "
+            "sum and what to divide it by: return jnp.sum(losses), losses.size. zerojax.check "
+            "names the line"
+        )
+
+
+def _scale_of_loss(
+    trace: ModelTrace, params: Mapping[str, Any], extras: Mapping[str, Any], batch: Any
+) -> tuple[Total, float] | None:
+    """(the loss, what it will be divided by) where it is a total and both numbers are known."""
+    total, weight = _follow_piece(trace, params, extras, batch, [])[0], 1.0
+    if split_result(trace.result).weight is not None:
+        weight = number_of_output(trace.jaxpr, 1)
+    return (total, weight) if isinstance(total, Total) and total.scale and weight else None
+
+
+def _quotient(total: Total, weight: float) -> float:
+    assert total.scale is not None
+    return total.scale / weight
 
 
 def _follow_piece(
