@@ -25,6 +25,7 @@ from zerojax.models.batch_rows import (
     Total,
     follow_rows,
     number_of_output,
+    scales_of,
 )
 from zerojax.models.batch_weight import BatchWeight, find_batch_weight
 from zerojax.models.dependence import STOP_GRADIENT, marks_of_outputs, marks_of_own_rules
@@ -251,7 +252,8 @@ def check_divisor(
 
     A batch size from a configuration is such a number, as in `losses.sum() / 32`. A piece has it,
     too, so the mean over pieces is too small by their number. One trace cannot tell it from a mean
-    of a mean, so what is no plain mean is traced with the whole batch as well.
+    of a mean, so what is no plain mean is traced with the whole batch as well. What is divided by
+    nothing at all is left to `check_pieces`.
 
     Args:
       trace: of the loss; params, extras, microbatch: what it was traced with.
@@ -261,40 +263,47 @@ def check_divisor(
       ValueError: with the factor between the mean over the pieces and the loss of the batch.
     """
     rows, all_rows = (jax.tree.leaves(part)[0].shape[0] for part in (microbatch, batch))
-    number, piece = all_rows // rows, _scale_of_loss(trace, params, extras, microbatch)
-    if number == 1 or piece is None or piece[0].is_plain_mean(rows, piece[1]):
+    number, loss, weight = all_rows // rows, *_loss_and_weight(trace, params, extras, microbatch)
+    piece = _scales(loss, weight)
+    if number == 1 or piece is None or weight is None:
         return
+    if isinstance(loss, Total):
+        is_pair = split_result(trace.result).weight is not None
+        if loss.is_plain_mean(rows, weight) or loss.is_sum(rows, weight if is_pair else None):
+            return
     try:
-        whole = _scale_of_loss(trace_of(batch), params, extras, batch)
+        whole = _scales(*_loss_and_weight(trace_of(batch), params, extras, batch))
     except Exception:  # the loss is written for these rows alone, and nothing can be told
         return
-    if whole is None:
+    if whole is None or len(whole) != len(piece):
         return
-    factor = _quotient(*piece) / (number * _quotient(*whole))
-    if not math.isclose(factor, 1, rel_tol=0.1):
-        raise ValueError(
-            "the loss adds up the rows that it is given and divides by a number that does not go "
-            f"with them. It is called for each of {number} pieces of {rows} rows (data shards x "
-            f"num_microbatches), and all of them make {factor:.4g} times the loss of the whole "
-            "batch on one device. Divide by what is there, as losses.mean() does, or return the "
-            "sum and what to divide it by: return jnp.sum(losses), losses.size. zerojax.check "
-            "names the line"
-        )
+    for of_piece, of_whole in zip(piece, whole, strict=True):
+        factor = of_piece / (number * of_whole)
+        if not math.isclose(factor, 1, rel_tol=0.1):
+            what = "the loss" if len(whole) == 1 else "a term of the loss"
+            raise ValueError(
+                "the loss adds up the rows that it is given and divides by a number that does not "
+                f"go with them. It is called for each of {number} pieces of {rows} rows (data "
+                f"shards x num_microbatches), and all of them make {factor:.4g} times {what} of "
+                "the whole batch on one device. Divide by what is there, as losses.mean() does, or "
+                "return the sum and what to divide it by: return jnp.sum(losses), losses.size. "
+                "zerojax.check names the line"
+            )
 
 
-def _scale_of_loss(
+def _loss_and_weight(
     trace: ModelTrace, params: Mapping[str, Any], extras: Mapping[str, Any], batch: Any
-) -> tuple[Total, float] | None:
-    """(the loss, what it will be divided by) where it is a total and both numbers are known."""
-    total, weight = _follow_piece(trace, params, extras, batch, [])[0], 1.0
-    if split_result(trace.result).weight is not None:
-        weight = number_of_output(trace.jaxpr, 1)
-    return (total, weight) if isinstance(total, Total) and total.scale and weight else None
+) -> tuple[Dependence, float | None]:
+    """(how the loss depends on rows, what it will be divided by; None: not known)."""
+    loss = _follow_piece(trace, params, extras, batch, [])[0]
+    is_pair = split_result(trace.result).weight is not None
+    return loss, number_of_output(trace.jaxpr, 1) if is_pair else 1.0
 
 
-def _quotient(total: Total, weight: float) -> float:
-    assert total.scale is not None
-    return total.scale / weight
+def _scales(loss: Dependence, weight: float | None) -> list[float] | None:
+    """How often each total counts that the loss is the sum of; None where that is not known."""
+    scales = scales_of(loss)
+    return [scale / weight for scale in scales] if scales and weight else None
 
 
 def _follow_piece(

@@ -489,9 +489,9 @@ def _trace(task: _Task) -> _Seen:
         trace = trace_of(microbatch)
         check_not_per_example(trace.result, task.batch, microbatch)
     check_loss(trace.result)
-    check_divisor(trace, params, extras, microbatch, task.batch, trace_of)
     check_step_counts(trace, params, extras, microbatch, task.model)
     check_reads(params, trace.read_shapes.keys() | trace.barriers.keys())
+    check_divisor(trace, params, extras, microbatch, task.batch, trace_of)
     return _Seen(params=params, extras=extras, microbatch=microbatch, trace=trace)
 
 
