@@ -172,6 +172,10 @@ def endless():
         ("corpus.txt", "as_source"),
         (None, "as_source"),
         (3, "batches is a int"),
+        (
+            (np.ones((8, 4)), np.ones(8)),
+            r"one batch, a tuple of arrays .8, 4., .8., .*pass .batch.",
+        ),
         (endless, r"generator function endless, .* such as batches=list\(endless\(\.\.\.\)\)"),
         (lambda: batch_of(1), r"called with the number of a batch, and <lambda>\(\) cannot be"),
     ],

@@ -318,6 +318,14 @@ def _new_feed(batches: Any, start: int, rows: tuple[int, int] | None) -> Feed:
     if isinstance(batches, Sequence):
         if not batches:
             raise ValueError("batches is empty (length 0); pass at least one batch")
+        few = batches[:2] if isinstance(batches, list | tuple) else ()
+        shapes = [list(item.shape) for item in few if getattr(item, "shape", ())]
+        if len(shapes) == 2 and shapes[0][1:] != shapes[1][1:]:
+            raise TypeError(
+                f"batches is one batch, a {type(batches).__name__} of arrays {shapes[0]}, "
+                f"{shapes[1]}, ...; pass [batch] to train on it again and again, or an iterable "
+                "of batches"
+            )
         return FunctionFeed(lambda step: batches[step % len(batches)], start)
     if isinstance(batches, Iterable):
         return IterableFeed(batches, start)
