@@ -162,6 +162,17 @@ def test_a_masked_mean_is_warned_of():
         plan_of(loss, devices=1)
 
 
+@pytest.mark.parametrize("metric", [jnp.sum, jnp.mean, lambda near: (near.sum(), near.size)])
+def test_of_a_metric_that_is_a_sum_it_is_said(metric):
+    def loss(model, batch):
+        errors = squares(model, batch)
+        return jnp.mean(errors), {"near": metric(errors < 1)}
+
+    said = [line for line in plan_of(loss).reasons if "the metric 'near' is a sum" in line]
+    assert len(said) == (metric is jnp.sum)
+    assert not said or "{'near': (x.sum(), x.size)}" in said[0]
+
+
 # --- state ----------------------------------------------------------------------------------------
 
 

@@ -185,6 +185,7 @@ class BatchPieces:
       is_sum: it is certain that the loss is a sum over rows that nobody divides by their number.
       is_ratio: the loss is a sum divided by something that depends on the piece, too.
       is_product: the loss has a term that is a product of means over rows.
+      summed_metrics: names of metrics without a weight that certainly are sums over rows.
       rows_over_batch: which of `zerojax.batch_sum` and `batch_mean` are given an array with rows.
       counted: names of the model's state to which a pass adds a sum over rows.
       undefined: {name: dtype} of its state that depends on rows in another way, and of which shards
@@ -195,6 +196,7 @@ class BatchPieces:
     is_sum: bool
     is_ratio: bool
     is_product: bool
+    summed_metrics: tuple[str, ...]
     rows_over_batch: frozenset[BatchCall]
     counted: frozenset[str]
     undefined: Mapping[str, str]
@@ -229,11 +231,17 @@ def trace_pieces(
     loss, is_pair = found[0], split_result(trace.result).weight is not None
     weight = number_of_output(trace.jaxpr, 1) if is_pair else None
     is_known = not is_pair or weight is not None
+    metrics = split_result(
+        jax.tree.unflatten(jax.tree.structure(trace.result), found[: _size(trace)])
+    ).metrics
     return BatchPieces(
         num_rows=num_rows,
         is_sum=isinstance(loss, Total) and is_known and loss.is_sum(num_rows, weight),
         is_ratio=isinstance(loss, Other) and loss.is_ratio and not is_pair,
         is_product=isinstance(loss, Other) and loss.is_product,
+        summed_metrics=tuple(
+            name for name, x in metrics.items() if isinstance(x, Total) and x.is_sum(num_rows)
+        ),
         rows_over_batch=frozenset(kind for kind, given in over_batch if isinstance(given, Rows)),
         counted=frozenset(counted),
         undefined=undefined,
@@ -447,8 +455,13 @@ def check_pieces(pieces: BatchPieces, num_shards: int, num_microbatches: int) ->
 
 
 def describe_pieces(pieces: BatchPieces) -> list[str]:
-    """What a plan over one piece says of what would be refused over more."""
-    lines = []
+    """What a plan says of sums, and over one piece of what would be refused over more."""
+    lines = [
+        f"the metric {name!r} is a sum over the rows of one microbatch on one data shard, and what "
+        "is reported is the mean of these sums; with what it is a share of it is divided once, "
+        f"over the whole batch: {{{name!r}: (x.sum(), x.size)}}"
+        for name in pieces.summed_metrics
+    ]
     if pieces.is_sum:
         lines.append(
             "the loss is a sum over the rows of the batch: it is refused on more devices or with "
