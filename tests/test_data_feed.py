@@ -160,6 +160,11 @@ def test_iterators_end_and_empty_data_are_refused():
         as_feed([])
 
 
+def endless():
+    while True:
+        yield batch_of(1)
+
+
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
@@ -167,6 +172,12 @@ def test_iterators_end_and_empty_data_are_refused():
         ("corpus.txt", "as_source"),
         (None, "as_source"),
         (3, "batches is a int"),
+        (
+            (np.ones((8, 4)), np.ones(8)),
+            r"one batch, a tuple of arrays .8, 4., .8., .*pass .batch.",
+        ),
+        (endless, r"generator function endless, .* such as batches=list\(endless\(\.\.\.\)\)"),
+        (lambda: batch_of(1), r"called with the number of a batch, and <lambda>\(\) cannot be"),
     ],
 )
 def test_what_is_no_data_is_refused(bad, words):

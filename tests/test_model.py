@@ -445,6 +445,11 @@ class SlashedNames(nnx.Module):
     [
         (3, TypeError, "cannot train a int: give a flax nnx.Module, a callable rngs -> nnx.Module"),
         (
+            ({"w": np.ones(3)}, lambda params, x: x),
+            TypeError,
+            r"pair of a dict and a function: .* give \(lambda key: params, apply\)",
+        ),
+        (
             LinenNorm,
             TypeError,
             r"LinenNorm is a class of linen modules; give an instance: LinenNorm\(",
@@ -465,6 +470,12 @@ class SlashedNames(nnx.Module):
 def test_what_is_no_model_is_refused(model, error, message):
     with pytest.raises(error, match=message):
         as_model(model)
+
+
+def test_text_among_parameters_is_refused():
+    model = as_model((lambda key: {"w": jnp.ones(3), "kind": "relu"}, lambda params, x: x))
+    with pytest.raises(TypeError, match="init returned 'relu' at kind; a tree of parameters holds"):
+        model.init(jax.random.key(0), None, lambda model, batch: 0.0)
 
 
 def test_the_default_loss_is_the_models_own():

@@ -79,6 +79,41 @@ def test_on_one_piece_it_is_said(loss):
     assert any("the loss is a sum over the rows" in reason for reason in plan.reasons)
 
 
+BATCH_SIZES = {  # that of one device, whatever rows there are
+    "sum": lambda model, batch: jnp.sum(squares(model, batch)) / ROWS,
+    "factor": lambda model, batch: jnp.sum(squares(model, batch).mean(-1)) * (1 / ROWS),
+    "weight": lambda model, batch: (jnp.sum(squares(model, batch)), ROWS),
+    "two sums": lambda model, batch: (
+        jnp.sum(squares(model, batch)) + 0.1 * jnp.sum(model(batch["x"]) ** 2)
+    ),
+    "two terms": lambda model, batch: (
+        jnp.mean(squares(model, batch)) - jnp.sum(model(batch["x"])) / ROWS
+    ),
+    "with decay": lambda model, batch: (
+        jnp.sum(squares(model, batch)) / ROWS + 1e-3 * jnp.sum(model(jnp.eye(12)) ** 2)
+    ),
+}
+
+
+@pytest.mark.parametrize("loss", BATCH_SIZES.values(), ids=BATCH_SIZES)
+def test_a_sum_over_rows_that_is_divided_by_a_constant_batch_size_is_refused(loss):
+    with pytest.raises(ValueError, match=r"16 pieces of 2 rows .* make 0\.0625 times (the|a term)"):
+        plan_of(loss, num_microbatches=2)
+    plan_of(loss, devices=1)
+
+
+def test_a_loss_of_other_arguments_is_refused():
+    with pytest.raises(TypeError, match=r"called as loss\(model, batch\), and .*x, y\) cannot be"):
+        plan_of(lambda model, x, y: jnp.mean((model(x) - y) ** 2))
+    plan_of(lambda model, batch, scale=2.0: scale * jnp.mean(squares(model, batch)))
+
+
+def test_a_mean_with_the_number_of_rows_as_its_weight_is_refused():
+    loss = lambda model, batch: (jnp.mean(squares(model, batch)), len(batch["x"]))  # noqa: E731
+    with pytest.raises(ValueError, match="8 pieces of 4 rows .* make 8 times the loss"):
+        plan_of(loss)
+
+
 RIGHT = {
     "mean": lambda model, batch: jnp.mean(squares(model, batch)),
     "pair": lambda model, batch: (jnp.sum(squares(model, batch)), squares(model, batch).size),
@@ -89,6 +124,22 @@ RIGHT = {
     "masked pair": lambda model, batch: (
         jnp.sum(squares(model, batch).mean(-1) * batch["mask"]),
         jnp.sum(batch["mask"]),
+    ),
+    "scaled mean": lambda model, batch: jnp.mean(squares(model, batch)) / ROWS,
+    "scaled pair": lambda model, batch: (
+        jnp.sum(squares(model, batch)) / ROWS,
+        jnp.float32(len(batch["x"])),
+    ),
+    "two means": lambda model, batch: (
+        jnp.mean(squares(model, batch)) / 3
+        - 0.1 * jnp.sum(model(batch["x"]) ** 2) / len(batch["x"])
+        + 1e-3 * jnp.sum(model(jnp.eye(12)) ** 2)
+    ),
+    "means of means": lambda model, batch: jnp.mean(
+        jnp.mean(squares(model, batch), 0) * jnp.arange(5.0)
+    ),
+    "for these rows alone": lambda model, batch: (
+        jnp.sum(squares(model, batch).reshape(1, 5)) / ROWS
     ),
     "not understood": lambda model, batch: jnp.linalg.norm(squares(model, batch)),
 }
@@ -109,6 +160,17 @@ def test_a_masked_mean_is_warned_of():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         plan_of(loss, devices=1)
+
+
+@pytest.mark.parametrize("metric", [jnp.sum, jnp.mean, lambda near: (near.sum(), near.size)])
+def test_of_a_metric_that_is_a_sum_it_is_said(metric):
+    def loss(model, batch):
+        errors = squares(model, batch)
+        return jnp.mean(errors), {"near": metric(errors < 1)}
+
+    said = [line for line in plan_of(loss).reasons if "the metric 'near' is a sum" in line]
+    assert len(said) == (metric is jnp.sum)
+    assert not said or "{'near': (x.sum(), x.size)}" in said[0]
 
 
 # --- state ----------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import pytest
 
 from tests import equal_trees
 from zerojax.optim import adamw, extra_arguments, lamb
+from zerojax.optim.padding import why_padding_shows
 from zerojax.plan.layer_stacks import RowsDifferError, StackRows, group_rows, ungroup_rows
 from zerojax.plan.stacked_updates import over_stacks
 
@@ -126,3 +127,12 @@ def test_a_missing_row_is_refused_by_name() -> None:
     tree = {name: x for name, x in values(0).items() if name != "layers/3/bias"}
     with pytest.raises(RowsDifferError, match="layers/3/bias has no place"):
         group_rows(tree, STACKS)
+
+
+def test_stacks_with_rows_that_a_pipeline_leaves_empty_are_given_without_them() -> None:
+    """Three and two layers on two stages lie in six rows; new moments would have five."""
+    rows = tuple(f"layers/{i}" for i in range(5))
+    tx = over_stacks(optax.adamw(1e-2), {"layers/0..4": rows})
+    true, stored = ({"layers/0..4": jax.ShapeDtypeStruct((n, 8), jnp.float32)} for n in (5, 6))
+    why = why_padding_shows(tx, true, stored, {"layers/0..4": {0}}, frozenset(), stays_zero=True)
+    assert why == "new arrays of 5 layers in stacks of 6 rows"

@@ -140,6 +140,11 @@ def test_validation_takes_what_batches_take():
         (iter([rows(ROWS)]), TypeError, "can be read only once"),
         ("data/text.txt", TypeError, "is a path; give batches"),
         (3, TypeError, "validation is a int; give a list of batches"),
+        (
+            lambda: rows(ROWS),
+            TypeError,
+            "validation is a function, which is called with the number",
+        ),
         ([], ValueError, "validation is empty"),
         ([rows(ROWS), {"x": np.ones((ROWS, 4))}], ValueError, "batch 1: the batch has arrays"),
         ([{**rows(ROWS), "x": np.ones((ROWS, 3))}], ValueError, r"batch 0: .* shape \(16, 3\)"),

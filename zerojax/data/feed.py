@@ -6,6 +6,7 @@ import abc
 import base64
 import collections
 import contextlib
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
@@ -317,15 +318,54 @@ def _new_feed(batches: Any, start: int, rows: tuple[int, int] | None) -> Feed:
     if isinstance(batches, Sequence):
         if not batches:
             raise ValueError("batches is empty (length 0); pass at least one batch")
+        few = batches[:2] if isinstance(batches, list | tuple) else ()
+        shapes = [list(item.shape) for item in few if getattr(item, "shape", ())]
+        if len(shapes) == 2 and shapes[0][1:] != shapes[1][1:]:
+            raise TypeError(
+                f"batches is one batch, a {type(batches).__name__} of arrays {shapes[0]}, "
+                f"{shapes[1]}, ...; pass [batch] to train on it again and again, or an iterable "
+                "of batches"
+            )
         return FunctionFeed(lambda step: batches[step % len(batches)], start)
     if isinstance(batches, Iterable):
         return IterableFeed(batches, start)
     if callable(batches):
+        check_function(batches, "batches")
         return FunctionFeed(batches, start)
     raise TypeError(
         f"batches is a {type(batches).__name__}; pass a TokenSource, an iterable of batches, or a "
         "function of the step"
     )
+
+
+def check_function(function: Callable[..., Any], option: str) -> None:
+    """Refuses a function that does not give the batch of a number.
+
+    Args:
+      option: what it was given as.
+
+    Raises:
+      TypeError: it is a generator function, or does not take one argument.
+    """
+    name = getattr(function, "__name__", type(function).__name__)
+    if inspect.isgeneratorfunction(function):
+        raise TypeError(
+            f"{option} is the generator function {name}, which gives no batch but what can be "
+            f"iterated; give that, such as {option}=list({name}(...)), or a function of the "
+            "batch's number that returns one"
+        )
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # not every callable has one
+        return
+    try:
+        signature.bind(0)
+    except TypeError as error:
+        raise TypeError(
+            f"{option} is a function, which is called with the number of a batch, and "
+            f"{name}{signature} cannot be: {error}; write def {name}(number), or give a list of "
+            "batches"
+        ) from None
 
 
 def one_pass(batches: Any) -> tuple[Any, int | None]:

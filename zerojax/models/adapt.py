@@ -47,6 +47,12 @@ def as_model(model: ModelLike) -> Model:
     if callable(model):
         _check_factory(model)
         return NnxModel(model)
+    if isinstance(model, tuple) and len(model) == 2 and callable(model[1]):
+        raise TypeError(
+            f"cannot train a pair of a {type(model[0]).__name__} and a function: the first of "
+            "(init, apply) is a function, too; for parameters that are there already, give "
+            "(lambda key: params, apply)"
+        )
     raise TypeError(
         f"cannot train a {type(model).__name__}: give a flax nnx.Module, a callable "
         "rngs -> nnx.Module, a flax linen.Module, or a pair of functions (init, apply)"

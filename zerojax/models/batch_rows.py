@@ -45,11 +45,15 @@ class Total:
     is_scaled: whether it was multiplied or divided by anything.
     divisors: the numbers that it was divided by, and the product of any of them. A mean stays one
       under a factor, as in `2 * jnp.mean(x)`.
+    num_added: elements that the sum over rows added up for each of its own; None where not known.
+    scales: those of its terms, where it has no scale of its own; None where not known.
     """
 
     scale: float | None = 1.0
     is_scaled: bool = False
     divisors: frozenset[float] = frozenset()
+    num_added: int | None = dataclasses.field(default=None, compare=False)
+    scales: tuple[float, ...] | None = dataclasses.field(default=None, compare=False)
 
     def is_sum(self, num_rows: int, weight: float | None = None) -> bool:
         """Whether it is certain that this is not a mean over so many rows.
@@ -67,6 +71,17 @@ class Total:
         if weight is not None:
             divisors |= {abs(weight), *(abs(weight) * other for other in self.divisors)}
         return not any(_counts_rows(number, num_rows) for number in divisors)
+
+    def is_plain_mean(self, num_rows: int, weight: float = 1.0) -> bool:
+        """Whether all it is divided by is the number of rows, or of elements, that it adds up.
+
+        Args:
+          weight: what it will be divided by.
+        """
+        if not self.scale:
+            return False
+        divisor, counts = abs(weight / self.scale), [num_rows, self.num_added or num_rows]
+        return any(math.isclose(divisor, count, rel_tol=1e-2) for count in counts)
 
 
 def _counts_rows(number: float, num_rows: int) -> bool:
@@ -95,10 +110,12 @@ class Other:
 
     is_ratio: whether it is a total divided by a total; is_product: whether it is a sum of terms one
     of which is a product of totals, times anything that is no row.
+    scales: of a sum of totals and of what is independent of the batch, those of the totals.
     """
 
     is_ratio: bool = False
     is_product: bool = False
+    scales: tuple[float, ...] | None = dataclasses.field(default=None, compare=False)
 
 
 Dependence = Fixed | Rows | Total | Count | Raised | Other
@@ -183,7 +200,10 @@ class _Follow:
 
         for equation in program.eqns:
             given = [of(atom) for atom in equation.invars]
-            found.update(zip(equation.outvars, self._equation(equation, given), strict=True))
+            results = [
+                self._with_scales(equation, given, x) for x in self._equation(equation, given)
+            ]
+            found.update(zip(equation.outvars, results, strict=True))
         return [of(atom) for atom in program.outvars]
 
     def _equation(self, equation: Any, given: list[Dependence]) -> Sequence[Dependence]:
@@ -215,6 +235,33 @@ class _Follow:
         if number != 1 and kind not in ("sort", "split", "top_k"):
             return [_OTHER] * number
         return [self._one(equation, given)] * number
+
+    def _with_scales(
+        self, equation: Any, given: list[Dependence], result: Dependence
+    ) -> Dependence:
+        """A result with the scales of its terms, where it is a sum of totals and not one itself."""
+        if not isinstance(result, Total | Other) or scales_of(result) is not None:
+            return result
+        kind, scales, factor = equation.primitive.name, [scales_of(one) for one in given], None
+        if kind in ("add", "add_any"):
+            factor = (1.0, 1.0)
+        elif kind == "sub":
+            factor = (1.0, -1.0)
+        elif kind == "neg":
+            factor = (-1.0,)
+        elif kind in _KEEPS_TOTALS | _REARRANGES and not (scales[1:] or _rounds(equation)):
+            factor = (1.0,)
+        elif kind in ("mul", "div") and isinstance(given[1], Fixed):
+            number = self._number(equation.invars[1])
+            if number:
+                factor = (1 / number if kind == "div" else number, 0.0)
+        elif kind == "mul" and isinstance(given[0], Fixed):
+            factor = (0.0, self._number(equation.invars[0]) or math.nan)
+        if factor is None or None in scales:
+            return result
+        terms = tuple(f * one for f, part in zip(factor, scales, strict=True) for one in part or ())
+        known = 0 < len(terms) <= _MOST_DIVISORS and all(x and math.isfinite(x) for x in terms)
+        return dataclasses.replace(result, scales=terms) if known else result
 
     def _renamed(self, equation: Any, given: list[Dependence]) -> Sequence[Dependence] | None:
         """Of an equation that gives its inputs under other names, or over the whole batch, or an
@@ -309,7 +356,10 @@ class _Follow:
         assert isinstance(rows, Rows)
         axes = equation.params["axes"]
         if rows.dim in axes:
-            return Total() if equation.primitive.name == "reduce_sum" else _OTHER
+            if equation.primitive.name != "reduce_sum":
+                return _OTHER
+            before, after = equation.invars[0].aval, equation.outvars[0].aval
+            return Total(num_added=before.size // max(after.size, 1))
         return Rows(rows.dim - sum(axis < rows.dim for axis in axes))
 
     def _along_a_dim(self, equation: Any, given: list[Dependence]) -> Dependence:
@@ -461,6 +511,15 @@ _RULES = {
 }
 
 
+def scales_of(one: Dependence) -> tuple[float, ...] | None:
+    """The scale of each total that a value is the sum of; None where that is not known."""
+    if isinstance(one, Fixed):
+        return ()
+    if isinstance(one, Total) and one.scale is not None:
+        return (one.scale,)
+    return one.scales if isinstance(one, Total | Other) else None
+
+
 def number_of_output(closed: ClosedJaxpr, place: int) -> float | None:
     """The number that an output of a program is whatever its inputs are; None where it is none."""
     atom = closed.jaxpr.outvars[place]
@@ -497,7 +556,7 @@ def _scaled(one: Dependence, number: float | None) -> Dependence:
         return Total(None, is_scaled=True)
     divisor = abs(1 / number)
     divisors = {divisor, *one.divisors, *(divisor * other for other in one.divisors)}
-    return Total(scale, is_scaled=True, divisors=frozenset(divisors))
+    return dataclasses.replace(one, scale=scale, is_scaled=True, divisors=frozenset(divisors))
 
 
 def _negated(one: Dependence) -> Dependence:
@@ -545,7 +604,7 @@ def _join(several: Sequence[Dependence]) -> Dependence:
     if all(one == rest[0] for one in rest) and (
         len(rest) == len(several) or isinstance(rest[0], Rows)
     ):
-        return rest[0]
+        return _plain(rest[0]) if len(rest) > 1 else rest[0]
     return _OTHER
 
 
@@ -565,16 +624,18 @@ def _is_product(kind: str, given: Sequence[Dependence]) -> bool:
 
 
 def _plain(one: Dependence) -> Dependence:
-    """Without the input that a value is: a loop may change it."""
+    """Without the input that a value is, and the scales of its terms: a loop may change them."""
     if isinstance(one, Raised):
         return _OTHER
+    if isinstance(one, Total | Other):
+        return dataclasses.replace(one, scales=None)
     return _FIXED if isinstance(one, Fixed) else one
 
 
 def _inside(one: Dependence) -> Dependence:
     if isinstance(one, Rows):
         return Rows(one.dim - 1) if one.dim else _OTHER
-    return one if isinstance(one, Fixed | Total) else _OTHER
+    return _plain(one) if isinstance(one, Fixed | Total) else _OTHER
 
 
 def _outside(one: Dependence) -> Dependence:

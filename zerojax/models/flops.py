@@ -226,8 +226,9 @@ def _trip_count(equation: core.JaxprEqn) -> int:
                 start, stop, by = limits
                 return max(0, -(-(stop - start) // by))  # type: ignore[operator]
     warn_user(
-        "count_flops: a while loop has no constant trip count, so its body is counted once; "
-        "use jax.lax.scan or fori_loop with constant bounds to have it counted"
+        "the FLOPs that are reported and forecast are too few: nobody knows before it runs how "
+        "many turns a while loop has, so its products count once. Nothing else depends on it; a "
+        "jax.lax.scan, or a fori_loop with constant bounds, counts every turn"
     )
     return 1
 

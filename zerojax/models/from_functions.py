@@ -50,6 +50,12 @@ class FunctionModel:
         params = make(key, batch) if takes_batch else make(key)
         self._template = jax.tree.map(lambda leaf: 0, params)
         named = trees.flatten_names(params)
+        for name, leaf in named.items():
+            if not hasattr(leaf, "dtype") and not isinstance(leaf, int | float):
+                raise TypeError(
+                    f"init returned {leaf!r} at {name}; a tree of parameters holds arrays. Keep "
+                    "what is no array outside, where apply finds it"
+                )
         check_no_torch(named)
         return named, {}
 

@@ -7,7 +7,8 @@ piece is what the loss is called with: the rows of one microbatch on one data sh
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Set
+import math
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ from zerojax.models.batch_rows import (
     Total,
     follow_rows,
     number_of_output,
+    scales_of,
 )
 from zerojax.models.batch_weight import BatchWeight, find_batch_weight
 from zerojax.models.dependence import STOP_GRADIENT, marks_of_outputs, marks_of_own_rules
@@ -183,6 +185,7 @@ class BatchPieces:
       is_sum: it is certain that the loss is a sum over rows that nobody divides by their number.
       is_ratio: the loss is a sum divided by something that depends on the piece, too.
       is_product: the loss has a term that is a product of means over rows.
+      summed_metrics: names of metrics without a weight that certainly are sums over rows.
       rows_over_batch: which of `zerojax.batch_sum` and `batch_mean` are given an array with rows.
       counted: names of the model's state to which a pass adds a sum over rows.
       undefined: {name: dtype} of its state that depends on rows in another way, and of which shards
@@ -193,6 +196,7 @@ class BatchPieces:
     is_sum: bool
     is_ratio: bool
     is_product: bool
+    summed_metrics: tuple[str, ...]
     rows_over_batch: frozenset[BatchCall]
     counted: frozenset[str]
     undefined: Mapping[str, str]
@@ -227,15 +231,87 @@ def trace_pieces(
     loss, is_pair = found[0], split_result(trace.result).weight is not None
     weight = number_of_output(trace.jaxpr, 1) if is_pair else None
     is_known = not is_pair or weight is not None
+    metrics = split_result(
+        jax.tree.unflatten(jax.tree.structure(trace.result), found[: _size(trace)])
+    ).metrics
     return BatchPieces(
         num_rows=num_rows,
         is_sum=isinstance(loss, Total) and is_known and loss.is_sum(num_rows, weight),
         is_ratio=isinstance(loss, Other) and loss.is_ratio and not is_pair,
         is_product=isinstance(loss, Other) and loss.is_product,
+        summed_metrics=tuple(
+            name for name, x in metrics.items() if isinstance(x, Total) and x.is_sum(num_rows)
+        ),
         rows_over_batch=frozenset(kind for kind, given in over_batch if isinstance(given, Rows)),
         counted=frozenset(counted),
         undefined=undefined,
     )
+
+
+def check_divisor(
+    trace: ModelTrace,
+    params: Mapping[str, Any],
+    extras: Mapping[str, Any],
+    microbatch: Any,
+    batch: Any,
+    trace_of: Callable[[Any], ModelTrace],
+) -> None:
+    """Refuses a sum over rows that is divided by a number which does not go with them.
+
+    A batch size from a configuration is such a number, as in `losses.sum() / 32`. A piece has it,
+    too, so the mean over pieces is too small by their number. One trace cannot tell it from a mean
+    of a mean, so what is no plain mean is traced with the whole batch as well. What is divided by
+    nothing at all is left to `check_pieces`.
+
+    Args:
+      trace: of the loss; params, extras, microbatch: what it was traced with.
+      batch: the whole; trace_of: traces the loss with other rows.
+
+    Raises:
+      ValueError: with the factor between the mean over the pieces and the loss of the batch.
+    """
+    rows, all_rows = (jax.tree.leaves(part)[0].shape[0] for part in (microbatch, batch))
+    number, loss, weight = all_rows // rows, *_loss_and_weight(trace, params, extras, microbatch)
+    piece = _scales(loss, weight)
+    if number == 1 or piece is None or weight is None:
+        return
+    if isinstance(loss, Total):
+        is_pair = split_result(trace.result).weight is not None
+        if loss.is_plain_mean(rows, weight) or loss.is_sum(rows, weight if is_pair else None):
+            return
+    try:
+        whole = _scales(*_loss_and_weight(trace_of(batch), params, extras, batch))
+    except Exception:  # the loss is written for these rows alone, and nothing can be told
+        return
+    if whole is None or len(whole) != len(piece):
+        return
+    for of_piece, of_whole in zip(piece, whole, strict=True):
+        factor = of_piece / (number * of_whole)
+        if not math.isclose(factor, 1, rel_tol=0.1):
+            what = "the loss" if len(whole) == 1 else "a term of the loss"
+            raise ValueError(
+                "the loss adds up the rows that it is given and divides by a number that does not "
+                f"go with them. It is called for each of {number} pieces of {rows} rows (data "
+                f"shards x num_microbatches), and all of them make {factor:.4g} times {what} of "
+                "the whole batch on one device. Divide by what is there, as losses.mean() does, or "
+                "return the sum and what to divide it by: return jnp.sum(losses), losses.size. "
+                "zerojax.check names the line"
+            )
+
+
+def _loss_and_weight(
+    trace: ModelTrace, params: Mapping[str, Any], extras: Mapping[str, Any], batch: Any
+) -> tuple[Dependence, float | None]:
+    """(how the loss depends on rows, what it will be divided by; None: not known)."""
+    loss = _follow_piece(trace, params, extras, batch, [])[0]
+    is_pair = split_result(trace.result).weight is not None
+    return loss, number_of_output(trace.jaxpr, 1) if is_pair else 1.0
+
+
+def _scales(loss: Dependence, weight: float | None) -> list[float] | None:
+    """How often each total counts that the loss is the sum of; None where that is not known."""
+    scales = scales_of(loss)
+    return [scale / weight for scale in scales] if scales and weight else None
 
 
 def _follow_piece(
@@ -379,8 +455,13 @@ def check_pieces(pieces: BatchPieces, num_shards: int, num_microbatches: int) ->
 
 
 def describe_pieces(pieces: BatchPieces) -> list[str]:
-    """What a plan over one piece says of what would be refused over more."""
-    lines = []
+    """What a plan says of sums, and over one piece of what would be refused over more."""
+    lines = [
+        f"the metric {name!r} is a sum over the rows of one microbatch on one data shard, and what "
+        "is reported is the mean of these sums; with what it is a share of it is divided once, "
+        f"over the whole batch: {{{name!r}: (x.sum(), x.size)}}"
+        for name in pieces.summed_metrics
+    ]
     if pieces.is_sum:
         lines.append(
             "the loss is a sum over the rows of the batch: it is refused on more devices or with "

@@ -44,6 +44,7 @@ from zerojax.plan.gradient_wire import (
 from zerojax.plan.kept_parts import with_kept_parts
 from zerojax.plan.layer_stacks import Stacks, row_layout, row_placement, row_structs
 from zerojax.plan.loss_checks import (
+    check_divisor,
     check_loss,
     check_pieces,
     check_step_counts,
@@ -74,6 +75,7 @@ from zerojax.plan.reasons import (
     describe_update,
 )
 from zerojax.plan.refusals import (
+    check_arguments,
     check_batch,
     check_deterministic,
     check_elementwise,
@@ -479,14 +481,17 @@ def _trace(task: _Task) -> _Seen:
     """
     shards = meshes.num_data_shards(task.mesh)
     microbatch = slice_batch(task.batch, shards * task.num_microbatches)
+    check_arguments(task.loss)
     with errors_with_users_lines(microbatch):
         params, extras = abstract_model(task.model, task.batch, task.loss)
         read = as_read(params, task.precision)
-        trace = models.trace_model(task.model, read, extras, microbatch, task.loss)
+        trace_of = lambda rows: models.trace_model(task.model, read, extras, rows, task.loss)  # noqa: E731
+        trace = trace_of(microbatch)
         check_not_per_example(trace.result, task.batch, microbatch)
     check_loss(trace.result)
     check_step_counts(trace, params, extras, microbatch, task.model)
     check_reads(params, trace.read_shapes.keys() | trace.barriers.keys())
+    check_divisor(trace, params, extras, microbatch, task.batch, trace_of)
     return _Seen(params=params, extras=extras, microbatch=microbatch, trace=trace)
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import linecache
 import os
 import re
 import traceback
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import jax
@@ -241,6 +242,26 @@ def check_not_per_example(result: Any, batch: Tree, piece: Tree) -> None:
         f"of a batch ({list(shape)} where it is cut over devices and microbatches); return their "
         "mean, with .mean(), or the pair (values.sum(), values.size)"
     )
+
+
+def check_arguments(loss: Callable[..., Any]) -> None:
+    """Refuses a loss that cannot be called as loss(model, batch).
+
+    Raises:
+      TypeError: naming its arguments.
+    """
+    try:
+        signature = inspect.signature(loss)
+    except (TypeError, ValueError):  # not every callable has one
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        name = getattr(loss, "__name__", type(loss).__name__)
+        raise TypeError(
+            f"a loss is called as loss(model, batch), and {name}{signature} cannot be: {error}; "
+            "take the whole batch as one argument, and its arrays from that"
+        ) from None
 
 
 @contextlib.contextmanager

@@ -8,13 +8,14 @@ transformations and names, never models or meshes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import optax
 
 from zerojax.models.rolling import map_rows
+from zerojax.optim.padding import NotProven
 from zerojax.plan.layer_stacks import StackRows, Stacks, group_rows, ungroup_rows
 
 Tree = Any
@@ -115,6 +116,7 @@ class _Mapped:
             self._made[made] = self._trace(function, tree, _in_order(groups))
         mapped, places = self._made[made]
         stacked, rest = mapped([box.value for box in groups], others)
+        _check_rows(groups, mapped.outputs, stacked)
         return jax.tree.map(
             lambda place: stacked[place[0]] if isinstance(place, tuple) else rest[place],
             places,
@@ -139,6 +141,27 @@ class _Mapped:
 
         places = jax.tree.map(place, found)
         return map_rows(closed, groups, outputs), places
+
+
+def _check_rows(
+    groups: Mapping[_Stored, Mapping[int, int]],
+    outputs: Sequence[Sequence[int]],
+    stacked: Sequence[jax.Array],
+) -> None:
+    """Refuses rows that a pipeline leaves empty where a result has none for them.
+
+    What is computed from stacks has such rows as well; new arrays, as moments are, have not.
+
+    Raises:
+      NotProven: so that the transformation is given stacks without these rows.
+    """
+    stored: dict[int, set[int]] = {}
+    for box, rows in groups.items():
+        stored.setdefault(len(rows), set()).add(box.value.shape[0])
+    for rows, array in zip(outputs, stacked, strict=True):
+        wanted = stored.get(len(rows), {len(rows)})
+        if array.shape[0] not in wanted:
+            raise NotProven(f"new arrays of {len(rows)} layers in stacks of {max(wanted)} rows")
 
 
 def _is_place(place: Any) -> bool:

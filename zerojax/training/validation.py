@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from zerojax.data import Feed, RowSource, local_rows, missing_rows
+from zerojax.data.feed import check_function
 from zerojax.models import trace_model
 from zerojax.models.attention_choice import attention_planned_for
 from zerojax.models.given_arrays import as_arrays
@@ -53,6 +54,8 @@ def check_validation(validation: Any) -> None:
             f"validation is a {type(validation).__name__}; give a list of batches, one batch, a "
             "function of the batch's number, or a TokenSource"
         )
+    if callable(validation) and not isinstance(validation, RowSource | Iterable):
+        check_function(validation, "validation")
     if isinstance(validation, Sequence | Mapping) and not validation:
         raise ValueError("validation is empty; give at least one batch, or None for no validation")
 
