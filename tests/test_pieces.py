@@ -102,6 +102,17 @@ def test_a_sum_over_rows_that_is_divided_by_a_constant_batch_size_is_refused(los
     plan_of(loss, devices=1)
 
 
+def test_a_batch_size_that_is_also_the_number_of_elements_of_a_piece_is_refused():
+    """8 pieces of 4 rows, of which 8 values each are summed: 32, as the batch has rows."""
+
+    def values(model, batch):
+        return squares(model, batch) @ jnp.ones((5, 8))
+
+    with pytest.raises(ValueError, match="8 pieces of 4 rows"):
+        plan_of(lambda model, batch: jnp.sum(values(model, batch)) / ROWS)
+    plan_of(lambda model, batch: jnp.mean(values(model, batch)))
+
+
 def test_a_loss_of_other_arguments_is_refused():
     with pytest.raises(TypeError, match=r"called as loss\(model, batch\), and .*x, y\) cannot be"):
         plan_of(lambda model, x, y: jnp.mean((model(x) - y) ** 2))
