@@ -241,11 +241,11 @@ def not_in_layer_4(path: Any, _: Any) -> bool:
 
 
 TOLD_APART = {
-    "freeze": ({"freeze": "layers/2/"}, "3..5", "down/bias of layers 0 and 2"),
+    "freeze": ({"freeze": "layers/2/"}, "3..5", "freeze treats down/bias of layers 0 and 2"),
     "groups": (
         {"optimizer": zerojax.adamw(1e-3, groups={"layers/3/": {"learning_rate_factor": 0.1}})},
         "0..2",
-        "down/bias of layers 0 and 3",
+        "groups or mask treats down/bias of layers 0 and 3",
     ),
     "masks": (
         {
@@ -254,12 +254,12 @@ TOLD_APART = {
             )
         },
         "0..3",
-        "down/bias of layers 0 and 4",
+        "groups or mask treats down/bias of layers 0 and 4",
     ),
     "rules": (
         {"mesh": {"model": 2, "rules": [("layers/5/up/bias", ["model"])]}},
         "0..4",
-        "up/bias of layers 0 and 5",
+        "rule treats up/bias of layers 0 and 5",
     ),
 }
 

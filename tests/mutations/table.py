@@ -531,8 +531,8 @@ MUTATIONS = (
         "tests/test_rolling.py",
     ),
     Mutation(
-        "return (*asked, self._forms.get(name))",
-        "return ()",
+        '("freeze", self._frozen[name]),',
+        '("freeze", False),',
         "tests/test_rolled_training.py",
     ),
     Mutation(

@@ -253,9 +253,13 @@ class _Rows:
         self._forms = {} if isinstance(tx, Optimizer) else self._state_forms()
 
     def kind_of(self, name: str) -> tuple[Any, ...]:
-        """Returns what is asked of one parameter: the same for all rows of a stack."""
-        asked = self._frozen[name], self._axes[name], self._settings.get(name)
-        return (*asked, self._forms.get(name))
+        """Returns what is asked of one parameter, by who asks: the same for all rows of a stack."""
+        return (
+            ("freeze", self._frozen[name]),
+            ("a tensor-parallel rule", self._axes[name]),
+            ("the optimizer's groups or mask", self._settings.get(name)),
+            ("the optimizer's groups or mask", self._forms.get(name)),
+        )
 
     def _state_forms(self) -> dict[str, tuple[Any, ...]]:
         """{name: how a transformation keeps the state of that parameter}.

@@ -114,14 +114,14 @@ class NamedProgram:
 
 
 def find_loops(
-    trace: ModelTrace, params: Mapping[str, Any], kind_of: Callable[[str], Any] = lambda name: None
+    trace: ModelTrace, params: Mapping[str, Any], kind_of: Callable[[str], Any] = lambda name: ()
 ) -> FoundLoops:
     """Finds the loops over layers that a Python loop called.
 
     Args:
       trace: of the loss, with a mark at every read; params: of the model, by name.
-      kind_of: name of a parameter -> what has to be the same for all rows of a stack, such as
-        whether it is frozen; comparable.
+      kind_of: name of a parameter -> (who asks, what is asked) pairs that have to be the same for
+        all rows of a stack, such as whether it is frozen; comparable.
     """
     names = sorted(params)
     program = trace.program
@@ -207,11 +207,7 @@ class _Runs:
         self._waiting: list[tuple[int, int, int, int]] = []
         self._seen: set[Run] = set()
         other = next((n for n, kind in enumerate(kinds) if kind != kinds[0]), 0)
-        within = min((str(one[0]) for one in kinds[0] ^ kinds[other]), default="")
-        self.why_not_all = (
-            f"{within} of layers {numbers[0]} and {numbers[other]} differs in its shape or dtype, "
-            "or in what freeze, rules, groups or masks say of it"
-        )
+        self.why_not_all = _describe_difference(kinds[0], kinds[other], numbers[0], numbers[other])
         for period in range(1, MAX_PERIOD + 1):
             start = 0
             while start < len(kinds):
@@ -248,6 +244,22 @@ class _Runs:
             self._add(start, period, count - 1)
         if turn is None or turn <= 1:
             self._add(start + 1, period, (count * period - 1) // period)
+
+
+def _describe_difference(
+    first: frozenset[Any], second: frozenset[Any], number: int, other: int
+) -> str:
+    """Says how the parameters of two layers differ, of which `_kinds` gave the sets."""
+    both = [{within: kind for within, *kind in layer} for layer in (first - second, second - first)]
+    within = min((*both[0], *both[1]), default="")
+    if not (within in both[0] and within in both[1]):
+        has, lacks = (number, other) if within in both[0] else (other, number)
+        return f"layer {has} has {within}, and layer {lacks} has not"
+    (form, asked), (other_form, other_asked) = both[0][within], both[1][within]
+    if form != other_form:
+        return f"{within} is {form} in layer {number} and {other_form} in layer {other}"
+    who = next(one[0] for one, two in zip(asked, other_asked, strict=True) if one != two)
+    return f"{who} treats {within} of layers {number} and {other} differently"
 
 
 def _kinds(

@@ -228,7 +228,12 @@ class LayerProgram:
             low, high = self._last[layer], self._first[layer + 1]
             if low >= high:
                 numbers = f"{self.numbers[layer]} and {self.numbers[layer + 1]}"
-                raise Mismatch(f"layers {numbers} are interleaved", turn)
+                raise Mismatch(
+                    f"layers {numbers} are interleaved: the first one's parameters are used again "
+                    "after the second one's, as in a U-net or where the model takes a gradient of "
+                    "itself",
+                    turn,
+                )
             before, live = self._best_cut(start, before, (low, high), last_use, early)
             found.append(live)
         return found
