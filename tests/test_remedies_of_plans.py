@@ -468,7 +468,7 @@ def test_a_configuration_of_deepspeed_as_a_mesh():
     plan = lambda: zerojax.make_plan(with_loss, config, example_batch=batch)  # noqa: E731
     message = wrong_type(plan, "mesh DeepSpeed", "zerojax.train")
     names = {"zerojax": zerojax, "model": with_loss, "config": config, "batch": batch}
-    assert isinstance(eval(code_in(message, "zerojax.initialize("), names).plan, zerojax.Plan)
+    assert isinstance(eval(code_in(message, "zerojax.initialize("), names), zerojax.Plan)
 
 
 def test_axes_that_would_change_the_order_of_sums():
