@@ -65,10 +65,14 @@ def refused(
 
 
 def complaint(
-    capsys: pytest.CaptureFixture[str], words: Iterable[str], value: Words = (), remedy: Words = ()
+    capsys: pytest.CaptureFixture[str],
+    words: Iterable[str],
+    value: Words = (),
+    remedy: Words = (),
+    code: int = 2,
 ) -> str:
-    """Checks that a command is refused as bad input: one line and exit code 2; returns the line."""
-    return check_words(fails(capsys, *words), value, remedy)
+    """Checks that a command is refused with one line and an exit code; returns the line."""
+    return check_words(fails(capsys, *words, code=code), value, remedy)
 
 
 def code_in(message: str, start: str) -> str:
