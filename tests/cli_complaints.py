@@ -7,14 +7,14 @@ import pytest
 from zerojax.cli import main
 
 
-def fails(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """Runs a command that must fail as bad input; returns its one line of complaint."""
+def fails(capsys: pytest.CaptureFixture[str], *words: str, code: int = 2) -> str:
+    """Runs a command that must fail, as bad input unless told otherwise; returns its one line."""
     try:
-        code = main(words)
+        ended = main(words)
     except SystemExit as exit_:
-        code = exit_.code
+        ended = exit_.code
     out, err = capsys.readouterr()
-    assert code == 2
+    assert ended == code
     assert out == ""
     assert err.startswith("zerojax: error: ")
     assert len(err.splitlines()) == 1

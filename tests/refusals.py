@@ -65,10 +65,14 @@ def refused(
 
 
 def complaint(
-    capsys: pytest.CaptureFixture[str], words: Iterable[str], value: Words = (), remedy: Words = ()
+    capsys: pytest.CaptureFixture[str],
+    words: Iterable[str],
+    value: Words = (),
+    remedy: Words = (),
+    code: int = 2,
 ) -> str:
-    """Checks that a command is refused as bad input: one line and exit code 2; returns the line."""
-    return check_words(fails(capsys, *words), value, remedy)
+    """Checks that a command is refused with one line and an exit code; returns the line."""
+    return check_words(fails(capsys, *words, code=code), value, remedy)
 
 
 def code_in(message: str, start: str) -> str:
@@ -77,7 +81,7 @@ def code_in(message: str, start: str) -> str:
     assert begin >= 0, f"{start!r} is not in: {message}"
     for end in range(begin + len(start), len(message) + 1):
         goes_on = re.match(r"[\w.(\[]*[\w(\[]|\s+[-+*/]+\s", message[end:])
-        if message[end - 1] in ")]}'\"" and not goes_on:
+        if not goes_on:
             try:
                 ast.parse(message[begin:end], mode="eval")
             except SyntaxError:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.chat_samples import BOS, CHATS, EOS, TEMPLATES, unmarked
-from tests.remedies import complained
+from tests.refusals import complaint
 from zerojax.cli import main
 from zerojax.data import as_source
 from zerojax.data.chats import chat_preparation, prepare_chats
@@ -415,9 +415,7 @@ def test_the_command_says_what_came_out(tmp_path, model, capsys):
     data = lines(tmp_path / "chats.jsonl", *[GOOD] * 19, {"messages": [ASK]}, CHATS["two"])
     words = ["data", "prepare", str(data), str(tmp_path / "out"), "--format", "chat"]
     words += ["--tokenizer", str(model)]
-    complained(
-        capsys, r"chats.jsonl:20: no message is the assistant's .* out with --bad skip", *words
-    )
+    complaint(capsys, words, "chats.jsonl:20 assistant's", '"--bad skip"')
     assert main([*words, "--bad", "skip"]) == 0
     said = capsys.readouterr().out
     assert "20 texts of 403 tokens from 21 rows, 1 of them to validate with; the longest" in said
@@ -430,9 +428,7 @@ def test_options_of_chats_belong_to_chats(tmp_path, capsys):
     file = tmp_path / "book.txt"
     file.write_text("text " * 99)
     words = ["data", "prepare", str(file), str(tmp_path / "out"), "--answers", "each"]
-    complained(
-        capsys, "--answers is an option of chats; add --format chat, or leave it out", *words
-    )
+    complaint(capsys, words, "--answers chats", '"--format chat"')
     assert main(words[:-2]) == 0
 
 

@@ -1,15 +1,12 @@
-"""What an error about data, models' files and runs tells to do is done, and helps.
-
-Each remedy is read from the sentence where it can be, so that another sentence is another deed.
-"""
+"""Refusals of text, token files, tokenizers, feeds and batches."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import logging
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -21,7 +18,7 @@ import numpy as np
 import pytest
 
 import zerojax
-from tests.remedies import complained, told
+from tests.refusals import Refusal, check_words, code_in, complaint, refused
 from tests.test_data_placing import ROWS, SEQ_LEN, batch_of, plan_of
 from zerojax.cli import main
 from zerojax.data import (
@@ -43,11 +40,17 @@ from zerojax.data.tokens import verify_tokens
 from zerojax.models.index_limits import IndexLimit
 
 TEXT = "Once upon a time, in a small house.\n" * 24
+wrong_type = functools.partial(refused, error=TypeError)
+absent = functools.partial(refused, error=FileNotFoundError)
 
 
 def source(data: Any, **options: Any) -> TokenSource:
     sizes = {"seq_len": 8, "global_batch_size": 2, "validation_fraction": 0}
     return as_source(data, **sizes | options)[0]
+
+
+def with_options(data: Any) -> Any:
+    return lambda options: source(data, **options)
 
 
 def text_file(path: Path, content: str = TEXT) -> Path:
@@ -69,39 +72,25 @@ def token_file(path: Path, **sidecar: Any) -> Path:
 
 
 def test_data_that_are_not_there(tmp_path):
-    kinds = told(
-        lambda: source(tmp_path / "book.txt"),
-        r"pass a (folder of text files), one (text file), token files \((\.bin) with a (\.json)"
-        r" sidecar, (\.npy)\), or (None) for the embedded Shakespeare",
-    )
-    folder = text_file(tmp_path / kinds[0] / "a.txt").parent
-    source(folder)
-    source(folder / "a.txt")
-    file = token_file(tmp_path / f"ids{kinds[2]}")
-    assert file.with_suffix(kinds[3]).exists()
-    source(file)
-    np.save(tmp_path / f"ids{kinds[4]}", np.arange(200))
-    source(tmp_path / f"ids{kinds[4]}")
-    source(eval(kinds[5]))
+    bad, remedy = tmp_path / "book.txt", "folder file .bin .json .npy None"
+    absent(lambda: source(bad), [bad, tmp_path], remedy)
+    file = text_file(tmp_path / "texts" / "a.txt")
+    np.save(tmp_path / "ids.npy", np.arange(200))
+    for good in (file.parent, file, token_file(tmp_path / "ids.bin"), tmp_path / "ids.npy", None):
+        source(good)
 
 
 def test_text_files(tmp_path):
     file = text_file(tmp_path / "a" / "story.doc")
-    told(lambda: source(file.parent), r"or pass one file by its name$")
-    source(file)
+    Refusal(file.parent, [file.parent, ".doc"], ".txt file", [file]).check(source)
     empty = text_file(tmp_path / "empty.txt", "")
-    told(lambda: source(empty), r"; at least one batch of text is needed$")
+    refused(lambda: source(empty), [empty, 0], "text")
     source(text_file(empty))
     lines = text_file(tmp_path / "lines.jsonl", f"{json.dumps({'text': TEXT})}\n{{\n")
-    path, number = told(lambda: source(lines), r"^(\S+):(\d+): not JSON .*; fix the line$")
-    rows = lines.read_text().splitlines()
-    rows[int(number) - 1] = '{"text": "fixed"}'
-    source(text_file(Path(path), "\n".join(rows)))
-    told(
-        lambda: source([text_file(tmp_path / "b" / "b.txt"), file]),
-        r": put text files into one folder and pass the folder$",
-    )
-    source(tmp_path / "b")
+    refused(lambda: source(lines), [f"{lines}:2", "JSON"])
+    source(text_file(lines, f"{json.dumps({'text': TEXT})}\n{json.dumps({'text': 'fixed'})}\n"))
+    other = text_file(tmp_path / "b" / "b.txt")
+    Refusal([other, file], [other, ".bin", ".npy"], "folder", [other.parent]).check(source)
 
 
 @pytest.mark.skipif(shutil.which("iconv") is None, reason="needs iconv")
@@ -109,41 +98,36 @@ def test_text_in_latin_1(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "old" / "a book.txt"
     text_file(file).write_bytes(("Größe " * 40).encode("latin1"))
-    command, new, npy, _ = told(
-        lambda: source(file.parent),
-        r"convert it \(if it is Latin-1: (iconv .* > ('.*'))\), remove it from the folder, or, if "
-        r"it holds token ids, save it as (\.npy) or as (\.bin)",
-    )
+    new = Path("a book.utf8.txt")
+    command = f"iconv -f latin1 -t utf-8 '{file}' > '{new}'"
+    refused(lambda: source(file.parent), [file, "UTF-8", "0xf6", 2], [command, ".npy", ".bin"])
     subprocess.run(command, shell=True, check=True)
-    source(new.strip("'"))
-    assert "Größe" in Path(new.strip("'")).read_text(encoding="utf-8")
+    source(new)
+    assert "Größe" in new.read_text(encoding="utf-8")
     text_file(tmp_path / "old" / "b.txt")
     file.unlink()
     source(file.parent)
-    np.save(tmp_path / f"ids{npy}", np.arange(200))
-    source(tmp_path / f"ids{npy}")
 
 
 def test_too_much_text_for_memory(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     text_file(tmp_path / "book.txt", " ".join(map(str, range(800))))
     monkeypatch.setattr(preparation, "MAX_TEXT_BYTES", 100)
-    command, data = told(
-        lambda: source("book.txt"), r"run once `zerojax (.*?)` and pass data='(.*)'$"
-    )
-    assert main(command.split()) == 0
-    source(data)
-    # And where token files are already.
-    words = command.split()
-    other, _ = complained(capsys, r"; (choose another folder) or (remove them)", *words)
-    assert main([*words[:3], other, *words[4:]]) == 0
-    shutil.rmtree(data)
+    command = "zerojax data prepare book.txt tokens/ --tokenizer bpe:32768"
+    refused(lambda: source("book.txt"), "book.txt GiB", [command, "data='tokens/'"])
+    _, *words = command.split()
     assert main(words) == 0
+    source("tokens/")
+    # And where token files are already, or there is no folder.
+    capsys.readouterr()
+    to = lambda folder: [*words[:3], folder, *words[4:]]  # noqa: E731
+    complaint(capsys, words, "tokens", "another remove")
+    assert main(to("another")) == 0
+    shutil.rmtree("tokens")
+    assert main(words) == 0
+    capsys.readouterr()
     (tmp_path / "file").touch()
-    words[3] = "file/tokens"
-    complained(capsys, r"; about \d+ bytes of text are to be stored, choose another", *words)
-    words[3] = "another"
-    assert main(words) == 0
+    complaint(capsys, to("file/tokens"), "file/tokens 3089", "another")
 
 
 # --- token files ----------------------------------------------------------------------------------
@@ -154,7 +138,7 @@ def test_damaged_token_files(tmp_path):
     whole = shutil.copy(file, tmp_path / "copy")
     file.with_suffix(".json").write_text(json.dumps({"dtype": "uint16", "count": 200}))
     os.truncate(file, 300)
-    told(lambda: source(file), r"is cut or was changed: copy or prepare it again$")
+    refused(lambda: source(file), [file, 300, 200, 400], "prepare")
     shutil.copy(whole, file)
     source(file)
     text = text_file(tmp_path / "book.txt")
@@ -162,189 +146,157 @@ def test_damaged_token_files(tmp_path):
     preparation.prepare(text, made, tokenizer="bytes")
     train = made / "train.bin"
     train.write_bytes(train.read_bytes()[::-1])
-    told(lambda: verify_tokens(train), r"; copy or prepare it again$")
+    refused(lambda: verify_tokens(train), [train, "sha256"], "prepare")
     shutil.rmtree(made)
     preparation.prepare(text, made, tokenizer="bytes")
     verify_tokens(train)
 
 
-@pytest.mark.parametrize("content", ["{", "[1]"])
-def test_a_sidecar_that_is_none(content, tmp_path):
-    file = token_file(tmp_path / "ids.bin")
-    file.with_suffix(".json").write_text(content)
-    path, example = told(lambda: source(file), r"^'(\S+)' .*; write for example (\{.*\})$")
-    Path(path).write_text(example)
-    source(file)
-
-
 @pytest.mark.parametrize(
-    ("key", "pattern", "values"),
+    ("content", "value", "remedy"),
     [
-        ("dtype", r"must be one of (\w+), (\w+), (\w+)$", str),
-        ("count", r"must be a number of (tokens)$", lambda _: 200),
-        ("vocab_size", r"must be a number of (ids) from 1 to \d+$", lambda _: 50),
-        ("tokenizer", r"must be an (object)$", lambda _: {"kind": "bytes"}),
+        ("{", "JSON", ['{"dtype": "uint16"}']),
+        ("[1]", "list", ['{"dtype": "uint16"}']),
+        ('{"dtype": "x"}', "dtype='x'", "uint8 uint16 uint32"),
+        ('{"dtype": "uint16", "count": "x"}', "count='x'", "number"),
+        ('{"dtype": "uint16", "vocab_size": "x"}', "vocab_size='x'", f"number 1 {2**31 - 1}"),
+        ('{"dtype": "uint16", "tokenizer": "x"}', "tokenizer='x'", "object"),
+        (None, "ids.bin width", ['{"dtype": "uint16"}', "uint8", "uint32", "zerojax data prepare"]),
     ],
 )
-def test_values_of_a_sidecar(key, pattern, values, tmp_path):
-    file = token_file(tmp_path / "ids.bin", **{key: "x"})
-    for word in told(lambda: source(file), pattern):
-        source(token_file(file, **{key: values(word)}), vocab_size=1 << 16)
-
-
-def test_a_token_file_without_sidecar_is_made_again(tmp_path):
+def test_a_sidecar_that_is_none(content, value, remedy, tmp_path):
     file = token_file(tmp_path / "ids.bin")
-    file.with_suffix(".json").unlink()
-    others, again = told(
-        lambda: source(file),
-        r"\(or (uint8, uint32)\) into .*, or make it again with `zerojax (.*)`$",
-    )
-    for kind in others.split(", "):
-        file.with_suffix(".json").write_text(json.dumps({"dtype": kind}))
-        source(file)
-    text_file(tmp_path / "book.txt")
-    assert main([*again.split(), str(tmp_path / "book.txt"), str(tmp_path / "new")]) == 0
+    sidecar = file.with_suffix(".json")
+    if content is None:
+        sidecar.unlink()
+    else:
+        sidecar.write_text(content)
+    refused(lambda: source(file), ["ids.json", *value.split()], remedy)
+    sidecar.write_text('{"dtype": "uint16"}')
+    source(file)
+    for kind in ("uint8", "uint16", "uint32"):
+        source(token_file(file, dtype=kind, count=200, vocab_size=50, tokenizer={"kind": "bytes"}))
+    assert main(["data", "prepare", str(text_file(tmp_path / "a.txt")), str(tmp_path / "new")]) == 0
     source(tmp_path / "new")
 
 
 def test_ids_that_the_model_does_not_have(tmp_path):
     ids = np.arange(200) % 60
-    (size,) = told(
-        lambda: source(ids, vocab_size=50), r"set the model's vocab_size to (\d+) or more"
-    )
-    source(ids, vocab_size=int(size))
+    sized = lambda data: lambda size: source(data, vocab_size=size)  # noqa: E731
+    Refusal(50, '50 "[0, 50)"', "vocab_size 60 tokenizer", [60]).check(sized(ids))
     # No vocabulary has ids below 0.
-    told(lambda: source(ids - 1, vocab_size=50), r"\[0, 50\); make the file again with the model's")
+    message = refused(lambda: source(ids - 1, vocab_size=50), '-1 0 "[0, 50)"', "tokenizer")
+    assert "vocab_size" not in message
     source(ids % 50, vocab_size=50)
     file = token_file(tmp_path / "ids.bin", vocab_size=60)
-    (size,) = told(
-        lambda: source(file, vocab_size=50),
-        r"; set it to (\d+) or more, or prepare the data with the model's tokenizer$",
-    )
-    source(file, vocab_size=int(size))
-    source(token_file(tmp_path / "ids.bin", vocab_size=50), vocab_size=50)
+    Refusal(50, [file, 60, 50], "vocab_size 60 tokenizer", [60]).check(sized(file))
+    source(token_file(file, vocab_size=50), vocab_size=50)
     floats = np.arange(200.0)
-    told(lambda: source(floats), r"token ids are integers: save them as such$")
-    source(floats.astype(int))
+    Refusal(floats, "float64", "integers", [floats.astype(int)], TypeError).check(source)
 
 
 def test_files_of_several_tokenizers_or_only_for_validation(tmp_path):
     for size in (50, 60):
         token_file(tmp_path / "all" / f"{size}.bin", vocab_size=size)
-    told(lambda: source(tmp_path / "all"), r": keep them in separate folders$")
+    names = [tmp_path / "all" / name for name in ("60.bin", "50.bin")]
+    refused(lambda: source(tmp_path / "all"), [*names, 50, 60], "separate")
     (tmp_path / "60").mkdir()
     for name in ("60.bin", "60.json"):
         (tmp_path / "all" / name).rename(tmp_path / "60" / name)
     source(tmp_path / "all")
     source(tmp_path / "60")
-    token_file(tmp_path / "v" / "a-val.bin")
-    token_file(tmp_path / "v" / "b-val.bin")
-    files = [tmp_path / "v" / f"{name}-val.bin" for name in "ab"]
-    told(lambda: source(files), r"hold only validation files; add the training files$")
-    source([*files, token_file(tmp_path / "v" / "train.bin")])
+    files = [token_file(tmp_path / "v" / f"{name}-val.bin") for name in "ab"]
+    good = [*files, token_file(tmp_path / "v" / "train.bin")]
+    Refusal(files, [*files, "validation"], "training", [good]).check(source)
 
 
 def test_a_source_of_other_sizes():
     ids = np.arange(100)
-    told(
-        lambda: source(ids, seq_len=80), r"; lower seq_len or global_batch_size, or give more text$"
-    )
-    source(ids, seq_len=40)
-    source(ids, seq_len=80, global_batch_size=1)
-    source(np.arange(200), seq_len=80)
+    good = [{"seq_len": 40}, {"seq_len": 80, "global_batch_size": 1}]
+    bad, remedy = {"seq_len": 80}, "seq_len global_batch_size text"
+    Refusal(bad, "100 seq_len=80 global_batch_size=2 161", remedy, good).check(with_options(ids))
+    source(np.arange(200), **bad)
     made = source(ids)
-    (wanted,) = told(lambda: source(made, seq_len=16), r"; make both (\d+)$")
-    source(source(ids, seq_len=int(wanted)), seq_len=int(wanted))
+    refused(lambda: source(made, seq_len=16), "seq_len=8 16", "16")
+    source(source(ids, seq_len=16), seq_len=16)
     for name in ("seq_len", "global_batch_size", "vocab_size"):
-        (least,) = told(lambda name=name: source(ids, **{name: 0}), r"must be at least (\d)$")
-        source(ids % int(least), **{name: int(least)})
-    least, _ = told(lambda: source(ids, validation_fraction=1), r"at least (\d) and below (\d)$")
-    source(ids, validation_fraction=float(least))
-    size = int(told(lambda: made.batch(0, 0, 9), r"rows lie in \[0, (\d)\)")[0])
-    made.batch(0, 0, size)
-    kinds = told(
-        lambda: source({1, 2}), r"pass (None), a path, .*, an integer numpy (array), or a (\w+)\."
-    )
-    for data in (eval(kinds[0]), getattr(np, kinds[1])(ids), made):
-        source(data)
+        row = Refusal({name: 0}, f"{name}=0", "1", [{name: 1}])
+        row.check(with_options(ids % 1))
+    bad, good = ({"validation_fraction": value} for value in (1, 0.0))
+    Refusal(bad, "validation_fraction=1", "0", [good]).check(with_options(ids))
+    batch = lambda rows: made.batch(0, 0, rows)  # noqa: E731
+    Refusal(9, '"[0, 9)"', '"[0, 2)"', [2]).check(batch)
+    remedy = "None path numpy TokenSource"
+    Refusal({1, 2}, "data set", remedy, [None, ids, made], TypeError).check(source)
 
 
 # --- tokenizers -----------------------------------------------------------------------------------
 
 
 def test_what_is_no_tokenizer(tmp_path):
-    texts = [TEXT]
-    spec, trained = told(lambda: as_tokenizer(3), r"pass '(bytes)', '(bpe:4096)', the path of")
-    as_tokenizer(spec)
+    with_text = lambda spec: as_tokenizer(spec, [TEXT])  # noqa: E731
+    good = ["bytes", "bpe:4096"]
+    Refusal(3, "tokenizer=3 int", "'bytes' 'bpe:4096' path", good, TypeError).check(with_text)
+    Refusal("bpe", "tokenizer='bpe'", "bpe:4096", ["bpe:4096"]).check(with_text)
+    Refusal("bpe:3", "3 257", "bpe:4096", ["bpe:4096"]).check(with_text)
+    BpeTokenizer.train([TEXT], vocab_size=257)
+    Refusal("byte", "tokenizer='byte'", "'bytes'", ["bytes"], FileNotFoundError).check(with_text)
     file = tmp_path / "tokenizer.json"
-    file.write_text(json.dumps(as_tokenizer(trained, texts).to_dict()))
-    told(lambda: as_tokenizer(trained), r"pass the path of a tokenizer file that `zerojax data")
-    as_tokenizer(file)
-    (example,) = told(lambda: as_tokenizer("bpe", texts), r"for example '(.*)'$")
-    as_tokenizer(example, texts)
-    (good,) = told(lambda: as_tokenizer("bpe:3", texts), r"'(bpe:\d+)' is a good size")
-    as_tokenizer(good, texts)
-    least = re.search(r"between (\d+)", str(told(lambda: as_tokenizer("bpe:3", texts), "(.*)")))[1]
-    BpeTokenizer.train(texts, vocab_size=int(least))
-    (spec,) = told(lambda: as_tokenizer("byte"), r"is neither '(bytes)', nor")
-    as_tokenizer(spec)
-    (kind,) = told(lambda: tokenizer_from_dict({"kind": "x"}), r"known are kind '(bytes)'")
-    tokenizer_from_dict({"kind": kind})
+    file.write_text(json.dumps(with_text("bpe:4096").to_dict()))
+    row = Refusal("bpe:4096", "bpe:4096 text", '"zerojax data prepare" file', [file])
+    row.check(as_tokenizer)
+    made = lambda kind: tokenizer_from_dict({"kind": kind})  # noqa: E731
+    Refusal("x", "kind 'x'", "'bytes' 'bpe' 'hugging_face'", ["bytes"]).check(made)
 
 
 def test_another_tokenizer_than_that_of_the_files(tmp_path):
-    text = text_file(tmp_path / "book.txt")
-    preparation.prepare(text, tmp_path / "tokens", tokenizer="bytes", validation_fraction=0)
-    told(
-        lambda: source(tmp_path / "tokens", tokenizer="bpe:300"),
-        r"; leave the option out, .*, or prepare the text again$",
-    )
-    source(tmp_path / "tokens")
-    preparation.prepare(text, tmp_path / "again", tokenizer="bpe:300", validation_fraction=0)
-    source(tmp_path / "again", tokenizer="bpe:300")
+    text, folder, again = text_file(tmp_path / "book.txt"), tmp_path / "tokens", tmp_path / "again"
+    preparation.prepare(text, folder, tokenizer="bytes", validation_fraction=0)
+    given = lambda: source(folder, tokenizer="bpe:300")  # noqa: E731
+    refused(given, ["bpe:300", folder / "train.bin", "ByteTokenizer()"], "prepare")
+    source(folder)
+    preparation.prepare(text, again, tokenizer="bpe:300", validation_fraction=0)
+    source(again, tokenizer="bpe:300")
 
 
 def test_without_the_package_of_tokenizers(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    (spec,) = told(lambda: as_tokenizer("bpe:300", [TEXT]), r"or use tokenizer='(bytes)'$")
-    as_tokenizer(spec)
+    given = lambda: as_tokenizer("bpe:300", [TEXT])  # noqa: E731
+    refused(given, "tokenizers", "\"pip install tokenizers\" tokenizer='bytes'", error=ImportError)
+    as_tokenizer("bytes")
 
 
 def test_tokens_and_texts_of_a_tokenizer():
     tokenizers = pytest.importorskip("tokenizers")
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "a": 1}, "[UNK]"))
-    backend.add_special_tokens(["[UNK]", "[CLS]", "[SEP]"])
+    known = ["[UNK]", "[CLS]", "[SEP]"]
+    backend.add_special_tokens(known)
     backend.post_processor = tokenizers.processors.TemplateProcessing(
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
     tokenizer = HuggingFaceTokenizer(json.loads(backend.to_str()))
-    for name in told(lambda: tokenizer.id_of("[MASK]"), r"are (\S+), (\S+), (\S+)$"):
-        tokenizer.id_of(name)
-    told(lambda: tokenizer.encode_texts([]), r"; give at least one$")
-    around = told(
-        lambda: tokenizer.encode_texts(["a"], max_length=1), r"alone has (\d) tokens; give more$"
-    )
-    tokenizer.encode_texts(["a"], max_length=int(around[0]) + 1)
-    told(lambda: checked_ids([1.0], 4), r"; pass integers$")
-    checked_ids([1], 4)
+    Refusal("[MASK]", "[MASK]", known, known).check(tokenizer.id_of)
+    Refusal([], "texts empty", "one", [["a"]]).check(tokenizer.encode_texts)
+    limited = lambda length: tokenizer.encode_texts(["a"], max_length=length)  # noqa: E731
+    Refusal(1, "max_length=1 2", "more", [3]).check(limited)
+    checked = lambda ids: checked_ids(ids, 4)  # noqa: E731
+    Refusal([1.0], "float64", "integers", [[1]], TypeError).check(checked)
 
 
 def test_masks():
     plain = source(np.arange(100) % 5, vocab_size=5)
-    make = lambda **options: as_masked_source(plain, **{"mask_token": 5, **options})  # noqa: E731
-    (fraction,) = told(lambda: make(mask_fraction=0.0), r"BERT has ([\d.]+)$")
-    make(mask_fraction=float(fraction))
-    (least,) = told(lambda: make(mask_token=-1), r"are at least (\d)$")
-    make(mask_token=int(least))
-    told(lambda: make(special_tokens=range(5)), r"; give the special tokens of this tokenizer$")
-    make(special_tokens=[0, 1])
+    make = lambda options: as_masked_source(plain, **{"mask_token": 5, **options})  # noqa: E731
+    usual = {"mask_fraction": 0.15}
+    Refusal({"mask_fraction": 0.0}, "mask_fraction=0.0", "0.15", [usual]).check(make)
+    Refusal({"mask_token": -1}, "-1", "0", [{"mask_token": 0}]).check(make)
+    bad, good = {"special_tokens": range(5)}, {"special_tokens": [0, 1]}
+    Refusal(bad, "5 special", "tokenizer", [good]).check(make)
 
 
 def test_places_of_a_shuffle():
-    (size,) = told(lambda: permute([7], 0, (1,)), r"at least (\d) element")
-    permute([0], int(size), (1,))
-    told(lambda: permute([7], 5, (1,)), r"; take them modulo the size$")
-    permute([7 % 5], 5, (1,))
+    sized = lambda given: permute([given[0]], given[1], (1,))  # noqa: E731
+    Refusal((7, 0), "size=0", "1", [(0, 1)]).check(sized)
+    Refusal((7, 5), "7 0 4", "modulo", [(7 % 5, 5)]).check(sized)
 
 
 # --- feeds ----------------------------------------------------------------------------------------
@@ -353,51 +305,47 @@ BATCH = {"x": np.zeros((2, 3))}
 
 
 def test_what_are_no_batches():
-    for word, given in (("TokenSource", 3), ("iterable", 3), ("function", 3)):
-        told(lambda given=given: as_feed(given), rf"pass a .*\b{word}\b")
-    for good in (source(np.arange(100)), iter([BATCH]), lambda step: BATCH):
-        next(as_feed(good))
-    (code,) = told(lambda: as_feed(BATCH), r"pass (\[batch\]) to train on it again and again")
-    feed = as_feed(eval(code, {"batch": BATCH}))
+    ids = np.arange(100)
+    first = lambda given: next(as_feed(given))  # noqa: E731
+    kinds = [source(ids), iter([BATCH]), lambda step: BATCH]
+    Refusal(3, "batches int", "TokenSource iterable function", kinds, TypeError).check(first)
+    wrong_type(lambda: as_feed(BATCH), "batches x", "[batch]")
+    feed = as_feed([BATCH])
     next(feed), next(feed)
-    told(
-        lambda: as_feed(feed, start=1),
-        r"; leave start and rows out, or use Feed\.restore\(state\)$",
-    )
+    wrong_type(lambda: as_feed(feed, start=1), "Feed start rows", "Feed.restore(state)")
     assert as_feed(feed) is feed
-    state = feed.state()
-    feed.restore(state)
+    feed.restore(feed.state())
     next(feed)
-    told(lambda: feed.restore({}), r"; pass Feed\.state\(\)$")
+    refused(lambda: feed.restore({}), "{} position", "Feed.state()")
     feed.restore(Feed.state(feed))
-    (name,) = told(lambda: as_feed("book.txt"), r"with (as_source)\(\.\.\.\)$")
-    next(as_feed({"as_source": source}[name](np.arange(100))))
-    told(lambda: as_feed([]), r"; pass at least one batch$")
-    next(as_feed([BATCH]))
-    (least,) = told(lambda: as_feed([BATCH], start=-1), r"is at least (\d)$")
-    next(as_feed([BATCH], start=int(least)))
-    (size,) = told(lambda: as_feed(source(np.arange(100)), rows=(0, 3)), r"within the (\d) rows")
-    next(as_feed(source(np.arange(100)), rows=(0, int(size))))
+    Refusal("book.txt", "book.txt", "as_source(...)", [source(ids)], TypeError).check(first)
+    Refusal([], "batches empty 0", "one", [[BATCH]]).check(first)
+    started = lambda start: next(as_feed([BATCH], start=start))  # noqa: E731
+    Refusal(-1, "start=-1", "0", [0]).check(started)
+    ranged = lambda rows: next(as_feed(source(ids), rows=rows))  # noqa: E731
+    Refusal((0, 3), ["rows=(0, 3)"], "2", [(0, 2)]).check(ranged)
 
     class Empty:
         def __iter__(self):
             return iter(())
 
-    told(lambda: next(as_feed(Empty())), r"; pass an iterable with at least one$")
+    refused(lambda: first(Empty()), "Empty 0", "one")
 
 
 def test_going_back_and_forth(caplog):
     numbers = [{"x": np.array([n])} for n in range(4)]
+
+    def second(given: Any) -> None:
+        feed = as_feed(given)
+        feed.restore({"kind": feed.kind, "position": 1})
+        assert next(feed)["x"] == 1
+
     feed = as_feed(iter(numbers))
     next(feed), next(feed)
-    told(
-        lambda: feed.restore({"kind": "iterable", "position": 1}),
-        r"; pass a (fresh iterator), a (list), or a (function) of the step$",
-    )
+    remedy = "iterator list function"
+    refused(lambda: feed.restore({"kind": "iterable", "position": 1}), "iterator 2 1", remedy)
     for good in (iter(numbers), numbers, lambda step: numbers[step]):
-        fresh = as_feed(good)
-        fresh.restore({"kind": fresh.kind, "position": 1})
-        assert next(fresh)["x"] == 1
+        second(good)
 
     class Placed:
         place = 0
@@ -419,28 +367,28 @@ def test_going_back_and_forth(caplog):
     with caplog.at_level(logging.WARNING):
         next(as_feed(iter(numbers), start=2))
         (text,) = caplog.messages
-        assert "give a function of the step, or an iterator with get_state and set_state" in text
+        check_words(text, "function get_state set_state")
         caplog.clear()
         assert next(as_feed(lambda step: numbers[step], start=2))["x"] == 2
         first = as_feed(Placed())
         next(first), next(first)
-        second = as_feed(Placed())
-        second.restore(first.state())
-        assert next(second)["x"] == 2
+        placed = as_feed(Placed())
+        placed.restore(first.state())
+        assert next(placed)["x"] == 2
         assert not caplog.messages
 
 
-@pytest.mark.parametrize("other", [np.arange(1, 101), None], ids=["data", "kind"])
-def test_other_data_than_those_of_the_saved_run(other):
+@pytest.mark.parametrize(
+    ("other", "value"), [(np.arange(1, 101), "tokens"), (None, "'tokens' 'function'")]
+)
+def test_other_data_than_those_of_the_saved_run(other, value):
     feed = as_feed(source(np.arange(100)))
     next(feed)
     state = feed.state()
     batches = [BATCH] if other is None else source(other)
-    (code,) = told(
-        lambda: as_feed(batches).restore(state),
-        r"give the (?:same data|data of the saved run).*, or go on with others: batches=(.*)$",
-    )
-    another = eval(code, {"zerojax": zerojax, "batches": batches})
+    message = refused(lambda: as_feed(batches).restore(state), f"data saved {value}", "batches=")
+    names = {"zerojax": zerojax, "batches": batches}
+    another = eval(code_in(message, "zerojax.data.as_feed("), names)
     another.restore(state)
     assert next(another)
     same = as_feed(source(np.arange(100)))
@@ -449,80 +397,73 @@ def test_other_data_than_those_of_the_saved_run(other):
 
 
 def test_reading_ahead():
-    (depth,) = told(
-        lambda: prefetch(as_feed([BATCH]), put=lambda x: x, depth=0), r"; (\d) is a good value$"
-    )
-    with prefetch(as_feed([BATCH]), put=lambda x: x, depth=int(depth)) as ahead:
-        next(ahead)
-    (code,) = told(lambda: prefetch([BATCH], put=lambda x: x), r"; make one with (.*)$")
-    feed = eval(code, {"as_feed": as_feed, "batches": [BATCH]})
-    with prefetch(feed, put=lambda x: x) as ahead:
-        next(ahead)
+    def ahead(given: tuple[Any, int]) -> None:
+        with prefetch(given[0], put=lambda x: x, depth=given[1]) as feed:
+            next(feed)
+
+    feed = as_feed([BATCH])
+    Refusal((feed, 0), "depth=0 1", "2", [(feed, 2)]).check(ahead)
+    good = as_feed([BATCH])
+    Refusal(([BATCH], 2), "feed list", "as_feed(batches)", [(good, 2)], TypeError).check(ahead)
 
 
 # --- placing --------------------------------------------------------------------------------------
 
 
 def test_batches_that_are_not_placed():
-    plan = plan_of()
+    plan, tokens = plan_of(), batch_of()["tokens"]
     vocabulary = ROWS * SEQ_LEN
-    good = batch_of()
 
-    def trial(**changes: Any) -> None:
-        shard_batch(plan, {**good, **changes}, vocab_size=vocabulary)
+    def place(changes: dict[str, Any], size: int = vocabulary) -> None:
+        shard_batch(plan, {**batch_of(), **changes}, vocab_size=size)
 
-    told(trial, r"; use the model's tokenizer, raise vocab_size, or give such places an id of 0")
-    shard_batch(plan, good, vocab_size=vocabulary + 1)
-    good["targets"] = np.where(good["targets"] < vocabulary, good["targets"], 0)
-    trial()
-    told(lambda: trial(more=good["tokens"]), r": give every batch the names of example_batch$")
-    short = good["tokens"][:3]
-    (rows,) = told(
-        lambda: trial(tokens=short), r"needs (\d+) rows here: drop a smaller last batch, or fill it"
-    )
-    trial(tokens=np.concatenate([short, np.zeros((int(rows) - 3, SEQ_LEN), np.int32)]))
-    told(
-        lambda: trial(tokens=good["tokens"][:, :2]),
-        r"; give every batch the shape of example_batch, or make the plan with this one$",
-    )
-    floats = good["tokens"].astype(np.float32)
-    kind, other = told(
-        lambda: trial(tokens=floats),
-        r"; convert the data with \.astype\('(.*)'\), or make the plan with .* of (\w+)$",
-    )
-    trial(tokens=floats.astype(kind))
-    shard_batch(plan_of(tokens=other), {"tokens": floats})
-    told(lambda: trial(tokens="abc"), r"; pass an array \[rows, \.\.\.\] of numbers$")
+    targets = batch_of()["targets"]
+    fine = {"targets": np.where(targets < vocabulary, targets, 0)}
+    value = ["batch['targets']", 32, "(7, 3)", "[0, 32)"]
+    Refusal({}, value, "vocab_size 0 weight", [fine]).check(place)
+    place({}, vocabulary + 1)
+    refused(lambda: place(fine | {"more": tokens}), "more targets tokens", "example_batch")
+    name = "batch['tokens']"
+    short, filled = tokens[:3], np.concatenate([tokens[:3], np.zeros_like(tokens[3:])])
+    floats = tokens.astype(np.float32)
+    rows = [
+        Refusal(short, [name, "(3, 4)", "(8, 4)"], "8 weight", [filled]),
+        Refusal(tokens[:, :2], [name, "(8, 2)", "(8, 4)"], "example_batch plan"),
+        Refusal(
+            floats,
+            [name, "float32", "int32"],
+            ".astype('int32') example_batch",
+            [floats.astype("int32")],
+            TypeError,
+        ),
+        Refusal("abc", [name, "str", "'abc'"], "array numbers", error=TypeError),
+    ]
+    for row in rows:
+        row.check(lambda tokens: place(fine | {"tokens": tokens}))
+    shard_batch(plan_of(tokens="float32"), {"tokens": floats})
 
 
 def test_values_that_are_not_finite():
     plan = plan_of(x="float32")
     values = np.zeros((ROWS, SEQ_LEN), np.float32)
     values[1, 2] = np.nan
-    (option,) = told(
-        lambda: shard_batch(plan, {"x": values}),
-        r"; clean the data, or, in a loop of your own, pass (\w+=False) to shard_batch",
-    )
-    shard_batch(plan, {"x": values}, **eval(f"dict({option})"))
+    value = ["batch['x']", 1, 32, "nan", "(1, 2)"]
+    refused(lambda: shard_batch(plan, {"x": values}), value, "check_values=False")
+    shard_batch(plan, {"x": values}, check_values=False)
     shard_batch(plan, {"x": np.nan_to_num(values)})
 
 
 def test_rows_that_a_parameter_does_not_have():
     limit = IndexLimit(low=0, high=4, parameter="embed", window=(slice(None),))
     values = np.arange(6)
-    least, high = told(
-        lambda: check_rows_exist("x", values, limit),
-        r"; use values in \[(\d), (\d)\), or give the model more rows$",
-    )
-    check_rows_exist("x", np.clip(values, int(least), int(high) - 1), limit)
-    check_rows_exist("x", values, dataclasses.replace(limit, high=6))
+    check = lambda given: check_rows_exist("x", *given)  # noqa: E731
+    good = [(np.clip(values, 0, 3), limit), (values, dataclasses.replace(limit, high=6))]
+    value = ["batch['x']", 4, "(4,)", "embed"]
+    Refusal((values, limit), value, ["[0, 4)", "rows"], good).check(check)
 
 
 def test_a_plan_without_devices():
     kinds = (jax.sharding.AxisType.Auto,) * 2
     abstract = jax.sharding.AbstractMesh((4, 2), ("data", "model"), axis_types=kinds)
-    told(
-        lambda: local_rows(plan_of(abstract)),
-        r"; make the plan with make_mesh\(\.\.\.\) on the machine that trains$",
-    )
+    refused(lambda: local_rows(plan_of(abstract)), "data 4 model 2 devices", "make_mesh(...)")
     assert local_rows(plan_of()) == (0, ROWS)

@@ -1,15 +1,15 @@
-"""What errors of launchers, process groups, GPUs and commands tell to type is typed, and works.
+"""Refusals of launchers, process groups and GPUs.
 
 No process is started: jobs and groups are made from given environments, and what would start them
-is replaced. Each row: what is refused, what of its sentence is read, and what is done then.
+is replaced.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import queue
-import re
 import secrets
 import shlex
 import shutil
@@ -18,18 +18,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import pytest
 
-import zerojax
 from tests.process_groups import free_port, run_group
+from tests.refusals import Refusal, check_words, refused, table
+from zerojax import join_processes
 from zerojax.cli import build_parser
 from zerojax.config.sections import WatchConfig
 from zerojax.runtime import distributed
-from zerojax.runtime.distributed import check_joined, join_processes
+from zerojax.runtime.distributed import check_joined
 from zerojax.runtime.launch import boot, job, launch
 from zerojax.runtime.launch.handshake import TOKEN, Token
 from zerojax.runtime.launch.hosts import Followers, listen, reach_leader
@@ -39,21 +40,6 @@ from zerojax.runtime.schedulers import process_group_of
 from zerojax.runtime.watchdog import Watchdog
 
 Action = Callable[[], Any]
-REFUSALS = (ValueError, TypeError, OSError, RuntimeError)
-
-
-def sentence_of(action: Action) -> str:
-    with pytest.raises(REFUSALS) as caught:
-        action()
-    return str(caught.value)
-
-
-def remedies_of(action: Action, pattern: str) -> tuple[str, ...]:
-    """The groups of a pattern in the sentence with which something is refused."""
-    sentence = sentence_of(action)
-    found = re.search(pattern, sentence)
-    assert found, sentence
-    return found.groups()
 
 
 def variables(text: str) -> dict[str, str]:
@@ -63,95 +49,45 @@ def variables(text: str) -> dict[str, str]:
 
 # --- process groups -------------------------------------------------------------------------------
 
-OWN = {
-    "ZEROJAX_COORDINATOR": "127.0.0.1:12355",
-    "ZEROJAX_NUM_PROCESSES": "4",
-    "ZEROJAX_PROCESS_ID": "3",
-}
-RANKS = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
-MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
-POD = {"JOB_COMPLETION_INDEX": "3", "ZEROJAX_NUM_PROCESSES": "4", "HOSTNAME": "train-3"}
-LOCAL = {"ZEROJAX_LOCAL_PROCESS_ID": "2", "ZEROJAX_NUM_LOCAL_PROCESSES": "2"}
-
-
-def without(environment: Mapping[str, str], *names: str) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name not in names}
-
-
-GROUPS = {
-    # what is given; what is read of the sentence; (environment, whether it is a group) that follow
-    "a part of the variables": (
-        {"ZEROJAX_COORDINATOR": "127.0.0.1:12355"},
-        r"needs \('(\w+)', '(\w+)', '(\w+)'\)",
-        lambda *names: [(dict(zip(names, ("h:1", "2", "0"), strict=True)), True)],
-    ),
-    "no port": (
-        OWN | {"ZEROJAX_COORDINATOR": "10.0.0.1"},
-        r"such as (\S+)$",
-        lambda address: [(OWN | {"ZEROJAX_COORDINATOR": address}, True)],
-    ),
-    "a port that is none": (
-        OWN | {"ZEROJAX_COORDINATOR": "h:70000"},
-        r"from (\d+) to (\d+)",
-        lambda *ports: [(OWN | {"ZEROJAX_COORDINATOR": f"h:{port}"}, True) for port in ports],
-    ),
-    "a number above the last": (
-        OWN | {"ZEROJAX_PROCESS_ID": "4"},
-        r"number them from (0)",
-        lambda first: [(OWN | {"ZEROJAX_PROCESS_ID": first}, True)],
-    ),
-    "a local number above the last": (
-        OWN | LOCAL,
-        r"of each host from (0)",
-        lambda first: [(OWN | LOCAL | {"ZEROJAX_LOCAL_PROCESS_ID": first}, True)],
-    ),
-    "no address of torchrun's": (
-        without(RANKS, "MASTER_ADDR"),
-        r"but (\w+) is not; set it .* or unset (\w+) to run alone",
-        lambda missing, rank: [
-            (without(RANKS, "MASTER_ADDR") | {missing: "n1"}, True),
-            (without(RANKS, "MASTER_ADDR", rank), False),
-        ],
-    ),
-    "no port of torchrun's": (
-        without(RANKS, "MASTER_PORT"),
-        r"but (\w+) is not; set it",
-        lambda missing: [(without(RANKS, "MASTER_PORT") | {missing: "29500"}, True)],
-    ),
-    "several hosts of Open MPI": (
-        MPI,
-        r"-x (\w+)=HOST:PORT",
-        lambda name: [(MPI | {name: "n1:12355"}, True)],
-    ),
-    "no name of the first pod": (
-        POD,
-        r"set (\S+)\.SERVICE(:\d+) in .* \(in a JobSet, (\w+) and (\w+) will do\)",
-        lambda start, port, jobset, replicated: [
-            (POD | variables(f"{start}.pods{port}"), True),
-            (POD | {jobset: "run", replicated: "workers"}, True),
-        ],
-    ),
-    "several Jobs of a JobSet": (
-        POD | {"JOBSET_NAME": "run", "REPLICATED_JOB_NAME": "workers", "JOB_INDEX": "1"},
-        r"use one Job of (\d+) completions \(replicas: 1\)",
-        lambda number: [
-            (
-                POD
-                | {"JOBSET_NAME": "run", "REPLICATED_JOB_NAME": "workers", "JOB_INDEX": "0"}
-                | {"ZEROJAX_NUM_PROCESSES": number},
-                True,
-            )
-        ],
-    ),
-}
+THREE = "ZEROJAX_NUM_PROCESSES=4 ZEROJAX_PROCESS_ID=3"
+OWN = f"ZEROJAX_COORDINATOR=127.0.0.1:12355 {THREE}"
+RANKS = "RANK=1 WORLD_SIZE=2"
+MPI = "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_SIZE=2"
+POD = "JOB_COMPLETION_INDEX=3 ZEROJAX_NUM_PROCESSES=4 HOSTNAME=train-3"
+SET = "JOBSET_NAME=run REPLICATED_JOB_NAME=workers"
+GROUPS = table(
+    f"""
+ZEROJAX_COORDINATOR=h:1 | ZEROJAX_NUM_PROCESSES
+  | ZEROJAX_COORDINATOR ZEROJAX_NUM_PROCESSES ZEROJAX_PROCESS_ID
+  | ZEROJAX_COORDINATOR=h:1 ZEROJAX_NUM_PROCESSES=2 ZEROJAX_PROCESS_ID=0
+{THREE} ZEROJAX_COORDINATOR=10.0.0.1 | ZEROJAX_COORDINATOR='10.0.0.1' port | 127.0.0.1:12355
+  | {THREE} ZEROJAX_COORDINATOR=$
+{THREE} ZEROJAX_COORDINATOR=h:70000 | ZEROJAX_COORDINATOR='h:70000' | 1 65535
+  | {THREE} ZEROJAX_COORDINATOR=h:$
+{OWN} ZEROJAX_PROCESS_ID=4 | ZEROJAX_* 4 | 0 | {OWN} ZEROJAX_PROCESS_ID=$
+{OWN} ZEROJAX_LOCAL_PROCESS_ID=2 ZEROJAX_NUM_LOCAL_PROCESSES=2 | ZEROJAX_* 2 | 0
+  | {OWN} ZEROJAX_LOCAL_PROCESS_ID=$ ZEROJAX_NUM_LOCAL_PROCESSES=2
+{RANKS} MASTER_PORT=29500 | RANK=1 WORLD_SIZE=2 | MASTER_ADDR RANK
+  | {RANKS} MASTER_PORT=29500 MASTER_ADDR=n1 ; WORLD_SIZE=2 MASTER_PORT=29500
+{RANKS} MASTER_ADDR=n1 | RANK=1 WORLD_SIZE=2 | MASTER_PORT | {RANKS} MASTER_ADDR=n1 $=29500
+{MPI} | "Open MPI" | "-x ZEROJAX_COORDINATOR=HOST:PORT" | {MPI} ZEROJAX_COORDINATOR=n1:12355
+{POD} | JOB_COMPLETION_INDEX
+  | ZEROJAX_COORDINATOR=train-0.SERVICE:12355 JOBSET_NAME REPLICATED_JOB_NAME
+  | {POD} ZEROJAX_COORDINATOR=train-0.pods:12355 ; {POD} {SET}
+{POD} {SET} JOB_INDEX=1 | JOB_INDEX=1 JOB_COMPLETION_INDEX | 4
+  | {POD} {SET} JOB_INDEX=0 ZEROJAX_NUM_PROCESSES=$
+"""
+)
 
 
 @pytest.mark.parametrize("row", GROUPS)
 def test_groups(row):
-    given, pattern, then = GROUPS[row]
-    found = remedies_of(lambda: process_group_of(given), pattern)
-    for environment, is_group in then(*found):
-        assert (process_group_of(environment) is not None) == is_group
+    def take(words: str) -> None:
+        """All are groups, but for what unsets RANK: that runs alone."""
+        alone = words.startswith("WORLD_SIZE")
+        assert (process_group_of(variables(words)) is None) == alone
+
+    GROUPS[row].check(take)
 
 
 def a_process(process: int, **more: Any) -> ProcessGroup:
@@ -176,17 +112,16 @@ class Joining:
         for name, function in replaced.items():
             monkeypatch.setattr(distributed, name, function)
 
-    def given(self, environment: Mapping[str, str], num_gpus: int = 0) -> Action:
-        """A start with these variables, on a host with so many GPUs."""
+    def start(self, environment: Mapping[str, str], num_gpus: int = 0) -> ProcessGroup | None:
+        """Starts with these variables, on a host with so many GPUs."""
+        with self._monkeypatch.context() as patch:
+            patch.setattr(distributed, "visible_gpus", lambda _: num_gpus)
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            return join_processes()
 
-        def join() -> ProcessGroup | None:
-            with self._monkeypatch.context() as patch:
-                patch.setattr(distributed, "visible_gpus", lambda _: num_gpus)
-                for name, value in environment.items():
-                    patch.setenv(name, value)
-                return join_processes()
-
-        return join
+    def check(self, bad: Any, value: Any, remedy: Any, *good: Any, error: Any = OSError) -> None:
+        Refusal(bad, value, remedy, good, error).check(self.start)
 
 
 @pytest.fixture
@@ -201,6 +136,11 @@ def first(port: int | None = None, **more: str) -> dict[str, str]:
     return {"ZEROJAX_COORDINATOR": address, **numbers, **more}
 
 
+def here(*names: str) -> dict[str, str]:
+    """Free addresses of this host."""
+    return dict.fromkeys(names, f"127.0.0.1:{free_port()}")
+
+
 @contextlib.contextmanager
 def taken_port():
     with socket.socket() as other:
@@ -211,18 +151,17 @@ def taken_port():
 
 def test_gpus_that_nobody_deals_out(joining):
     # torchrun's variables of a process whose host has fewer GPUs than its number.
-    ranks = RANKS | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "RANK": "0"}
-    given = ranks | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    uneven = joining.given(given, num_gpus=3)
-    counts, last, name = remedies_of(uneven, r"start (.*) or (\d) processes, or set (\w+) for each")
-    for count in [*map(int, counts.split(", ")), int(last)]:
+    given = variables("RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2")
+    given |= {"MASTER_PORT": str(free_port())}
+    refused(lambda: joining.start(given, 3), "2 3", "1 3 JAX_LOCAL_DEVICE_IDS")
+    for count in (1, 3):
         assert local_device_ids(a_process(0, local_process_id=0, num_local_processes=count), 3)
-    joining.given(given | {name: "0,2"}, num_gpus=3)()
+    joining.start(given | {"JAX_LOCAL_DEVICE_IDS": "0,2"}, 3)
     assert joining.options["local_device_ids"] is None, "JAX reads the variable"
     unknown = a_process(5, local_process_id=5)
-    found = remedies_of(lambda: local_device_ids(unknown, 4), r"set (\w+), such as (\S+) or (\S+)$")
-    for value in found[1:]:
-        joining.given(given | {found[0]: value}, num_gpus=3)()
+    refused(lambda: local_device_ids(unknown, 4), "4 5", "JAX_LOCAL_DEVICE_IDS 0 0,1")
+    for value in ("0", "0,1"):
+        joining.start(given | {"JAX_LOCAL_DEVICE_IDS": value}, 3)
 
 
 @pytest.mark.thorough
@@ -240,57 +179,43 @@ def test_jax_reads_the_variable_of_local_devices():
 def test_a_process_that_has_not_joined(joining, monkeypatch):
     for name, value in first().items():
         monkeypatch.setenv(name, value)
-    call, alone = remedies_of(
-        check_joined, r"call (zerojax\.join_processes\(\)) .* or set (\S+) if"
-    )
-    assert eval(call, {"zerojax": zerojax}).num_processes == 2
-    for name, value in variables(alone).items():
-        monkeypatch.setenv(name, value)
+    remedy = "zerojax.join_processes() ZEROJAX_NUM_PROCESSES=1"
+    refused(check_joined, '"process 0 of 2"', remedy, error=RuntimeError)
+    assert join_processes().num_processes == 2
+    monkeypatch.setenv("ZEROJAX_NUM_PROCESSES", "1")
     check_joined()
 
 
-@pytest.mark.parametrize("name", ["ZEROJAX_JOIN_SECONDS", "ZEROJAX_HEARTBEAT_SECONDS"])
-def test_times_below_a_second(name, joining):
-    (default,) = remedies_of(joining.given(first(**{name: "0"})), r"the default is (\d+)")
-    joining.given(first(**{name: default}))()
+@pytest.mark.parametrize(
+    ("name", "default"), [("ZEROJAX_JOIN_SECONDS", "300"), ("ZEROJAX_HEARTBEAT_SECONDS", "60")]
+)
+def test_times_below_a_second(name, default, joining):
+    bad, good = first(**{name: "0"}), first(**{name: default})
+    joining.check(bad, [f"{name}=0"], default, good, error=ValueError)
 
 
 def test_a_port_that_is_taken(joining):
     """The variable that is named is one that moves the port, whatever else is set."""
+    own, its_port, bind = (
+        "ZEROJAX_COORDINATOR",
+        "ZEROJAX_COORDINATOR_PORT",
+        "JAX_COORDINATOR_BIND_ADDRESS",
+    )
     with taken_port() as port:
+        address = f"127.0.0.1:{port}"
         given = first(port)
-        (name,) = remedies_of(joining.given(given), r"give another port with (\w+) to all")
-        joining.given(given | {name: f"127.0.0.1:{free_port()}"})()
-        ranks = RANKS | {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        names = remedies_of(joining.given(ranks), r"port with (\w+) or (\w+) to all")
-        joining.given(ranks | {names[0]: str(free_port())})()
-        joining.given(ranks | {names[1]: f"127.0.0.1:{free_port()}"})()
-        bound = first(JAX_COORDINATOR_BIND_ADDRESS=f"127.0.0.1:{port}")
-        names = remedies_of(joining.given(bound), r"port with (\w+) and (\w+) to all")
-        joining.given(bound | dict.fromkeys(names, f"127.0.0.1:{free_port()}"))()
+        joining.check(given, address, own, given | here(own))
+        ranks = variables(f"RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT={port}")
+        good = [ranks | {its_port: str(free_port())}, ranks | here(own)]
+        joining.check(ranks, address, [its_port, own], *good)
+        bound = first(**{bind: address})
+        joining.check(bound, address, [bind, own], bound | here(bind, own))
 
 
-def test_an_address_of_another_host(joining):
-    given = first() | {"ZEROJAX_COORDINATOR": "192.0.2.1:12355"}
-    moved, bound = remedies_of(joining.given(given), r"Set (\w+) to an .*, or (\w+) if")
-    for name in (moved, bound):
-        joining.given(given | {name: f"127.0.0.1:{free_port()}"})()
-
-
-def test_an_address_that_other_hosts_cannot_reach(joining):
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # sends nothing
-        except OSError:
-            pytest.skip("this host has no network")
-        own = probe.getsockname()[0]
-    local = {"ZEROJAX_LOCAL_PROCESS_ID": "0", "ZEROJAX_NUM_LOCAL_PROCESSES": "1"}
-    given = first(**local)
-    (name,) = remedies_of(joining.given(given), r"set (\w+) to an address of the network")
-    joining.given(given | {name: f"{own}:{free_port()}"})()
-
-
-def test_a_name_that_is_not_known(joining, monkeypatch):
+def test_addresses_that_cannot_be_reached(joining, monkeypatch):
+    own, bind = "ZEROJAX_COORDINATOR", "JAX_COORDINATOR_BIND_ADDRESS"
+    given = first(**{own: "192.0.2.1:12355"})
+    joining.check(given, "192.0.2.1:12355", [own, bind], given | here(own), given | here(bind))
     found = socket.getaddrinfo
 
     def look_up(host, *args, **options):
@@ -299,9 +224,20 @@ def test_a_name_that_is_not_known(joining, monkeypatch):
         return found(host, *args, **options)
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
-    given = first(ZEROJAX_JOIN_SECONDS="1") | {"ZEROJAX_COORDINATOR": "nowhere:1"}
-    (name,) = remedies_of(joining.given(given), r"set (\w+) to a name or address")
-    joining.given(given | {name: f"127.0.0.1:{free_port()}"})()
+    given = first(**{"ZEROJAX_JOIN_SECONDS": "1", own: "nowhere:1"})
+    joining.check(given, "'nowhere' 1", own, given | here(own), error=ConnectionError)
+
+
+def test_an_address_that_other_hosts_cannot_reach(joining):
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing
+        except OSError:
+            pytest.skip("this host has no network")
+        address = f"{probe.getsockname()[0]}:{free_port()}"
+    given = first(ZEROJAX_LOCAL_PROCESS_ID="0", ZEROJAX_NUM_LOCAL_PROCESSES="1")
+    name = "ZEROJAX_COORDINATOR"
+    joining.check(given, [given[name]], [name, "network"], given | {name: address})
 
 
 class Clock:
@@ -324,31 +260,55 @@ def test_a_coordinator_that_comes_late(joining, monkeypatch):
     port = free_port()
     clock = Clock(400.0, port)
     monkeypatch.setattr(distributed, "time", clock)
-    given = first(port) | {"ZEROJAX_PROCESS_ID": "1"}
-    (name,) = remedies_of(joining.given(given), r"(\w+) allows more time$")
+    given = first(port, ZEROJAX_PROCESS_ID="1")
+    value, late = f"127.0.0.1:{port} 300", lambda: joining.start(given)
+    refused(late, value, "0 ZEROJAX_JOIN_SECONDS", error=ConnectionError)
     clock.now = 0.0
-    joining.given(given | {name: "500"})()
+    joining.start(given | {"ZEROJAX_JOIN_SECONDS": "500"})
     assert clock.listener is not None
-    joining.given(given)()  # now process 0 "has started there"
+    joining.start(given)  # now process 0 "has started there"
     clock.listener.close()
 
 
+class Ending:
+    """Stands in for the end of a process: its codes, and the wait for it."""
+
+    def __init__(self) -> None:
+        self.codes: list[int] = []
+        self._has_ended = threading.Event()
+
+    def end(self, code: int) -> None:
+        self.codes.append(code)
+        self._has_ended.set()
+
+    def wait(self, *_: Any, **__: Any) -> None:
+        self._has_ended.wait(60)
+
+
 def test_a_process_that_does_not_come(monkeypatch, capsys):
-    ended, has_ended = [], threading.Event()
-
-    def end(code: int) -> None:
-        ended.append(code)
-        has_ended.set()
-
-    monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **__: has_ended.wait(60))
-    monkeypatch.setattr(distributed.os, "_exit", end)
+    ending = Ending()
+    monkeypatch.setattr(jax.distributed, "initialize", ending.wait)
+    monkeypatch.setattr(distributed.os, "_exit", ending.end)
     distributed._initialize(a_process(0), seconds=0.05)
-    assert re.search(r"(\w+) allows more$", capsys.readouterr().err.strip())[1] == (
-        distributed.JOIN_SECONDS
-    )
-    assert ended == [1]
+    check_words(capsys.readouterr().err, "0 8 h:1", distributed.JOIN_SECONDS)
+    assert ending.codes == [1]
     distributed._initialize(a_process(0), seconds=60.0)  # now nothing is waited for
-    assert ended == [1]
+    assert ending.codes == [1]
+
+
+def test_a_run_that_only_needs_longer(capsys):
+    ending = Ending()
+
+    def work(**times: float) -> None:
+        with Watchdog(WatchConfig(**times), end=ending.end) as dog, dog.during("working"):
+            ending.wait()
+
+    work(step_timeout=0.05)
+    check_words(capsys.readouterr().err, "working", "watch.step_timeout")
+    assert set(ending.codes) == {79}
+    ending.codes.clear()
+    work(step_timeout=60.0)  # now nothing is waited for
+    assert not ending.codes
 
 
 # --- the launcher ---------------------------------------------------------------------------------
@@ -359,98 +319,52 @@ def start(monkeypatch):
     """`zerojax launch WORDS`, up to the job that would be started."""
     monkeypatch.setattr("zerojax.runtime.launch.launch", lambda job: job)
 
-    def start(*words: str) -> Job:
-        args = build_parser().parse_args(["launch", *words])
-        return args.command(args)
+    def start(words: str) -> None:
+        args = build_parser().parse_args(["launch", *shlex.split(words)])
+        assert isinstance(args.command(args), Job)
 
     return start
 
 
-RUN = ("--", "zerojax", "train", "a.yaml")
-TWO_HOSTS = ("--nprocs", "2", "--nnodes", "2", "--coordinator", "10.0.0.1:12355")
-JOBS: dict[str, tuple[Iterable[str], str, Callable[..., Iterable[Iterable[str]]]]] = {
-    "no command": (
-        ["--nprocs", "2"],
-        r"such as: zerojax launch (.*)$",
-        lambda words: [shlex.split(words)],
-    ),
-    "no number of processes": (
-        RUN,
-        r"such as (--nprocs .*)$",
-        lambda words: [[*shlex.split(words), *RUN]],
-    ),
-    "no process": (
-        ["--nprocs", "0", *RUN],
-        r"(--nprocs) 0 is less than (\d)",
-        lambda *words: [[*words, *RUN]],
-    ),
-    "no host": (
-        ["--nprocs", "2", "--nnodes", "0", *RUN],
-        r"(--nnodes) 0 is less than (\d)",
-        lambda *words: [["--nprocs", "2", *words, *RUN]],
-    ),
-    "restarts below none": (
-        ["--nprocs", "2", "--max-restarts", "-1", *RUN],
-        r"(--max-restarts) -1 is less than (\d)",
-        lambda *words: [["--nprocs", "2", *words, *RUN]],
-    ),
-    "no device": (
-        ["--nprocs", "2", "--cpu-devices", "0", *RUN],
-        r"(--cpu-devices) 0 is less than (\d)",
-        lambda *words: [["--nprocs", "2", *words, *RUN]],
-    ),
-    "too much grace": (
-        ["--nprocs", "2", "--grace", "9", *RUN],
-        r"not in \[(\d), (\d)\]",
-        lambda *ends: [["--nprocs", "2", "--grace", end, *RUN] for end in ends],
-    ),
-    "a host above the last": (
-        [*TWO_HOSTS, "--node-rank", "2", *RUN],
-        r"number the hosts from (0)",
-        lambda number: [[*TWO_HOSTS, "--node-rank", number, *RUN]],
-    ),
-    "no coordinator": (
-        [*TWO_HOSTS[:4], *RUN],
-        r"needs (--coordinator) HOST:PORT",
-        lambda option: [[*TWO_HOSTS[:4], option, "10.0.0.1:12355", *RUN]],
-    ),
-    "a coordinator without a port": (
-        [*TWO_HOSTS[:4], "--coordinator", "10.0.0.1", *RUN],
-        r"(--coordinator)='10.0.0.1' has no port; .* such as (\S+)$",
-        lambda *words: [[*TWO_HOSTS[:4], *words, *RUN]],
-    ),
-    "python alone": (
-        ["--nprocs", "2", "--", "python"],
-        r"neither a script nor a module \((-m)\)",
-        lambda option: [
-            ["--nprocs", "2", "--", "python", "train.py"],
-            ["--nprocs", "2", "--", "python", option, "package.train"],
-        ],
-    ),
-}
+RUN = "-- zerojax train a.yaml"
+TWO = "--nprocs 2"
+HOSTS = f"{TWO} --nnodes 2"
+TINY = "-- zerojax train configs/tiny_shakespeare.yaml"
+JOBS = table(
+    f"""
+{TWO} | command | "zerojax launch {TWO} {TINY}" | {TWO} {TINY}
+{RUN} | GPU processes | "{TWO} --cpu-devices 2" | $ {RUN}
+--nprocs 0 {RUN} | --nprocs 0 | 1 | --nprocs $ {RUN}
+{TWO} --nnodes 0 {RUN} | --nnodes 0 | 1 | {TWO} --nnodes $ {RUN}
+{TWO} --max-restarts -1 {RUN} | --max-restarts -1 | 0 | {TWO} --max-restarts $ {RUN}
+{TWO} --cpu-devices 0 {RUN} | --cpu-devices 0 | 1 | {TWO} --cpu-devices $ {RUN}
+{TWO} --grace 9 {RUN} | --grace 9 | 0 4 | {TWO} --grace $ {RUN}
+{HOSTS} --coordinator a:1 --node-rank 2 {RUN} | --node-rank 2 | 0
+  | {HOSTS} --coordinator a:1 --node-rank $ {RUN}
+{HOSTS} {RUN} | "--nnodes 2" | "--coordinator HOST:PORT" | {HOSTS} --coordinator a:1 {RUN}
+{HOSTS} --coordinator 10.0.0.1 {RUN} | --coordinator '10.0.0.1' | 127.0.0.1:12355
+  | {HOSTS} --coordinator $ {RUN}
+{TWO} -- python | 'python' | script -m
+  | {TWO} -- python train.py ; {TWO} -- python -m package.train
+"""
+)
 
 
 @pytest.mark.parametrize("row", JOBS)
 def test_jobs(row, start):
-    given, pattern, then = JOBS[row]
-    for words in then(*remedies_of(lambda: start(*given), pattern)):
-        assert isinstance(start(*words), Job)
+    JOBS[row].check(start)
 
 
-def test_gpus_that_processes_cannot_share(start, monkeypatch):
-    monkeypatch.setattr(job, "visible_gpus", lambda _: 1)
-    given = ["--nprocs", "2", *RUN]
-    (cpus,) = remedies_of(lambda: start(*given), r"start one, or try it on CPUs with (.*)$")
-    start("--nprocs", "1", *RUN)
-    start(*shlex.split(cpus), *given)
-    monkeypatch.setattr(job, "visible_gpus", lambda _: 6)
-    found = remedies_of(
-        lambda: start("--nprocs", "4", *RUN), r"use (--nprocs) (.*) or (\d), .* with (.*)$"
-    )
-    option, some, last, cpus = found
-    for number in [*some.split(", "), last]:
-        start(option, number, *RUN)
-    start("--nprocs", "4", *shlex.split(cpus), *RUN)
+@pytest.mark.parametrize(
+    ("gpus", "bad", "remedy", "good"),
+    [(1, "2", "--cpu-devices 1", "1"), (6, "4", "--nprocs 1 2 3 6 --cpu-devices", "1 2 3 6")],
+)
+def test_gpus_that_processes_cannot_share(gpus, bad, remedy, good, start, monkeypatch):
+    monkeypatch.setattr(job, "visible_gpus", lambda _: gpus)
+    launches = [f"--nprocs {number} {RUN}" for number in good.split()]
+    launches.append(f"--cpu-devices 1 --nprocs {bad} {RUN}")
+    value = [bad, "one" if gpus == 1 else gpus]
+    Refusal(f"--nprocs {bad} {RUN}", value, remedy, launches).check(start)
 
 
 def test_nothing_to_boot(tmp_path, monkeypatch, capsys):
@@ -462,9 +376,9 @@ def test_nothing_to_boot(tmp_path, monkeypatch, capsys):
     (tmp_path / "spoken.py").write_text("print('it speaks')")
     monkeypatch.chdir(tmp_path)
     assert booted() == 2
-    words = re.search(r"launch\.boot script\.py \.\.\. \| (-m) module", capsys.readouterr().err)
+    check_words(capsys.readouterr().err, "launch.boot", "script.py -m")
     assert booted("spoken.py") == 0
-    assert booted(words[1], "spoken") == 0
+    assert booted("-m", "spoken") == 0
     assert capsys.readouterr().out == "it speaks\n" * 2
 
 
@@ -486,55 +400,59 @@ class Leader(threading.Thread):
         super().__init__(daemon=True)
         self._options = {"num_hosts": 2, "num_processes": 2, "seconds": LIMIT, **numbers}
         self._address, self._token, self._after = address, token or own_token(), after
-        self.followers: Followers | None = None
         self.error: Exception | None = None
 
     def run(self) -> None:
         time.sleep(self._after)
         try:
-            self.followers = Followers.gather(
+            followers = Followers.gather(
                 self._address,
                 events=queue.SimpleQueue(),
                 token=self._token,
                 say=lambda _: None,
                 **self._options,
             )
-            self.followers.send(finish=0)
-            self.followers.close()
+            followers.send(finish=0)
+            followers.close()
         except Exception as error:
             self.error = error
 
 
-def meet(**changes: int) -> None:
-    """A launcher comes to host 0 of two hosts with two processes each."""
+@contextlib.contextmanager
+def leader(**options: Any):
+    """The address of a host 0, which has come to its end without an error at the end of this."""
     address = f"127.0.0.1:{free_port()}"
-    leader = Leader(address)
-    leader.start()
-    hello = {"host": 1, "num_hosts": 2, "num_processes": 2, **changes}
-    options = {"events": queue.SimpleQueue(), "seconds": LIMIT, "say": lambda _: None}
+    thread = Leader(address, **options)
+    thread.start()
     try:
-        reach_leader(address, hello=hello, token=own_token(), **options).close()
+        yield address
     finally:
-        leader.join(LIMIT)
-    assert leader.error is None
+        thread.join(LIMIT)
+    assert thread.error is None
+
+
+def come(address: str, *, token: Token | None = None, seconds: float = LIMIT, **changes: Any):
+    """The launcher of another host comes to host 0 of two hosts with two processes each."""
+    say = changes.pop("say", lambda _: None)
+    hello = {"host": 1, "num_hosts": 2, "num_processes": 2, **changes}
+    options = {"events": queue.SimpleQueue(), "seconds": seconds, "say": say}
+    reach_leader(address, hello=hello, token=token or own_token(), **options).close()
 
 
 @pytest.mark.parametrize(
-    ("given", "pattern"),
+    ("bad", "value", "remedy", "good"),
     [
-        ({"num_processes": 3}, r"host 0 with --nprocs (?P<num_processes>\d); give the same to all"),
-        ({"num_hosts": 3}, r"host 0 with --nnodes (?P<num_hosts>\d); give the same to all"),
+        ({"num_processes": 3}, "--nprocs 3", '"--nprocs 2"', {"num_processes": 2}),
+        ({"num_hosts": 3}, "--nnodes 3", '"--nnodes 2"', {"num_hosts": 2}),
+        ({"host": 0}, "--node-rank 0", "own", {"host": 1}),
     ],
 )
-def test_launchers_that_were_told_different_things(given, pattern):
-    found = re.search(pattern, sentence_of(lambda: meet(**given)))
-    assert found
-    meet(**{name: int(value) for name, value in found.groupdict().items()})
+def test_launchers_that_were_told_different_things(bad, value, remedy, good):
+    def meet(changes: dict[str, int]) -> None:
+        with leader() as address:
+            come(address, **changes)
 
-
-def test_two_launchers_of_one_host():
-    remedies_of(lambda: meet(host=0), r"(give each host its own)")
-    meet(host=1)
+    Refusal(bad, value, remedy, [good]).check(meet)
 
 
 def follow(address: str, monkeypatch: pytest.MonkeyPatch, **environment: str) -> int:
@@ -554,60 +472,49 @@ def follow(address: str, monkeypatch: pytest.MonkeyPatch, **environment: str) ->
 
 @pytest.mark.thorough
 def test_a_host_0_that_comes_late(monkeypatch):
+    remedy = '"--node-rank 0" ZEROJAX_JOIN_SECONDS'
+    early = functools.partial(follow, monkeypatch=monkeypatch, ZEROJAX_JOIN_SECONDS="1")
     address = f"127.0.0.1:{free_port()}"
-    once = {"ZEROJAX_JOIN_SECONDS": "1"}
-    rank, name = remedies_of(
-        lambda: follow(address, monkeypatch, **once), r"with --node-rank (\d), or set (\w+) to wait"
-    )
-    assert rank == "0"
-    leader = Leader(address, after=1.3)
-    leader.start()
-    assert follow(address, monkeypatch, **{name: "20"}) == 0
-    leader.join(LIMIT)
+    refused(lambda: early(address), [address, 1], remedy, error=TimeoutError)
+    with leader(after=1.3) as address:
+        assert follow(address, monkeypatch, ZEROJAX_JOIN_SECONDS="20") == 0
 
 
 def test_a_host_that_does_not_come(monkeypatch):
-    address = f"127.0.0.1:{free_port()}"
-    leader = Leader(address, seconds=0.0)
-    leader.run()
-    rank, name = re.search(
-        r"with --node-rank (\d), or set (\w+) to wait", str(leader.error)
-    ).groups()
-    assert (rank, name) == ("1", "ZEROJAX_JOIN_SECONDS")
-    leader = Leader(address)  # with time, the launcher of that host comes
-    leader.start()
-    assert follow(address, monkeypatch) == 0
-    leader.join(LIMIT)
-    assert leader.error is None
+    alone = Leader(f"127.0.0.1:{free_port()}", seconds=0.0)
+    alone.run()
+    assert isinstance(alone.error, TimeoutError)
+    check_words(str(alone.error), '"--node-rank 1" ZEROJAX_JOIN_SECONDS')
+    with leader() as address:  # with time, the launcher of that host comes
+        assert follow(address, monkeypatch) == 0
 
 
 def test_an_address_that_host_0_cannot_listen_on():
     with taken_port() as port:
-        remedies_of(lambda: listen(f"127.0.0.1:{port}"), r"(an address and a free port of this)")
+        value = ["--coordinator", f"127.0.0.1:{port}"]
+        refused(lambda: listen(value[1]), value, "free", error=OSError)
     listen(f"127.0.0.1:{free_port()}").close()
 
 
 def test_a_token_that_can_be_guessed():
-    least, command = remedies_of(
-        lambda: own_token("gu3ss"), r"give at least (\d+) .* those of `(.*)`$"
-    )
+    command = "openssl rand -hex 32"
+    good = [secrets.token_hex(16)[:16]]
     if shutil.which("openssl"):
-        text = subprocess.run(shlex.split(command), capture_output=True, text=True, timeout=60)
-        assert own_token(text.stdout).read() == text.stdout.strip().encode()
-    own_token(secrets.token_hex(16)[: int(least)])
+        ran = subprocess.run(shlex.split(command), capture_output=True, text=True, timeout=60)
+        assert own_token(ran.stdout).read() == ran.stdout.strip().encode()
+    Refusal("gu3ss", [TOKEN, 5], ["16", command], good).check(own_token)
 
 
-@pytest.mark.parametrize("case", ["no cache", "a place that cannot be written"])
-def test_a_token_without_a_place(case, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("cache", "error"), [("off", ValueError), ("file", OSError)])
+def test_a_token_without_a_place(cache, error, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    cache = "off" if case == "no cache" else str(tmp_path / "file")
+    cache = cache if cache == "off" else str(tmp_path / cache)
     monkeypatch.setenv("ZEROJAX_CACHE", cache)
-    name, option = remedies_of(
-        lambda: Token({}).make(), r"set (\w+) to the same secret .*, or give each launcher (\S+)"
-    )
-    words = [*TWO_HOSTS, option, str(tmp_path / "token"), *RUN]
-    args = build_parser().parse_args(["launch", *words])
-    for token in (Token({name: SECRET}), Token({}, args.token_file)):
+    value = ["ZEROJAX_CACHE=off"] if cache == "off" else [f"{cache}/launch-token"]
+    refused(lambda: Token({}).make(), value, [TOKEN, "--token-file"], error=error)
+    words = f"{HOSTS} --coordinator a:1 --token-file {tmp_path}/token {RUN}"
+    args = build_parser().parse_args(["launch", *shlex.split(words)])
+    for token in (own_token(), Token({}, args.token_file)):
         token.make()
         assert token.read()
 
@@ -615,34 +522,9 @@ def test_a_token_without_a_place(case, tmp_path, monkeypatch):
 @pytest.mark.thorough
 def test_launchers_with_different_tokens():
     """What the other host says while it waits; then it is given the same secret."""
-    address, said = f"127.0.0.1:{free_port()}", []
-    leader = Leader(address)
-    leader.start()
-    hello = {"host": 1, "num_hosts": 2, "num_processes": 2}
-    options = {"hello": hello, "events": queue.SimpleQueue(), "say": said.append}
-    other = own_token("another-secret-of-a-run")
-    sentence_of(lambda: reach_leader(address, token=other, seconds=0.5, **options))
-    name = re.search(r"set (\w+) to the same secret", said[-1])[1]
-    token = Token({name: SECRET})
-    reach_leader(address, token=token, seconds=LIMIT, **options).close()
-    leader.join(LIMIT)
-    assert leader.error is None
-
-
-def test_a_run_that_only_needs_longer(capsys):
-    ended, has_ended = [], threading.Event()
-
-    def end(code: int) -> None:
-        ended.append(code)
-        has_ended.set()
-
-    def work(**times: float) -> None:
-        with Watchdog(WatchConfig(**times), end=end) as dog, dog.during("working"):
-            has_ended.wait(60)
-
-    work(step_timeout=0.05)
-    name = re.search(r"with watch\.(\w+) raised", capsys.readouterr().err)[1]
-    assert set(ended) == {79}
-    ended.clear()
-    work(**{name: 60.0})  # now nothing is waited for
-    assert not ended
+    other, said = own_token("another-secret-of-a-run"), []
+    with leader() as address:
+        wait = lambda: come(address, token=other, seconds=0.5, say=said.append)  # noqa: E731
+        refused(wait, [address, 0.5], TOKEN, error=TimeoutError)
+        check_words(said[-1], "token", [TOKEN, "--token-file"])
+        come(address)

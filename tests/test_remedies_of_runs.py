@@ -1,7 +1,4 @@
-"""What an error about models' files, offloaded state and runs tells to do is done, and helps.
-
-Each remedy is read from the sentence where it can be, so that another sentence is another deed.
-"""
+"""Refusals of models' files, offloaded state and runs."""
 
 from __future__ import annotations
 
@@ -25,10 +22,12 @@ import zerojax
 from tests import test_host_budget as budget
 from tests.hugging_face_folders import CASES, tensors_of, write_folder
 from tests.pipeline_runs import small
-from tests.remedies import complained, told
+from tests.refusals import Refusal, check_words, code_in, complaint, refused
 from tests.trajectories import plan_for, text_batch
 from zerojax.checkpoint.store import BucketStore
+from zerojax.checkpoint.store.direct_io import StoreError
 from zerojax.cli import main
+from zerojax.config import ConfigError
 from zerojax.models.hugging_face import from_hugging_face
 from zerojax.models.hugging_face.architectures import ARCHITECTURES
 from zerojax.models.hugging_face.folder import INDEX, SINGLE
@@ -43,24 +42,26 @@ from zerojax.training.run_record import abstract_of, read_record
 
 
 def test_folders_of_models(tmp_path):
-    good = write_folder(tmp_path / "good", "llama_tied")
-    config, tensors = told(
-        lambda: from_hugging_face(tmp_path / "none"), r"; give a folder with (\S+) and \*(\S+)$"
-    )
-    assert {Path(config).suffix, tensors} == {path.suffix for path in good.iterdir()}
+    good, bad = write_folder(tmp_path / "good", "llama_tied"), tmp_path / "bad"
+
+    def absent(remedy: str) -> None:
+        refused(lambda: from_hugging_face(bad), [bad], remedy, error=FileNotFoundError)
+
+    absent("config.json *.safetensors")
     from_hugging_face(good)
-    (good / "x").mkdir()
-    told(
-        lambda: from_hugging_face(good / "x"), r"; give a folder that `save_pretrained` or the Hub"
-    )
-    from_hugging_face(good)
-    shutil.copy(good / config, good / "x")
-    told(lambda: from_hugging_face(good / "x"), r"; give a folder that has them$")
+    bad.mkdir()
+    absent("config.json save_pretrained")
+    shutil.copy(good / "config.json", bad)
+    absent(f"{SINGLE} {INDEX}")
     for name in "ab":
-        shutil.copy(good / SINGLE, good / "x" / f"{name}.safetensors")
-    (name,) = told(lambda: from_hugging_face(good / "x"), r"; name the right one (\S+)$")
-    (good / "x" / "a.safetensors").rename(good / "x" / name)
-    from_hugging_face(good / "x")
+        shutil.copy(good / SINGLE, bad / f"{name}.safetensors")
+    absent(f"a.safetensors b.safetensors {SINGLE}")
+    (bad / "a.safetensors").rename(bad / SINGLE)
+    from_hugging_face(bad)
+
+
+def parts(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
 
 
 def no_table(folder: Path) -> None:
@@ -68,35 +69,50 @@ def no_table(folder: Path) -> None:
 
 
 def no_file(folder: Path) -> None:
-    sorted(folder.glob("*.safetensors"))[0].unlink()
+    parts(folder)[0].unlink()
 
 
 def twice(folder: Path) -> None:
-    first, second, *_ = sorted(folder.glob("*.safetensors"))
+    first, second, *_ = parts(folder)
     name, *_ = load_file(first)
     save_file({**load_file(second), name: np.ones(3, np.float32)}, second)
 
 
 def cut(size: int) -> Any:
-    return lambda folder: os.truncate(sorted(folder.glob("*.safetensors"))[0], size)
+    return lambda folder: os.truncate(parts(folder)[0], size)
 
 
 def changed(folder: Path) -> None:
-    file = sorted(folder.glob("*.safetensors"))[0]
+    file = parts(folder)[0]
     file.write_bytes(file.read_bytes().replace(b'"F32"', b'"F7"'))
 
 
 def longer(folder: Path) -> None:
-    with sorted(folder.glob("*.safetensors"))[0].open("ab") as file:
+    with parts(folder)[0].open("ab") as file:
         file.write(b"more")
 
 
-@pytest.mark.parametrize("harm", [no_table, no_file, twice, cut(4), cut(100), changed, longer])
-def test_damaged_files_are_fetched_again(harm, tmp_path):
+PART = "model-00001-of-00003.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("harm", "value"),
+    [
+        (no_table, f"{INDEX} weight_map"),
+        (no_file, f"1 3 {PART}"),
+        (twice, f"model.embed_tokens.weight {PART} {PART.replace('1', '2', 1)}"),
+        (cut(4), f"{PART} 4"),
+        (cut(100), f"{PART} 712 100"),
+        (changed, f"{PART} 705"),
+        (longer, f"{PART} 4 7120"),
+    ],
+)
+def test_damaged_files_are_fetched_again(harm, value, tmp_path):
     theirs = write_folder(tmp_path / "theirs", "llama_tied", shards=3)
     ours = Path(shutil.copytree(theirs, tmp_path / "ours"))
     harm(ours)
-    told(lambda: from_hugging_face(ours), r"; fetch (both again|it again|them)$")
+    error = FileNotFoundError if harm is no_file else ValueError
+    refused(lambda: from_hugging_face(ours), value, "fetch", error=error)
     shutil.copytree(theirs, ours, dirs_exist_ok=True)
     from_hugging_face(ours)
 
@@ -106,69 +122,66 @@ def test_a_file_that_ends_while_it_is_read(tmp_path):
     whole = (folder / SINGLE).read_bytes()
     pretrained = from_hugging_face(folder)
     os.truncate(folder / SINGLE, len(whole) // 2)
-    told(pretrained.to_model, r"; fetch it again$")
+    value = [folder / SINGLE, "model.layers.1.input_layernorm.weight"]
+    refused(pretrained.to_model, value, "fetch")
     (folder / SINGLE).write_bytes(whole)
     pretrained.to_model()
 
 
-VALUES = {
-    "gpt2": {"activation_function": "relu", "scale_attn_weights": False},
-    "llama": {"hidden_act": "relu", "mlp_bias": True},
-    "bert": {
-        "position_embedding_type": "relative_key",
-        "hidden_act": "relu",
-        "is_decoder": True,
-        "add_cross_attention": True,
-        "tie_word_embeddings": False,
-    },
-}
 BERT = {"vocab_size": 20, "max_position_embeddings": 8, "num_hidden_layers": 1}
 BERT |= {"num_attention_heads": 2, "hidden_size": 8, "intermediate_size": 8}
 
 
-@pytest.mark.parametrize(("kind", "key"), [(kind, key) for kind in VALUES for key in VALUES[kind]])
-def test_values_in_their_config(kind, key):
+@pytest.mark.parametrize(
+    ("kind", "key", "bad", "good"),
+    [
+        ("gpt2", "activation_function", "relu", ["gelu_new", "gelu_pytorch_tanh"]),
+        ("gpt2", "scale_attn_weights", False, [True]),
+        ("llama", "hidden_act", "relu", ["silu", "swish"]),
+        ("llama", "mlp_bias", True, [False, None]),
+        ("bert", "position_embedding_type", "relative_key", ["absolute", None]),
+        ("bert", "hidden_act", "relu", ["gelu", "gelu_new", "gelu_pytorch_tanh"]),
+        ("bert", "is_decoder", True, [False, None]),
+        ("bert", "add_cross_attention", True, [False, None]),
+        ("bert", "tie_word_embeddings", False, [True, None]),
+        ("bert", "architectures", ["BertForX"], [["BertModel"]]),
+    ],
+)
+def test_values_in_their_config(kind, key, bad, good):
     config = CASES[kind]["config"] if kind in CASES else BERT
-    read = ARCHITECTURES[kind].read_config
-    (listed,) = told(lambda: read({**config, key: VALUES[kind][key]}), r"; only (.*) will do$")
-    for text in re.split(" or |, ", listed):
-        is_word = text.isidentifier() and text not in ("None", "True", "False")
-        read({**config, key: text if is_word else eval(text)})
+    read = lambda value: ARCHITECTURES[kind].read_config({**config, key: value})  # noqa: E731
+    remedy = ['"architectures": ["BertModel"]'] if key == "architectures" else good
+    Refusal(bad, [f"{key}={bad!r}"], remedy, good).check(read)
 
 
-def test_heads_and_positions_in_their_config():
-    key, names = told(
-        lambda: ARCHITECTURES["bert"].read_config({**BERT, "architectures": ["BertForX"]}),
-        r'write "(\w+)": (\[".*"\]) into a copy of config\.json$',
-    )
-    ARCHITECTURES["bert"].read_config({**BERT, key: json.loads(names)})
+def test_positions_in_their_config():
     read, config = ARCHITECTURES["llama"].read_config, CASES["llama"]["config"]
     rope = {"factor": 2.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
     rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
     rope |= {"short_factor": [1.0, 1.0], "long_factor": [2.0, 2.0]}
-    kinds = told(
-        lambda: read({**config, "rope_parameters": {**rope, "rope_type": "bent"}}),
-        r"not built; (\w+), (\w+), (\w+), (\w+), (\w+) and (\w+) are$",
+    kinds = ["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
+    typed = lambda kind: read(  # noqa: E731
+        {**config, "rope_parameters": {**rope, "rope_type": kind}}
     )
-    for kind in kinds:
-        read({**config, "rope_parameters": {**rope, "rope_type": kind}})
+    Refusal("bent", "rope_parameters 'bent'", kinds, kinds).check(typed)
 
 
 def test_parameters_that_the_files_do_not_have(tmp_path):
     tensors = {n: x for n, x in tensors_of("llama").items() if n != "lm_head.weight"}
     folder = write_folder(tmp_path / "headless", "llama", tensors=tensors)
-    (new,) = told(
-        lambda: from_hugging_face(folder), r"or pass (new=\(.*\)) to begin with new values$"
-    )
-    assert "1 new" in from_hugging_face(folder, **eval(f"dict({new})")).describe()
+    read = lambda options: from_hugging_face(folder, **options)  # noqa: E731
+    new = {"new": ("lm_head/kernel",)}
+    value = [folder, "lm_head.weight", "lm_head/kernel"]
+    Refusal({}, value, ["new=('lm_head/kernel',)"], [new]).check(read)
+    assert "1 new" in read(new).describe()
     # A setting that does not fit the files is no new parameter.
-    told(
-        lambda: from_hugging_face(folder, mlp_dim=32), r"the changes to it describe another model$"
-    )
-    (word,) = told(lambda: from_hugging_face(folder, remt="full"), r"did you mean '(\w+)'")
-    from_hugging_face(folder, new=("lm_head",), **{word: "full"})
+    value = [folder, "model.layers.0.mlp.gate_proj.weight", "[24, 16]", "[32, 16]"]
+    message = refused(lambda: read({"mlp_dim": 32}), value, "config.json")
+    assert "new=" not in message
+    refused(lambda: read({"remt": "full"}), "LlamaConfig remt", "remat")
+    read(new | {"remat": "full"})
     codes = write_folder(tmp_path / "codes", "llama", quantization_config={"quant_method": "gptq"})
-    told(lambda: from_hugging_face(codes), r"; take the unquantized model$")
+    refused(lambda: from_hugging_face(codes), "quantization_config gptq", "unquantized")
     from_hugging_face(write_folder(tmp_path / "codes", "llama"))
 
 
@@ -178,12 +191,11 @@ def test_parameters_that_the_files_do_not_have(tmp_path):
 def test_host_memory_that_is_too_small():
     plan = budget.small_plan("host")
     room = budget.room_for(plan, -4096)
-    shares, zero = told(
-        lambda: host_budget.check_host_memory(plan, room),
-        r"try offload\.opt_state: (\{.*\}), which .*; or zero=(\d), which splits it",
-    )
-    for other in (budget.small_plan(shares), budget.small_plan("host", zero=int(zero))):
-        host_budget.check_host_memory(other, room)
+    shares = "{host: 0.95, nvme: 0.05}"
+    check = lambda plan: host_budget.check_host_memory(plan, room)  # noqa: E731
+    good = [budget.small_plan(shares), budget.small_plan("host", zero=1)]
+    remedy = ["offload.opt_state", shares, "zero=1"]
+    Refusal(plan, '"14.0 MiB" 95', remedy, good).check(check)
 
 
 def streamable(params: str, *, opt_state: str = "device", **options: Any) -> zerojax.Plan:
@@ -194,14 +206,11 @@ def streamable(params: str, *, opt_state: str = "device", **options: Any) -> zer
 
 def test_host_memory_that_is_too_small_for_parameters():
     made = lambda params: streamable(params, opt_state="host", precision="bf16")  # noqa: E731
-    plan = made("host")
+    plan, good = made("host"), made("device")
     room = budget.room_for(plan, -512)
-    (tier,) = told(
-        lambda: host_budget.check_host_memory(plan, room),
-        r"; try offload\.params: (\w+), if they fit there; or more devices on other machines$",
-    )
-    assert host_budget.host_bytes(made(tier)) < host_budget.host_bytes(plan)
-    host_budget.check_host_memory(made(tier), room)
+    check = lambda plan: host_budget.check_host_memory(plan, room)  # noqa: E731
+    assert host_budget.host_bytes(good) < host_budget.host_bytes(plan)
+    Refusal(plan, '"30.7 KiB" "30.2 KiB"', "offload.params device devices", [good]).check(check)
 
 
 @pytest.mark.thorough
@@ -218,35 +227,33 @@ def test_a_loss_that_does_not_run_the_layers_that_wait_on_the_host():
         carry = jnp.mean(model.embed(batch["tokens"]))
         return jax.lax.scan(lambda carry, row: (carry + jnp.sum(row), None), carry, rows)[0]
 
-    def evaluated(loss, params="host"):
+    def evaluated(given: tuple[Any, str]) -> None:
+        loss, params = given
         plan = streamable(params)
-        given = jax.device_put(batch, plan.batch_sharding)
-        return build_evaluation(plan, loss)(init_state(plan, 0), given)["loss"]
+        placed = jax.device_put(batch, plan.batch_sharding)
+        assert np.isfinite(build_evaluation(plan, loss)(init_state(plan, 0), placed)["loss"])
 
     for loss in no_layers, other_loop:
-        (tier,) = told(
-            lambda loss=loss: evaluated(loss),
-            r"; evaluate a function that runs the same layers, or set offload\.params: (\w+)$",
-        )
-        assert np.isfinite(evaluated(loss, tier))
-    assert np.isfinite(evaluated(same_layers))
+        good = [(loss, "device")]
+        value = "blocks/linear/kernel loss"
+        Refusal((loss, "host"), value, "offload.params device", good).check(evaluated)
+    evaluated((same_layers, "host"))
 
 
-@pytest.mark.parametrize("told_before", [{}, {PINNED_LIMIT: "10"}, {PINNED_LIMIT: "many"}])
-def test_pinned_memory_that_is_too_small(told_before, monkeypatch):
+@pytest.mark.parametrize(
+    ("limit", "gib", "value", "good"),
+    [(None, 64, 64, "68"), ("10", 64, 10, "68"), ("many", 1, "'many'", "2")],
+)
+def test_pinned_memory_that_is_too_small(limit, gib, value, good, monkeypatch):
     plan = budget.small_plan("host")
-    gib = 1 if told_before.get(PINNED_LIMIT) == "many" else 64
     monkeypatch.setattr(host_budget, "_local_devices", lambda plan: [budget.Gpu()])
     tiers = {"optimizer state": {"host": gib * budget.GIB}}
     monkeypatch.setattr(host_budget, "role_tiers", lambda plan: tiers)
     check = lambda environ: host_budget.check_pinned_limit(plan, environ)  # noqa: E731
-    if gib == 1:
-        told(lambda: check(told_before), r"is not a whole number of GiB; set it, or unset it$")
-        check({PINNED_LIMIT: "2"})
-        check({})
-        return
-    name, value = told(lambda: check(told_before), r"; set (\w+)=(\d+) before JAX starts")
-    check({name: value})
+    remedy = ["unset"] if limit == "many" else [f"{PINNED_LIMIT}={good}"]
+    ways = [{PINNED_LIMIT: good}, *([{}] if limit == "many" else [])]
+    bad = {} if limit is None else {PINNED_LIMIT: limit}
+    Refusal(bad, [PINNED_LIMIT, value], remedy, ways).check(check)
 
 
 def test_a_disk_that_is_too_small_for_files(tmp_path, monkeypatch):
@@ -257,16 +264,12 @@ def test_a_disk_that_is_too_small_for_files(tmp_path, monkeypatch):
     needed = host_budget.disk_bytes(made())
     free = {"large": needed, "small": needed // 2}
     monkeypatch.setattr(host_budget, "free_disk", lambda folder: free[Path(folder).parent.name])
-    (value,) = told(
-        lambda: host_budget.check_disk(made()),
-        r"try offload\.durable: (false), .*; or to free some space; or another offload\.folder; or "
-        r"a larger share of opt_state in host memory or on the device$",
-    )
-    host_budget.check_disk(made(durable=json.loads(value)))
-    host_budget.check_disk(made(folder=str(large)))
-    for tier in ("host", "device"):
-        shares = f"{{nvme: 0.25, {tier}: 0.75}}"
-        host_budget.check_disk(made(shares, durable=False))
+    shares = [f"{{nvme: 0.25, {tier}: 0.75}}" for tier in ("host", "device")]
+    good = [made(durable=False), made(folder=str(large))]
+    good += [made(share, durable=False) for share in shares]
+    value = ["3.0 MiB", "1.5 MiB", small / "process_0"]
+    remedy = "offload.durable false offload.folder opt_state"
+    Refusal(made(), value, remedy, good).check(host_budget.check_disk)
     free["small"] = needed
     host_budget.check_disk(made())
 
@@ -301,62 +304,64 @@ def run(tmp_path_factory) -> Path:
 
 @pytest.mark.thorough
 def test_a_run_is_read_back(run, tmp_path):
-    told(
-        lambda: zerojax.load_run(tmp_path),
-        r"; give the folder that training named as its run folder$",
-    )
-    names = {"zerojax": zerojax, "MODEL": Line, "LOSS": squared, "BATCH": BATCH}
-    (code,) = told(
-        lambda: zerojax.load_run(run, model=Line),
-        r"; give it too: (zerojax\.load_run\(\.\.\., .*\))$",
-    )
-    loaded = eval(code.replace("...", "run"), {**names, "run": run})
-    (code,) = told(loaded.evaluate, r"give some to the run that was loaded: (evaluate\(batches\))$")
-    found = eval(f"loaded.{code}", {"loaded": loaded, "batches": [BATCH]})
-    assert np.isfinite(found["loss"])
-    told(lambda: loaded.evaluate([]), r"there is no batch$")
+    refused(lambda: zerojax.load_run(tmp_path), [tmp_path], "run.json", error=FileNotFoundError)
+    load = "zerojax.load_run("
+    names = {"zerojax": zerojax, "MODEL": Line, "LOSS": squared, "run": run}
+    message = refused(lambda: zerojax.load_run(run, model=Line), "loss", "loss=LOSS")
+    loaded = eval(code_in(message, load).replace("...", "run"), names)
+    refused(loaded.evaluate, [run, "batches"], "evaluate(batches)")
+    assert np.isfinite(loaded.evaluate([BATCH])["loss"])
+    refused(lambda: loaded.evaluate([]), "batch", "")
 
 
 @pytest.mark.thorough
 def test_batches_of_a_kind_of_ones_own(tmp_path):
-    batch = Pair(**BATCH)
-    folder = tmp_path / "pairs"
+    batch, folder = Pair(**BATCH), tmp_path / "pairs"
     zerojax.train(Line, None, [batch], loss=squared, steps=1, checkpoint=folder).close()
-    (code,) = told(
-        lambda: zerojax.load_run(folder, model=Line, loss=squared),
-        r"; pass one: zerojax\.load_run\('.*', (example_batch=BATCH)\)$",
-    )
-    loaded = zerojax.load_run(
-        folder, model=Line, loss=squared, **eval(f"dict({code})", {"BATCH": batch})
-    )
-    assert np.isfinite(loaded.evaluate([batch])["loss"])
+    read = lambda options: zerojax.load_run(folder, model=Line, loss=squared, **options)  # noqa: E731
+    refused(lambda: read({}), [folder, "batches"], "example_batch=BATCH")
+    assert np.isfinite(read({"example_batch": batch}).evaluate([batch])["loss"])
 
 
 def test_a_model_of_ones_own_is_exported_under_its_own_names(run, tmp_path, capsys):
     words = ["checkpoint", "export", str(run), str(tmp_path / "out")]
-    (command,) = complained(
-        capsys, r"`zerojax (.*)` without --format", *words, "--format", "hugging_face"
-    )
-    assert main([*command.split(), *words[2:]]) == 0
+    value, remedy = [run, "hugging_face.json"], ["zerojax checkpoint export", "--format"]
+    complaint(capsys, [*words, "--format", "hugging_face"], value, remedy)
+    assert main(words) == 0
     assert "out.kernel" in load_file(tmp_path / "out" / SINGLE)
 
 
 def test_a_changed_record_of_a_run(run):
     record = json.loads((run / "run.json").read_text())
-    read = lambda **changes: read_record({**record, **changes}, "run.json")  # noqa: E731
-    (known,) = told(lambda: read(sizs={}), r"; known keys: (.*?)(?:$| \()")
-    read_record({key: record[key] for key in known.split(", ")}, "run.json")
-    names = told(lambda: read(architecture="os"), r"none of (\w+), (\w+), (\w+)")
-    for name in names:
-        read(architecture=name)
-    for key in ("sizes", "precision"):
-        given = {"architecture": names[0]} if key == "sizes" else {}
-        (known,) = told(lambda: read(**given, **{key: {"x": 1}}), r"known keys: (\w+)")  # noqa: B023
-        read(**given, **{key: {known: record[key].get(known, 1)}})
-    told(lambda: read(adapters=3), r"expected a list")
-    read(adapters=[])
-    told(lambda: abstract_of({"shape": "x"}), r"no description of a batch")
-    abstract_of(record["batch"])
+    read = lambda changes: read_record({**record, **changes}, "run.json")  # noqa: E731
+    models = ["gpt2", "llama", "bert"]
+    gpt2 = {"architecture": "gpt2"}
+    rows = [
+        ({"sizs": {}}, "sizs run.json", [*record], [{}]),
+        (
+            {"architecture": "os"},
+            "architecture run.json",
+            models,
+            [{"architecture": name} for name in models],
+        ),
+        (
+            gpt2 | {"sizes": {"x": 1}},
+            "sizes x",
+            "vocab_size",
+            [gpt2 | {"sizes": {"vocab_size": 1}}],
+        ),
+        (
+            {"precision": {"x": 1}},
+            "precision x",
+            "param_dtype",
+            [{"precision": {"param_dtype": record["precision"]["param_dtype"]}}],
+        ),
+        ({"adapters": 3}, "adapters 3", "list", [{"adapters": []}]),
+    ]
+    for bad, value, remedy, good in rows:
+        Refusal(bad, value, remedy, good, ConfigError).check(read)
+    row = Refusal({"shape": "x"}, "batch shape", "", [record["batch"]], ConfigError)
+    row.check(abstract_of)
 
 
 # --- runs with state in files ---------------------------------------------------------------------
@@ -404,12 +409,10 @@ def stateless(folder: Path) -> None:
 def test_a_damaged_store_of_a_run(harm, tmp_path):
     durable_run(tmp_path)
     harm(tmp_path)
-    (path,) = told(
-        lambda: durable_run(tmp_path),
-        r"^(\S+): .*delete its folder to go on from the last checkpoint$",
-    )
-    assert Path(path).parent == tmp_path / "store" / "process_0"
-    shutil.rmtree(Path(path).parent)
+    store = tmp_path / "store" / "process_0"
+    value = [store / "state-3.npz", "damaged" if harm is damaged_state else "step"]
+    refused(lambda: durable_run(tmp_path), value, "delete checkpoint", error=StoreError)
+    shutil.rmtree(store)
     assert durable_run(tmp_path) == 2
 
 
@@ -420,28 +423,29 @@ def test_a_store_of_another_plan(tmp_path):
     newest = max(first.rglob("metadata.json"), key=lambda path: int(path.parent.name)).parent
     shutil.rmtree(newest)  # so that the store is ahead of the checkpoints
     shutil.copytree(first, second)
-    pattern = (
-        r"^(\S+): .*; go on with what it was made with and save a checkpoint, .*, or delete the"
-    )
-    told(lambda: durable_run(first, zero=0), pattern)
+
+    def refused_in(folder: Path) -> Path:
+        store, other = folder / "store" / "process_0", lambda: durable_run(folder, zero=0)
+        refused(other, [store, "mesh"], "checkpoint delete", error=StoreError)
+        return store
+
+    refused_in(first)
     assert durable_run(first) == 2
     assert durable_run(first, zero=0, steps=3) == 3
-    (store,) = told(lambda: durable_run(second, zero=0), pattern)
-    shutil.rmtree(store)
+    shutil.rmtree(refused_in(second))
     assert durable_run(second, zero=0) == 2
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("durable", [False, True])
-def test_a_sweep_that_stopped_half_way(durable, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("durable", "whole"), [(False, "checkpoint"), (True, "step")])
+def test_a_sweep_that_stopped_half_way(durable, whole, tmp_path, monkeypatch):
+    given = lambda: durable_run(tmp_path, durable=durable)  # noqa: E731
     with monkeypatch.context() as broken:
         error = OSError(errno.EIO, "the disk is gone")
         broken.setattr(BucketStore, "_commit", lambda *_: (_ for _ in ()).throw(error))
-        told(
-            lambda: durable_run(tmp_path, durable=durable),
-            r"; start the run again: it goes on from the last (whole step|checkpoint)$",
-        )
-    assert durable_run(tmp_path, durable=durable) == 2
+        value = [tmp_path / "store" / "process_0", "the disk is gone"]
+        refused(given, value, ["again", whole], error=StoreError)
+    assert given() == 2
 
 
 # --- runs of text ---------------------------------------------------------------------------------
@@ -472,12 +476,10 @@ def text_run(folder: Path, **options: Any) -> Path:
 def test_a_loss_of_ones_own_for_a_decoder(tmp_path):
     folder = text_run(tmp_path / "own", loss=own_loss)
     loaded = zerojax.load_run(folder)  # to generate
-    (code,) = told(
-        lambda: loaded.evaluate(num_batches=1),
-        r"; give it: (zerojax\.load_run\('.*', loss=LOSS\))$",
-    )
-    found = eval(code, {"zerojax": zerojax, "LOSS": own_loss}).evaluate(num_batches=1)
-    assert np.isfinite(found["loss"])
+    message = refused(lambda: loaded.evaluate(num_batches=1), [folder, "loss"])
+    names = {"zerojax": zerojax, "LOSS": own_loss}
+    loaded = eval(code_in(message, "zerojax.load_run("), names)
+    assert np.isfinite(loaded.evaluate(num_batches=1)["loss"])
 
 
 @pytest.mark.thorough
@@ -486,17 +488,15 @@ def test_a_loss_of_ones_own_for_a_model_that_generates_nothing(tmp_path):
         vocab_size=32, num_layers=1, num_heads=2, embed_dim=8, mlp_dim=16, max_seq_len=8
     )
     tokens = np.arange(64, dtype=np.int32).reshape(8, 8) % 32
-    batch = {"tokens": tokens, "targets": tokens}
-    given = {"loss": own_loss_of_logits, "checkpoint": tmp_path / "run", "validation": [batch]}
+    batch, folder = {"tokens": tokens, "targets": tokens}, tmp_path / "run"
+    given = {"loss": own_loss_of_logits, "checkpoint": folder, "validation": [batch]}
     model = lambda rngs: zerojax.models.Bert(sizes, rngs=rngs)  # noqa: E731
     trainer = zerojax.train(model, None, [batch], steps=1, **given)
     expected = trainer.evaluate()["loss"]
     trainer.close()
-    (code,) = told(
-        lambda: zerojax.load_run(tmp_path / "run"),
-        r"; give it: (zerojax\.load_run\('.*', loss=LOSS\))$",
-    )
-    loaded = eval(code, {"zerojax": zerojax, "LOSS": own_loss_of_logits})
+    message = refused(lambda: zerojax.load_run(folder), [folder, "loss"])
+    names = {"zerojax": zerojax, "LOSS": own_loss_of_logits}
+    loaded = eval(code_in(message, "zerojax.load_run("), names)
     assert loaded.evaluate([batch])["loss"] == expected
 
 
@@ -507,20 +507,17 @@ def test_other_settings_of_a_run(tmp_path):
     good = json.loads((folder / "run.json").read_text())
     write = lambda record: (folder / "run.json").write_text(json.dumps(record))  # noqa: E731
     write({**good, "data": {**good["data"], "validation_fraction": 0.0}})
-    (least,) = told(
-        zerojax.load_run(folder).evaluate,
-        r"left nothing to evaluate on; train with a fraction above (0)$",
-    )
-    assert good["data"]["validation_fraction"] > float(least)
+    loaded = zerojax.load_run(folder)
+    refused(loaded.evaluate, "data.validation_fraction=0.0", "0")
     write(good)
     assert np.isfinite(zerojax.load_run(folder).evaluate(num_batches=1)["loss"])
     offload = {**good["mesh"]["offload"], "params": "host", "opt_state": "host"}
     write({**good, "mesh": {**good["mesh"], "zero": 0, "offload": offload}})
-    with pytest.warns(UserWarning, match="split them over all devices") as caught:
+    with pytest.warns(UserWarning, match="mesh=") as caught:
         zerojax.load_run(folder)
-    pattern = r"devices, ([\d.]+) KiB of each.*: mesh=(\{.*\})$"
-    whole, mesh = re.search(pattern, str(caught[0].message)).groups()
+    message = check_words(str(caught[0].message), "offload.params KiB")
+    whole = float(re.search(r"([\d.]+) KiB", message)[1])
     write(good)
-    loaded = zerojax.load_run(folder, mesh=eval(mesh))
+    loaded = zerojax.load_run(folder, mesh=eval(code_in(message, "{")))
     held = sum(x.addressable_data(0).nbytes for x in jax.tree.leaves(loaded.state["params"]))
-    assert held < 1024 * float(whole) / 7
+    assert held < 1024 * whole / 7
