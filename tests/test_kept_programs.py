@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import zlib
+from pathlib import Path
 
 import jax
 import pytest
@@ -60,6 +62,18 @@ def test_a_folder_that_cannot_be_made_is_said(monkeypatch, tmp_path):
     assert said is not None
     assert "not kept" in said
     assert jax.config.jax_compilation_cache_dir is None
+
+
+def test_an_entry_that_was_written_in_part_is_removed(tmp_path):
+    assert keep_programs() is not None
+    folder = Path(jax.config.jax_compilation_cache_dir)
+    data = zlib.compress(os.urandom(10_000))
+    contents = {"whole": data, "torn": data[:5000], "empty": b"", "other": b"\x28\xb5\x2f\xfd"}
+    for name, content in contents.items():
+        (folder / f"{name}-cache").write_bytes(content)
+    jax.config.update("jax_compilation_cache_dir", None)
+    assert keep_programs() is not None
+    assert sorted(x.name for x in folder.glob("*-cache")) == ["other-cache", "whole-cache"]
 
 
 def test_the_oldest_programs_go_first(monkeypatch, tmp_path):

@@ -9,15 +9,20 @@ import contextlib
 import hashlib
 import os
 import platform
+import zlib
 from pathlib import Path
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from zerojax.runtime.user_files import CACHE_VARIABLE, user_cache
+from zerojax.runtime.user_files import CACHE_VARIABLE, replace_text, user_cache
 
 MAX_BYTES = 8 << 30
 """Of all kept programs; those written first are removed at a start."""
+_WHOLE = "whole"
+"""A file with the names of entries that were whole."""
+_ZLIB = b"\x78"
+_PIECE = 1 << 22
 MIN_SECONDS = 0.1
 """A program that compiles faster is not kept."""
 _SAFE_ON_CPU = (0, 11)
@@ -44,6 +49,7 @@ def keep_programs() -> str | None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _keep_within(folder.parent, MAX_BYTES)
+        _remove_torn(folder)
     except OSError as error:
         return f"compiled programs are not kept: {folder}: {error.strerror}"
     jax.config.update("jax_compilation_cache_dir", str(folder))
@@ -59,6 +65,41 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
         words += sorted({x for x in lines if x.startswith(("model name", "flags", "Features"))})
     return "cpu-" + hashlib.sha256("\n".join(words).encode()).hexdigest()[:16]
+
+
+def _remove_torn(folder: Path) -> None:
+    """Removes entries of which only a part was written, as by a process that was killed.
+
+    JAX writes an entry in place, warns of a torn one at every start, and never replaces it. Entries
+    that were whole once are not read again. zlib's format is known here; JAX uses another one where
+    the package zstandard is installed, and such entries stay.
+    """
+    path = folder / _WHOLE
+    whole = set(path.read_text().split()) if path.exists() else set()
+    entries = {entry for entry in os.listdir(folder) if entry.endswith("-cache")}
+    for name in sorted(entries - whole):
+        with contextlib.suppress(OSError):  # another process removed it
+            if _is_whole(folder / name):
+                whole.add(name)
+            else:
+                (folder / name).unlink()
+    replace_text(path, "".join(f"{name}\n" for name in sorted(whole & entries)))
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a file of zlib's format has its end; True for other formats."""
+    stream = zlib.decompressobj()
+    with open(path, "rb") as file:
+        data = file.read(_PIECE)
+        if data[:1] != _ZLIB:
+            return bool(data)
+        while data:
+            try:
+                stream.decompress(data)
+            except zlib.error:
+                return False
+            data = file.read(_PIECE)
+    return stream.eof
 
 
 def _keep_within(folder: Path, limit: int) -> None:
