@@ -81,7 +81,7 @@ def code_in(message: str, start: str) -> str:
     assert begin >= 0, f"{start!r} is not in: {message}"
     for end in range(begin + len(start), len(message) + 1):
         goes_on = re.match(r"[\w.(\[]*[\w(\[]|\s+[-+*/]+\s", message[end:])
-        if not goes_on:
+        if not goes_on and not message[end - 1].isspace():
             try:
                 ast.parse(message[begin:end], mode="eval")
             except SyntaxError:

@@ -214,144 +214,61 @@ DECAY += " scheduler.params.total_num_steps="
 SIZES = "train_micro_batch_size_per_gpu=2 gradient_accumulation_steps=2"
 ELASTIC += " elasticity.max_train_batch_size=100"
 SGD = optax.sgd(1e-3)
-CLIPPED, UNCLIPPED = zerojax.adamw(1e-3, clip_norm=1.0), zerojax.adamw(1e-3, clip_norm=None)
+CLIPPED = zerojax.adamw(1e-3, clip_norm=1.0)
 LOG, SLOW = LogConfig(every=2), OptimizerConfig(learning_rate=1e-4)
 
-CALLS = [
-    # file, options, value, remedy, files and options that are taken
-    (
-        f"train_batch_size=30 {SIZES}",
-        {"num_devices": 8},
-        "train_batch_size 30 8",
-        "32",
-        [(f"train_batch_size=32 {SIZES}", {"num_devices": 8}), (SIZES, {"num_devices": 8})],
-    ),
-    (
-        "train_batch_size=30",
-        {"num_devices": 8},
-        "train_batch_size 30 8",
-        "24 32",
-        [(f"train_batch_size={number}", {"num_devices": 8}) for number in (24, 32)],
-    ),
-    (
-        "train_batch_size=32",
-        {"global_batch_size": 16},
-        "train_batch_size 32 16",
-        "32 auto",
-        [
-            ("train_batch_size=32", {"global_batch_size": 32}),
-            ("train_batch_size=auto", {"global_batch_size": 16}),
-        ],
-    ),
-    (
-        "gradient_accumulation_steps=2",
-        {"num_microbatches": 4},
-        "gradient_accumulation_steps 2 num_microbatches 4",
-        "auto",
-        [("gradient_accumulation_steps=auto", {"num_microbatches": 4})],
-    ),
-    (
-        ELASTIC,
-        {"global_batch_size": 16},
-        "max_train_batch_size 100 16",
-        "96",
-        [(ELASTIC, {"global_batch_size": 96})],
-    ),
-    (
-        f"{DECAY}auto",
-        {},
-        "total_num_steps auto",
-        "steps",
-        [(f"{DECAY}auto", {"steps": 100}), (f"{DECAY}9", {})],
-    ),
-    (
-        f"{Z}.stage=1 {Z}.reduce_bucket_size=auto",
-        {},
-        "reduce_bucket_size auto hidden_size",
-        "number",
-        [(f"{Z}.stage=1 {Z}.reduce_bucket_size=1000", {})],
-    ),
-    (
-        "bf16.enabled=true",
-        {"precision": "fp16"},
-        "bf16.enabled True fp16",
-        "auto",
-        [("bf16.enabled=true", {}), ("bf16.enabled=auto", {"precision": "fp16"})],
-    ),
-    (
-        ADAM,
-        {"optimizer": SLOW},
-        "optimizer.params.lr 0.001 0.0001",
-        "auto",
-        [(ADAM.replace("1e-3", "auto"), {"optimizer": SLOW})],
-    ),
-    (
-        "communication_data_type=bf16 bf16.enabled=true",
-        {"reduce_dtype": "fp32"},
-        "communication_data_type bf16 reduce_dtype fp32",
-        "",
-        [
-            ("bf16.enabled=true", {"reduce_dtype": "fp32"}),
-            ("communication_data_type=bf16 bf16.enabled=true", {}),
-        ],
-    ),
-    (ADAM, {"optimizer": SGD}, "optimizer.type Adam", "", [(ADAM, {}), ("", {"optimizer": SGD})]),
-    (
-        "gradient_clipping=0.5",
-        {"optimizer": CLIPPED},
-        "gradient_clipping 0.5 1.0",
-        "clip_norm=0.5",
-        [("gradient_clipping=0.5", {"optimizer": zerojax.adamw(1e-3, clip_norm=0.5)})],
-    ),
-    (
-        "gradient_clipping=0.0",
-        {"optimizer": CLIPPED},
-        "gradient_clipping 0.0 1.0",
-        "clip_norm=None",
-        [("gradient_clipping=0.0", {"optimizer": UNCLIPPED})],
-    ),
-    (
-        SCHEDULE,
-        {"optimizer": SGD},
-        "scheduler WarmupLR",
-        "optimizer",
-        [(f"{SCHEDULE} {ADAM}", {}), ("", {"optimizer": SGD})],
-    ),
-    (
-        SCHEDULE,
-        {"optimizer": OptimizerConfig(name="lion")},
-        "scheduler WarmupLR",
-        "optimizer adamw",
-        [(f"{SCHEDULE} {ADAM}", {}), (SCHEDULE, {"optimizer": OptimizerConfig(name="adamw")})],
-    ),
-    (
-        "steps_per_print=5",
-        {"log": LOG},
-        "steps_per_print 5 log.every",
-        "2",
-        [("steps_per_print=2", {"log": LOG}), ("", {"log": LOG})],
-    ),
-    (
-        "data_parallel_size=4",
-        {"num_devices": 8},
-        "data_parallel_size 4",
-        "8",
-        [("data_parallel_size=8", {"num_devices": 8}), ("", {"num_devices": 8})],
-    ),
-    (
-        ELASTIC,
-        {"num_devices": 11},
-        "elasticity 11 96",
-        "12 1",
-        [(ELASTIC, {"num_devices": number}) for number in (12, 1)],
-    ),
-]
+LION, OF_ADAMW = OptimizerConfig(name="lion"), OptimizerConfig(name="adamw")
+
+CALLS = table(
+    f"""
+train_batch_size=30 {SIZES} & num_devices=8 | train_batch_size 30 8 | 32
+  | train_batch_size=$ {SIZES} & num_devices=8 ; {SIZES} & num_devices=8
+train_batch_size=30 & num_devices=8 | train_batch_size 30 8 | 24 32
+  | train_batch_size=$ & num_devices=8
+train_batch_size=32 & global_batch_size=16 | train_batch_size 32 16 | 32 auto
+  | train_batch_size=32 & global_batch_size=32 ; train_batch_size=auto & global_batch_size=16
+gradient_accumulation_steps=2 & num_microbatches=4
+  | gradient_accumulation_steps 2 num_microbatches 4 | auto
+  | gradient_accumulation_steps=$ & num_microbatches=4
+{ELASTIC} & global_batch_size=16 | max_train_batch_size 100 16 | 96
+  | {ELASTIC} & global_batch_size=$
+{ELASTIC} & num_devices=11 | elasticity 11 96 | 12 1 | {ELASTIC} & num_devices=$
+{DECAY}auto | total_num_steps auto | steps | {DECAY}auto & $=100 ; {DECAY}9
+{Z}.stage=1 {Z}.reduce_bucket_size=auto | reduce_bucket_size auto hidden_size | number
+  | {Z}.stage=1 {Z}.reduce_bucket_size=1000
+bf16.enabled=true & precision="fp16" | bf16.enabled True fp16 | auto
+  | bf16.enabled=true ; bf16.enabled=$ & precision="fp16"
+{ADAM} & optimizer=SLOW | optimizer.params.lr 0.001 0.0001 | auto
+  | {ADAM} optimizer.params.lr=$ & optimizer=SLOW
+communication_data_type=bf16 bf16.enabled=true & reduce_dtype="fp32"
+  | communication_data_type bf16 reduce_dtype fp32 |
+  | bf16.enabled=true & reduce_dtype="fp32" ; communication_data_type=bf16 bf16.enabled=true
+{ADAM} & optimizer=SGD | optimizer.type Adam | | {ADAM} ; & optimizer=SGD
+gradient_clipping=0.5 & optimizer=CLIPPED | gradient_clipping 0.5 1.0 | clip_norm=0.5
+  | gradient_clipping=0.5 & optimizer=zerojax.adamw(1e-3, $)
+gradient_clipping=0.0 & optimizer=CLIPPED | gradient_clipping 0.0 1.0 | clip_norm=None
+  | gradient_clipping=0.0 & optimizer=zerojax.adamw(1e-3, $)
+{SCHEDULE} & optimizer=SGD | scheduler WarmupLR | optimizer | {SCHEDULE} {ADAM} ; & optimizer=SGD
+{SCHEDULE} & optimizer=LION | scheduler WarmupLR | optimizer adamw
+  | {SCHEDULE} {ADAM} ; {SCHEDULE} & optimizer=OF_ADAMW
+steps_per_print=5 & log=LOG | steps_per_print 5 log.every | 2
+  | steps_per_print=$ & log=LOG ; & log=LOG
+data_parallel_size=4 & num_devices=8 | data_parallel_size 4 | 8
+  | data_parallel_size=$ & num_devices=8 ; & num_devices=8
+""",
+    ConfigError,
+)
 
 
-@pytest.mark.parametrize(("words", "given", "value", "remedy", "good"), CALLS)
-def test_calls(words, given, value, remedy, good):
-    row = Refusal((words, given), value, remedy, good, ConfigError)
-    row.check(lambda both: translated(file(both[0]), **both[1]))
+@pytest.mark.parametrize("row", CALLS)
+def test_calls(row):
+    """Behind `&` stand keywords of the call."""
+
+    def take(text: str) -> None:
+        words, _, options = text.partition("&")
+        translated(file(words), **eval(f"dict({options})"))
+
+    CALLS[row].check(take)
 
 
 @pytest.mark.parametrize(
