@@ -60,12 +60,14 @@ def test_both_sides_fit_even_where_neither_gets_the_others_place(name, devices, 
         precision="bf16",
     )
     lowered = build_step(plan).lower(plan.abstract_state, plan.abstract_batch)
-    ours = compile_client.compile_for_gpus(lowered, fast=True).memory
+    ours = compile_client.compile_for_gpus(lowered, options=compile_client.FAST_OPTIONS).memory
     params = jax.eval_shape(lambda: plain_jax.init_params(factory))
     opt_state = jax.eval_shape(make_optimizer().init, params)
     step = plain_jax.build_step(factory, make_optimizer(), compute_dtype=jnp.bfloat16)
     arguments = abstract((params, opt_state, batch), on_device)
-    bare = compile_client.compile_for_gpus(step, *arguments, fast=True).memory
+    bare = compile_client.compile_for_gpus(
+        step, *arguments, options=compile_client.FAST_OPTIONS
+    ).memory
     assert ours.arguments == pytest.approx(bare.arguments, rel=0.01)
     assert ours.peak + bare.peak < ROOM
 
