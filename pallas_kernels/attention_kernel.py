@@ -25,6 +25,8 @@ from jax import lax
 from pallas_kernels.attention_tables import BLOCK, PARTS, TILE, Form
 
 LOG2E = math.log2(math.e)
+MARGIN = TILE - BLOCK
+"""Elements beside a vector of which blocks are copied."""
 HIDDEN = -1e30
 """A score that counts as minus infinity, and whose differences are finite."""
 
@@ -64,17 +66,21 @@ def forward(
       [rows, queries, heads, head_dim] in the dtype of `query`; float32 [rows, heads, queries].
     """
     rows = query.shape[0]
-    tile, vector = _tile(query.dtype, form.head_dim), _vector(jnp.int32)
+    tile, vector = _tile(query.dtype, form.head_dim), _vector(form, jnp.int32)
     names = sorted(integers)
     copies = (2 + _num_of_keys(names)) * _copies(form)
     return _run(
         functools.partial(_forward_body, form, names),
-        (query, key, value, *(integers[name] for name in names), *table),
+        (query, key, value, *_integers(form, integers, other="key"), *table),
         out=[
             jax.ShapeDtypeStruct(query.shape, query.dtype),
             jax.ShapeDtypeStruct((rows, form.heads, form.queries), jnp.float32),
         ],
-        scratch=[tile, tile, tile, vector, vector, _vector(jnp.float32), *_barriers(1, copies)],
+        scratch=[
+            *(tile, tile, tile, vector, vector),
+            _plgpu().SMEM((TILE,), jnp.float32),
+            *_barriers(1, copies),
+        ],
         grid=(form.heads, form.queries // TILE, rows),
         name="attention_forward",
         flops=_flops(form, rows, products=2, of_keys=False),
@@ -100,12 +106,12 @@ def query_gradients(
       integers, table, interpret: as of `forward`.
     """
     query = arrays[0]
-    tile, vector = _tile(query.dtype, form.head_dim), _vector(jnp.int32)
+    tile, vector = _tile(query.dtype, form.head_dim), _vector(form, jnp.int32)
     names = sorted(integers)
     copies = (2 + _num_of_keys(names)) * _copies(form)
     (out,) = _run(
         functools.partial(_query_body, form, names),
-        (*arrays, *sums, *(integers[name] for name in names), *table),
+        (*arrays, *sums, *_integers(form, integers, other="key"), *table),
         out=[jax.ShapeDtypeStruct(query.shape, query.dtype)],
         scratch=[tile, tile, tile, tile, vector, vector, *_barriers(2, copies)],
         grid=(form.heads, form.queries // TILE, query.shape[0]),
@@ -130,16 +136,21 @@ def key_gradients(
     Arguments as of `query_gradients`; `table` is that of the keys' tiles.
     """
     query, key = arrays[:2]
-    tile, vector = _tile(query.dtype, form.head_dim), _vector(jnp.int32)
+    tile, vector = _tile(query.dtype, form.head_dim), _vector(form, jnp.int32)
     wide = _tile(jnp.float32, form.head_dim)
-    number = _vector(jnp.float32)
+    number = _vector(form, jnp.float32)
     names = sorted(integers)
     copies = (4 + len(names) - _num_of_keys(names)) * _copies(form)
     shape = jax.ShapeDtypeStruct(key.shape, jnp.float32)
     of_tile = [tile, tile, tile, tile, wide, vector, vector, number, number]
     return _run(
         functools.partial(_key_body, form, names),
-        (*arrays, *sums, *(integers[name] for name in names), *table),
+        (
+            *arrays,
+            *(_with_margins(form, x) for x in sums),
+            *_integers(form, integers, other="query"),
+            *table,
+        ),
         out=[shape, shape],
         scratch=[*of_tile, *_barriers(2, copies)],
         grid=(form.kv_heads, form.keys // TILE, query.shape[0]),
@@ -190,6 +201,21 @@ def _flops(form: Form, rows: int, *, products: int, of_keys: bool) -> int:
     """Of so many products of each tile of scores with head_dim."""
     scores = rows * form.visited(of_keys=of_keys) * TILE * TILE
     return 2 * products * scores * form.head_dim
+
+
+def _integers(form: Form, integers: dict[str, jax.Array], *, other: str) -> list[jax.Array]:
+    """In the order of their names; those of the other side, of which blocks are copied, padded."""
+    return [
+        _with_margins(form, x) if name.startswith(other) else x
+        for name, x in sorted(integers.items())
+    ]
+
+
+def _with_margins(form: Form, vectors: jax.Array) -> jax.Array:
+    """[..., tokens] with as many elements on each side as `_gather` reads beside a block."""
+    if not form.layouts:
+        return vectors
+    return jnp.pad(vectors, [(0, 0)] * (vectors.ndim - 1) + [(MARGIN, MARGIN)])
 
 
 def _num_of_keys(names: Sequence[str]) -> int:
@@ -407,6 +433,13 @@ def _gather(
     for part in range(PARTS):
         block = blocks[head, place.tile, turn, part]
         for source, target in pairs:
+            if len(target.shape) == 1:
+                # The hardware copies to multiples of 128 bytes alone, and 16 numbers have 64. So
+                # each part gets a vector of its own, of which quarter `part` is the block (see
+                # `_column`).
+                there = source.at[pl.ds(block * BLOCK + MARGIN - part * BLOCK, TILE)]
+                plgpu.copy_gmem_to_smem(there, target.at[pl.ds(part * TILE, TILE)], barrier)
+                continue
             there = source.at[pl.ds(block * BLOCK, BLOCK)]
             plgpu.copy_gmem_to_smem(there, target.at[pl.ds(part * BLOCK, BLOCK)], barrier)
     plgpu.barrier_wait(barrier)
@@ -522,8 +555,9 @@ def _tile(dtype: Any, width: int) -> Any:
     return plgpu.SMEM((TILE, width), dtype, transforms=transforms)
 
 
-def _vector(dtype: Any) -> Any:
-    return _plgpu().SMEM((TILE,), dtype)
+def _vector(form: Form, dtype: Any) -> Any:
+    """Room for one number of each token of a tile; with tables, for one vector of each part."""
+    return _plgpu().SMEM((TILE * _copies(form),), dtype)
 
 
 def _barriers(first: int, copies: int) -> list[Any]:
@@ -550,8 +584,21 @@ def _row(ref: Any) -> Any:
 
 
 def _column(ref: Any) -> Any:
-    """A vector of shared memory, one number for each column of a tile."""
-    return _plgpu().load(ref, layout=_layout().reduce(0))
+    """A vector of shared memory, one number for each column of a tile.
+
+    Of the vectors of parts that `_gather` has brought, each one's own quarter.
+    """
+    from jax.experimental import pallas as pl
+
+    plgpu, layout = _plgpu(), _layout().reduce(0)
+    if ref.shape == (TILE,):
+        return plgpu.load(ref, layout=layout)
+    part = lax.div(plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=layout), jnp.int32(BLOCK))
+    found = plgpu.load(ref.at[pl.ds(0, TILE)], layout=layout)
+    for number in range(1, PARTS):
+        here = plgpu.load(ref.at[pl.ds(number * TILE, TILE)], layout=layout)
+        found = jnp.where(part == number, here, found)
+    return found
 
 
 def _by_row(vector: Any, columns: int = TILE) -> Any:

@@ -61,7 +61,7 @@ def test_where_the_check_takes_all_of_the_time_nothing_is_timed_or_kept(
     answer = asked(clock, kept, other, deadline=1.0)
     assert answer == Answer(choice="xla", reason=f"mosaic_gpu was not taken: {OVER}")
     assert other.times == 2
-    fast, reference = Runs(clock, 0.1), Runs(clock, 0.15)
+    fast, reference = Runs(clock, 0.01), Runs(clock, 0.015)
     found = asked(clock, kept, fast, reference=reference, deadline=100.0)
     assert found.choice == "mosaic_gpu"
     assert fast.times == 2 + 1 + AT_START.rounds, "no mark, and no answer, was left"
@@ -229,7 +229,7 @@ def test_a_difference_that_cannot_be_told_refuses(clock: Clock, kept: KeptChoice
 def test_a_gain_within_the_noise_is_none(clock: Clock, kept: KeptChoices) -> None:
     """5 % less, where the quartiles are 10 % apart: two medians of seven times differ as much."""
     wide = Runs(clock, 0.5, 0.5, 0.5, 0.90, 1.00, 0.95, 0.90, 1.00, 0.95, 0.95)
-    patient = dataclasses.replace(AT_START, seconds=100.0)
+    patient = dataclasses.replace(AT_START, rounds=7, seconds=100.0)
     answer = asked(clock, kept, wide, effort=patient)
     assert answer.choice == "xla"
     assert "times were too noisy to tell (5.0% less, give or take 10.3%)" in answer.reason

@@ -141,7 +141,8 @@ def _build(case: Case, workload: Workload) -> Built:
 
 def _run(case: Case, workload: Workload, built: Built) -> dict[str, Any]:
     before = peak_device_bytes()
-    state = zerojax.init_state(built.plan)
+    state = jax.block_until_ready(zerojax.init_state(built.plan))
+    held = (jax.local_devices()[0].memory_stats() or {}).get("bytes_in_use")
     batch = zerojax.shard_batch(built.plan, make_source(workload, 2).batch(0))
     for _ in range(workload.steps):
         state, metrics = built.step(state, batch)
@@ -154,6 +155,7 @@ def _run(case: Case, workload: Workload, built: Built) -> dict[str, Any]:
         "microbatches": case.num_microbatches,
         "remat": case.remat,
         "state_MB": predicted.arguments / 1e6,
+        "allocated_MB": None if held is None else held / 1e6,
         "temporary_MB": predicted.temporary / 1e6,
         "predicted_MB": predicted.peak / 1e6,
         "peak_before_MB": None if before is None else before / 1e6,

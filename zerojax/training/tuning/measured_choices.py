@@ -52,8 +52,8 @@ class Effort:
     total: float
 
 
-AT_START = Effort(rounds=7, seconds=2.0, total=10.0)
-BY_ITSELF = Effort(rounds=21, seconds=10.0, total=math.inf)
+AT_START = Effort(rounds=41, seconds=2.0, total=10.0)
+BY_ITSELF = Effort(rounds=101, seconds=10.0, total=math.inf)
 """Of `zerojax tune`, for which nobody waits."""
 
 
