@@ -121,7 +121,7 @@ def test_the_numbers_of_a_card_agree_with_each_other(name):
 def test_h200_in_the_units_of_the_interface():
     gpu = find_gpu("h200")
     assert (gpu.bf16_flops, gpu.fp32_flops) == (989.5e12, 494.7e12)
-    assert (gpu.memory_bandwidth, gpu.memory_bytes) == (4.8e12, 150109106995)
+    assert (gpu.memory_bandwidth, gpu.memory_bytes) == (4.8e12, 150109880320)
     assert (gpu.node_devices, gpu.node_bandwidth, gpu.network_bandwidth) == (8, 450e9, 50e9)
     assert gpu.host_bandwidth == 64e9
     assert gpu.title == "NVIDIA H200 SXM 141 GB"

@@ -19,6 +19,8 @@ from tests.gpu_cards import DATA_CENTER
 from zerojax.hardware.gpus import find_gpu, gpu_names, target_text
 from zerojax.hardware.gpus import target as target_module
 
+# What a driver gave, where OpenXLA has another number (benchmarks/results/gpu_h200.json, "target").
+MEASURED = {("h200", "l2_cache_size"): 62914560}
 FACTS = ["core_count", "device_memory_size", "memory_bandwidth", "l2_cache_size", "clock_rate_ghz"]
 FACTS += ["shared_memory_per_block", "shared_memory_per_block_optin", "shared_memory_per_core"]
 FACTS += ["registers_per_block_limit", "registers_per_core_limit", "threads_per_core_limit"]
@@ -102,7 +104,7 @@ def test_the_target_has_the_facts_of_openxlas_description(name):
     assert ours["platform_name"] == theirs["platform_name"] == "CUDA"
     ours, theirs = ours["gpu_device_info"], theirs["gpu_device_info"]
     for fact in FACTS:
-        assert float(ours[fact]) == float(theirs[fact]), fact
+        assert float(MEASURED.get((name, fact), theirs[fact])) == float(ours[fact]), fact
     capability = {"minor": "0", "feature_extension": "NONE"}
     assert capability | ours["cuda_compute_capability"] == (
         capability | theirs["cuda_compute_capability"]

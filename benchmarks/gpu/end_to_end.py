@@ -73,6 +73,10 @@ def measure(name: str, workload: Workload) -> Iterator[Record]:
     yield record
     rows.append(_stored_scores_row(workload, params, opt_state))
     yield record
+    del params, opt_state, bare, train
+    if workload.remat == "none":
+        rows.append(_unrolled_row(workload))
+        yield record
 
 
 def _row(side: str, samples: list[Sample], workload: Workload) -> dict[str, Any]:
@@ -93,14 +97,14 @@ class _TrainSide:
     ending `fit` is not.
     """
 
-    def __init__(self, workload: Workload, folder: str) -> None:
+    def __init__(self, workload: Workload, folder: str, *, unroll: bool = False) -> None:
         self._source = make_source(workload)
         self._every = max(1, workload.steps // 2)
         self._times: list[tuple[int, float, float]] = []
         self.losses: dict[int, float] = {}
         self.trainer = zerojax.train(
             make_factory(workload),
-            {"data": 1},
+            {"data": 1, "unroll": unroll},
             self._source,
             optimizer=make_optimizer(),
             precision="bf16",
@@ -184,6 +188,16 @@ def _stored_scores_row(workload: Workload, params: Any, opt_state: Any) -> dict[
         samples = interleave({side: run}, warm_up=WARM_UP, steps=workload.steps, rounds=2)
     except Exception as error:  # too large for the GPU must not lose the two main rows
         return {"way": side, "note": f"{type(error).__name__}: {error}"[:200]}
+    return _row(side, samples[side], workload)
+
+
+def _unrolled_row(workload: Workload) -> dict[str, Any]:
+    """`zerojax.train` with the loop over layers as straight code."""
+    side = "zerojax.train, unroll"
+    with tempfile.TemporaryDirectory() as folder:
+        train = _TrainSide(workload, folder, unroll=True)
+        samples = interleave({side: train.run}, warm_up=WARM_UP, steps=workload.steps, rounds=2)
+        train.trainer.close()
     return _row(side, samples[side], workload)
 
 

@@ -269,6 +269,11 @@ class MeshConfig:
     neither a product nor another costly operation; none, nothing; model, what the model's own
     jax.checkpoint says; auto, as model, or elementwise where layers without checkpoints would keep
     more than their weights take. Reference models have `model.remat` instead."""
+    unroll: bool = False
+    """Run the model's loops over layers (`jax.lax.scan` over stacked parameters, as reference
+    models have) as straight code. The step stacks no copies of what the backward pass needs: less
+    memory and fewer bytes moved, for a longer compilation. Not with zero=3, stage > 1, checkpoints
+    around layers or offload by layer, which need the loop."""
     kernels: Literal["auto", "xla", "mosaic_gpu", "interpret"] = "auto"
     """What runs the statistics of gradients (with the loss scale) and the update. xla: the
     compiler's fusions; mosaic_gpu: this project's Pallas kernels, one for many arrays, or an error;

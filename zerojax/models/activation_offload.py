@@ -11,7 +11,7 @@ within a layer stays, since it bounds what that loop keeps.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
 import jax
@@ -92,9 +92,14 @@ def find_layer_scans(closed: ClosedJaxpr, parameters: Sequence[bool]) -> list[La
     Raises:
       ValueError: there are none, or one that cannot be rewritten; with the remedy.
     """
+    return _checked(find_loops_over_layers(closed, parameters))
+
+
+def find_loops_over_layers(closed: ClosedJaxpr, parameters: Sequence[bool]) -> list[LayerScan]:
+    """As `find_layer_scans`, of which any may be missing or inside of something."""
     inputs = closed.jaxpr.invars
     held = {v for v, is_one in zip(inputs, parameters, strict=True) if is_one}
-    return _checked(list(_find(closed.jaxpr, held, "")))
+    return list(_find(closed.jaxpr, held, ""))
 
 
 def describe_layer_inputs(
@@ -146,18 +151,32 @@ def keep_inputs_on_host(
     """
 
     def rewritten(parameters: Any, *others: Any) -> Any:
-        closed, shape = jax.make_jaxpr(function, return_shape=True)(parameters, *others)
+        closed, shape, scans = trace_with_loops(function, (parameters, *others), constants)
+        chosen = {id(scan.equation) for scan in _checked(scans)}
         inputs = jax.tree.leaves((parameters, *others))
-        fixed = {id(leaf) for leaf in jax.tree.leaves(list(constants))}
-        held = set(closed.jaxpr.invars[: len(jax.tree.leaves(parameters))])
-        pairs = zip(closed.jaxpr.constvars, closed.consts, strict=True)
-        held |= {variable for variable, value in pairs if id(value) in fixed}
-        scans = _checked(list(_find(closed.jaxpr, held, "")))
-        chosen = {id(scan.equation) for scan in scans}
-        outputs = _evaluate(closed, inputs, lambda equation: _rewrite(equation, chosen))
+        outputs = evaluate_loops(closed, inputs, chosen, _run_layers)
         return jax.tree.unflatten(jax.tree.structure(shape), outputs)
 
     return rewritten
+
+
+def trace_with_loops(
+    function: Callable[..., Any], given: Sequence[Any], constants: Sequence[Any]
+) -> tuple[ClosedJaxpr, Any, list[LayerScan]]:
+    """Traces `function(*given)`, whose first argument holds parameters.
+
+    Args:
+      constants: arrays that it closes over and that are parameters, too.
+
+    Returns:
+      (the program, the shapes of its result, its loops over layers).
+    """
+    closed, shape = jax.make_jaxpr(function, return_shape=True)(*given)
+    fixed = {id(leaf) for leaf in jax.tree.leaves(list(constants))}
+    held = set(closed.jaxpr.invars[: len(jax.tree.leaves(given[0]))])
+    pairs = zip(closed.jaxpr.constvars, closed.consts, strict=True)
+    held |= {variable for variable, value in pairs if id(value) in fixed}
+    return closed, shape, list(_find(closed.jaxpr, held, ""))
 
 
 def _checked(scans: list[LayerScan]) -> list[LayerScan]:
@@ -221,14 +240,29 @@ def _holds(held: set[Any], atom: Any) -> bool:
 _Run = Callable[[Sequence[Any]], Sequence[Any]]
 
 
-def _rewrite(equation: Any, chosen: set[int]) -> _Run | None:
-    """What runs in place of an equation; None leaves it."""
-    if id(equation) in chosen:
-        return lambda given: _run_layers(equation, given)
-    if equation.primitive.name in _CALLS and _contains(equation, lambda e: id(e) in chosen):
-        inner = program_of(equation)
-        return lambda given: _evaluate(inner, given, lambda e: _rewrite(e, chosen))
-    return None
+def evaluate_loops(
+    closed: ClosedJaxpr,
+    inputs: Sequence[Any],
+    chosen: Set[int],
+    run_loop: Callable[[Any, Sequence[Any]], Sequence[Any]],
+) -> list[Any]:
+    """The outputs of a program, some of whose loops run otherwise.
+
+    Args:
+      closed: the program; inputs: what it is given.
+      chosen: `id` of the equations of these loops, in the program or in calls.
+      run_loop: (equation, its inputs) -> its outputs, for these.
+    """
+
+    def rewrite(equation: Any) -> _Run | None:
+        if id(equation) in chosen:
+            return lambda given: run_loop(equation, given)
+        if equation.primitive.name in _CALLS and _contains(equation, lambda e: id(e) in chosen):
+            inner = program_of(equation)
+            return lambda given: _evaluate(inner, given, rewrite)
+        return None
+
+    return _evaluate(closed, inputs, rewrite)
 
 
 def _run_layers(equation: Any, given: Sequence[Any]) -> Sequence[Any]:

@@ -340,4 +340,5 @@ def pass_config(plan: Plan) -> zero.PassConfig:
         virtual_shards=plan.settings.virtual_shards if plan.settings.deterministic else None,
         metrics=plan.traced.metric_names,
         counted=plan.traced.counted_state,
+        unroll=plan.settings.unroll,
     )

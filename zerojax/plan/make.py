@@ -24,6 +24,7 @@ from zerojax.models.attention_choice import attention_planned_for
 from zerojax.models.loops import find_stacks
 from zerojax.models.losses import split_result
 from zerojax.models.rolling import find_lists
+from zerojax.models.unrolling import describe_unrolled
 from zerojax.optim.precision import Precision, as_precision, default_precision
 from zerojax.plan import device_mesh as meshes
 from zerojax.plan.batch_sums import check_batch_sums, describe_batch_sums, sums_of_trace
@@ -123,6 +124,7 @@ _MESH_OPTIONS = (
     "context_parallel",
     "roll",
     "roll_remat",
+    "unroll",
     "kernels",
     "tune",
     "offload",
@@ -231,7 +233,8 @@ def make_plan(
       freeze: regular expressions, or one, on names of parameters that get no gradient.
       steps: length of the run, for the learning-rate schedule.
       **mesh_options: other fields of `MeshConfig`: rules, persistence_threshold,
-        reduce_bucket_size, allgather_bucket_size, sequence_sharding, roll, roll_remat.
+        reduce_bucket_size, allgather_bucket_size, sequence_sharding, roll, roll_remat,
+        unroll.
 
     Raises:
       ValueError, TypeError: with the value, the limit and the remedy.
@@ -395,6 +398,7 @@ def _decide(
             *rules,
             *describe_offload(settings, offload),
             *describe_layer_inputs(settings, seen.trace.jaxpr, len(seen.params)),
+            *describe_unrolled(settings, seen.trace.jaxpr, len(seen.params)),
             *describe_update(program.kernels, tx, stacks, stored["params"], mesh),
             *why_padding,
             *optim.describe_muon(stored["opt_state"], stacks - names.keys()),

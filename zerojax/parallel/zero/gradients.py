@@ -16,6 +16,7 @@ from zerojax.models.losses import no_sums, split_result
 from zerojax.models.protocol import Loss
 from zerojax.models.row_lookups import find_row_lookups
 from zerojax.models.trace import trace_model
+from zerojax.models.unrolling import unroll_layers
 from zerojax.parallel import model_state
 from zerojax.parallel.sums import sum_replicated
 from zerojax.parallel.zero.microbatch import (
@@ -113,6 +114,8 @@ def build_differentiation(
     if config.offload is not None and config.offload.activations:
         loss_of = keep_inputs_on_host(loss_of, list(constants.values()))
     loss_of = build_rewriting(config, frozen)(loss_of) if on_read else loss_of
+    if config.unroll:
+        loss_of = unroll_layers(loss_of, list(constants.values()))
 
     def differentiated(inputs: Arrays, extras: Arrays, key: Any, batch: Arrays):
         loss, (sums, after) = loss_of(inputs, extras, key, batch)

@@ -38,6 +38,7 @@ class PassConfig:
       num_microbatches: pieces of each device's rows; their gradients are accumulated.
       reduce_bucket_size, allgather_bucket_size: elements per collective.
       sequence_sharding: split the residual stream over `model` along the sequence.
+      unroll: run loops over layers as straight code.
       regather: at stage 3, gather parameters again in the backward pass instead of keeping them.
       pipeline: how the layers lie on stages; None with one stage.
       context: how sequences lie over `context`; None where each is whole on its device.
@@ -66,6 +67,7 @@ class PassConfig:
     virtual_shards: int | None = None
     metrics: tuple[str, ...] = ()
     counted: frozenset[str] = frozenset()
+    unroll: bool = False
 
     @property
     def tree(self) -> TreeOrder | None:

@@ -117,14 +117,14 @@ class TimedSteps:
 
 
 def variants_of(plan: Plan, kernel: str | None = None) -> dict[str, Plan]:
-    """The plan, the plan with the other implementations of kernels, and with other buckets.
+    """The plan, and the plan with other implementations of kernels, buckets, and layers unrolled.
 
     Args:
       plan: on devices that are here.
       kernel: what is tried beside "xla"; None: "mosaic_gpu".
     """
     kernel = kernel or tuned_plan.OTHER_KERNEL
-    return {AS_PLANNED: plan} | _of_kernels(plan, kernel) | _of_buckets(plan)
+    return {AS_PLANNED: plan} | _of_kernels(plan, kernel) | _of_buckets(plan) | _of_loops(plan)
 
 
 def _of_kernels(plan: Plan, kernel: str) -> dict[str, Plan]:
@@ -149,6 +149,19 @@ def _of_buckets(plan: Plan) -> dict[str, Plan]:
         settings = dataclasses.replace(plan.settings, **changes)
         found[f"mesh.{option}={size}"] = dataclasses.replace(plan, settings=settings)
     return found
+
+
+def _of_loops(plan: Plan) -> dict[str, Plan]:
+    """Loops over layers as straight code, where the settings and the model allow it."""
+    if plan.settings.unroll:
+        return {}
+    remake: Any = plan.remake
+    settings = dataclasses.replace(plan.settings, unroll=True)
+    try:
+        unrolled = dataclasses.replace(remake, settings=settings)(plan.mesh)
+    except ValueError:  # what needs the loop, or has none
+        return {}
+    return {"mesh.unroll=true": dataclasses.replace(unrolled, program=plan.program)}
 
 
 def _zeros(plan: Plan) -> Any:
