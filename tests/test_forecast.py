@@ -38,13 +38,15 @@ def plan_of(zero: int = 3, mesh=None, rows: int = 8):
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ZEROJAX_CACHE", str(tmp_path_factory.mktemp("cache")))
-        patch.setattr(
-            compile_client, "FAST_OPTIONS", compile_client.SKETCH_OPTIONS
-        )  # for less work
-        yield
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def cache(folder, monkeypatch):
+    """One for all tests of this file, which ask for less work from the compiler."""
+    monkeypatch.setenv("ZEROJAX_CACHE", str(folder))
+    monkeypatch.setattr(compile_client, "FAST_OPTIONS", compile_client.SKETCH_OPTIONS)
 
 
 def test_without_the_compiler_formulas_are_given_and_labelled(monkeypatch):
