@@ -6,6 +6,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import jax
@@ -230,7 +231,7 @@ def failing_reports():
     """Reports that wait for a step whose metrics are not arrays."""
     reports = Reports(1)
     reports._under_way.append((1, {"loss": None}))
-    reports.hold(2, {"loss": None})
+    reports.hold(types.SimpleNamespace(learning_rate=None), 2, {"loss": None})
     return reports
 
 

@@ -12,7 +12,7 @@ from zerojax.config import LossScale
 from zerojax.hardware import compile_client
 from zerojax.optim.precision import Precision, as_precision
 from zerojax.training.metrics.loss_spikes import SpikeDetector
-from zerojax.training.metrics.stragglers import ACTIVITIES, STEP, Stopwatch, difference
+from zerojax.training.metrics.stragglers import ACTIVITIES, Stopwatch
 from zerojax.training.process_times import LoopClock
 from zerojax.training.reporting import MAX_STEPS_UNDER_WAY, Reports, compare_peak
 
@@ -76,7 +76,7 @@ class Log:
 
 
 def report(reports, plan, step, held, log=None):
-    reports.hold(step, held)
+    reports.hold(plan, step, held)
     return reports.read(plan, log)
 
 
@@ -97,16 +97,14 @@ def test_the_loss_scale_is_shown_where_there_is_one():
     assert log.messages == []
 
 
-def test_a_learning_rate_that_waits_for_the_devices_is_no_work_of_the_loop():
-    """A schedule is computed on a device, behind the step under way."""
-    times = iter(range(100))
-    clock = LoopClock(Stopwatch(lambda: next(times)))
-    seen = []
+def test_the_learning_rate_is_that_of_the_step_and_computed_before_it_is_read():
+    """Of 8 steps before the ninth one was skipped, so that 7 updates were made."""
     plan = types.SimpleNamespace(**vars(BF16))
-    plan.learning_rate = lambda updates: seen.append(clock.watch.read()) or 0.1
-    report(Reports(5, clock=clock), plan, 1, metrics())
-    after = difference(clock.watch.read(), seen[0])
-    assert after[STEP] == 1  # from the schedule's call to its end
+    plan.learning_rate = lambda updates: 0.1 * updates
+    reports = Reports(5)
+    reports.hold(plan, 9, metrics(num_skipped=2, skipped=1))
+    plan.learning_rate = None
+    assert reports.read(plan, None)["learning_rate"] == pytest.approx(0.7)
 
 
 # --- steps that are skipped -----------------------------------------------------------------------
@@ -219,7 +217,7 @@ def test_a_step_that_nobody_reports_is_said_with_its_parameter():
 def test_a_reported_step_is_said_once_and_its_parameter_is_in_the_metrics():
     log, reports, held = Log(), Reports(5), overflow(1, bad_leaf=2)
     reports.follow(BF16, 1, held, log)
-    reports.hold(1, held)
+    reports.hold(BF16, 1, held)
     reports.follow(BF16, 2, metrics(num_skipped=1), log)
     reports.read(BF16, log)
     reports.settle(BF16, log)
@@ -343,7 +341,7 @@ def test_a_float16_run_ends_at_the_floor_and_names_its_parameter():
     for number in (1, 2, 3):
         state, held = step(state, batch)
         scales.append(float(held["loss_scale"]))
-        reports.hold(number, held)
+        reports.hold(plan, number, held)
         if number < 3:
             reports.read(plan, None)
     with pytest.raises(FloatingPointError, match="step 3 overflowed.*'steep'.*3 updates skipped"):

@@ -19,7 +19,6 @@ from zerojax.runtime.memory import TRAINING_STEP, allocating_for
 from zerojax.training.metrics import RunLog
 from zerojax.training.metrics.stragglers import STEP
 from zerojax.training.process_times import LoopClock
-from zerojax.training.resumed_settings import next_rate
 
 Metrics = dict[str, Any]
 """Numbers, but for names of parameters: "bad_leaf" and "largest_leaf"."""
@@ -66,6 +65,7 @@ class Reports:
         self._in_a_row = 0
         self._was_skipped = False
         self._held: tuple[int, Mapping[str, Any]] | None = None
+        self._rate: tuple[Any, Callable[..., jax.Array]] | None = None
         self._reported: int | None = None
         self._under_way: collections.deque[tuple[int, Mapping[str, Any]]] = collections.deque()
         self._unseen: collections.deque[tuple[int, Mapping[str, Any]]] = collections.deque()
@@ -177,9 +177,28 @@ class Reports:
         if gathered is not None and log is not None:
             log.write_processes(*gathered)
 
-    def hold(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Keeps the metrics of a step, still on the devices."""
+    def hold(self, plan: Plan, step: int, metrics: Mapping[str, Any]) -> None:
+        """Keeps the metrics of a step and starts computing its learning rate, all on the devices.
+
+        Nothing waits here. Computed when the report is read, the learning rate would wait for the
+        step that is under way then, and no further step would start meanwhile.
+        """
+        if plan.learning_rate is not None:
+            with jax.transfer_guard("allow"):  # of the number of the step
+                rate = self._rate_of(plan)(step - 1, metrics["num_skipped"], metrics["skipped"])
+            metrics = {**metrics, "learning_rate": rate}
         self._held = step, metrics
+
+    def _rate_of(self, plan: Plan) -> Callable[..., jax.Array]:
+        """Returns `(steps before, skipped in all, skipped now) -> learning rate`, compiled once."""
+        if self._rate is None or self._rate[0] is not plan.learning_rate:
+            schedule = plan.learning_rate
+
+            def rate(before: Any, num_skipped: Any, skipped: Any) -> Any:
+                return jnp.asarray(schedule(before - (num_skipped - skipped)), jnp.float32)
+
+            self._rate = schedule, jax.jit(rate)
+        return self._rate[1]
 
     @allocating_for(TRAINING_STEP)
     def read(self, plan: Plan, log: RunLog | None) -> Metrics | None:
@@ -199,10 +218,6 @@ class Reports:
             values = _read(step, metrics)
         self._finished(step)
         before, self._skipped = self._skipped, int(values["num_skipped"])
-        if plan.learning_rate is not None:
-            updates = step - 1 - (self._skipped - int(values["skipped"]))
-            with self._clock.during(STEP):  # computed on a device, behind the step under way
-                values["learning_rate"] = next_rate(plan, updates)
         if log is not None:
             shown = (*SHOWN, *plan.traced.metric_names)
             numbers = {name: values[name] for name in shown if name in values}
@@ -248,7 +263,7 @@ class Reports:
 
 
 def _read(step: int, metrics: Mapping[str, Any]) -> Metrics:
-    return {"step": step} | {name: float(x) for name, x in metrics.items()}
+    return {"step": step} | {name: float(x) for name, x in jax.device_get(dict(metrics)).items()}
 
 
 def with_names(plan: Plan, values: Metrics) -> Metrics:

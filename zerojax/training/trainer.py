@@ -335,7 +335,7 @@ class Trainer:
                     or self.num_steps == 1
                     or last
                 ):
-                    self._reports.hold(self.num_steps, metrics)
+                    self._reports.hold(plan, self.num_steps, metrics)
                     say_epochs(self._log, self.num_steps, self._epochs, feed.epochs(data_state))
                 done = self._evaluate_and_save_if_due(last) or done
                 if done:

@@ -88,7 +88,7 @@ class Journal:
         self._reports.follow(plan, step, metrics, self._log)
         self._report(plan)
         if step % self._every == 0:
-            self._reports.hold(step, metrics)
+            self._reports.hold(plan, step, metrics)
 
     def _report(self, plan: Plan) -> None:
         values = self._reports.read(plan, self._log)
