@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from zerojax.hardware import compile_client
 from zerojax.models import trees
+from zerojax.optim import Schedule
 from zerojax.parallel.update import leaf_names
 from zerojax.plan.make import Plan
 from zerojax.runtime.memory import TRAINING_STEP, allocating_for
@@ -184,17 +185,17 @@ class Reports:
         step that is under way then, and no further step would start meanwhile.
         """
         if plan.learning_rate is not None:
+            rate_of = self._rate_of(plan.learning_rate)
             with jax.transfer_guard("allow"):  # of the number of the step
-                rate = self._rate_of(plan)(step - 1, metrics["num_skipped"], metrics["skipped"])
+                rate = rate_of(step - 1, metrics["num_skipped"], metrics["skipped"])
             metrics = {**metrics, "learning_rate": rate}
         self._held = step, metrics
 
-    def _rate_of(self, plan: Plan) -> Callable[..., jax.Array]:
+    def _rate_of(self, schedule: Schedule) -> Callable[..., jax.Array]:
         """Returns `(steps before, skipped in all, skipped now) -> learning rate`, compiled once."""
-        if self._rate is None or self._rate[0] is not plan.learning_rate:
-            schedule = plan.learning_rate
+        if self._rate is None or self._rate[0] is not schedule:
 
-            def rate(before: Any, num_skipped: Any, skipped: Any) -> Any:
+            def rate(before: Any, num_skipped: Any, skipped: Any) -> jax.Array:
                 return jnp.asarray(schedule(before - (num_skipped - skipped)), jnp.float32)
 
             self._rate = schedule, jax.jit(rate)
