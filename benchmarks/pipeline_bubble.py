@@ -59,7 +59,8 @@ def measure(smoke: bool) -> Record:
     notes = [
         f"waiting: 4 stages; F, input gradients and weight gradients sleep {sizes.milliseconds:g} "
         "ms each per stage and microbatch, idle slots too, as all stages are in step; bubble = 1 - "
-        "work / time; in_step and field: zerojax.schedules.simulate, the latter as papers count",
+        "work / time; in_step and field: zerojax.pipeline_schedules.simulate, the latter "
+        "as papers count",
         "computing: 1f1b, 2 stages on 2 cores; work: m times what one more microbatch costs (the "
         "slope between the two largest m); ideal (m+p-1)/m; once: what a step takes beside its "
         "m+p-1 ticks, such as its update; data parallel: the same batch and products on two data "

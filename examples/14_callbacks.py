@@ -46,7 +46,7 @@ def train(**options):
         steps=300,
         validation=[rows(1000), rows(1001)],
         eval_every=10,
-        log=zerojax.config.LogConfig(every=5),
+        log=zerojax.LogConfig(every=5),
         **options,
     )
 

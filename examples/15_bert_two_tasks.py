@@ -82,7 +82,7 @@ def train(mesh):
         loss=loss,
         optimizer=zerojax.adamw(3e-3),
         precision="fp32",
-        log=zerojax.config.LogConfig(every=1, console="quiet"),
+        log=zerojax.LogConfig(every=1, console="quiet"),
         steps=40,
         run_dir=None,
     )

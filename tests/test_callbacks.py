@@ -256,7 +256,7 @@ def interrupt(trainer, metrics):
 zerojax.train(
     lambda rngs: nnx.Linear(4, 1, rngs=rngs), None, [{"x": np.ones((8, 4), np.float32)}],
     loss=lambda model, batch: (model(batch["x"]) ** 2).mean(), steps=50, checkpoint="run",
-    callbacks=[interrupt], log=zerojax.config.LogConfig(every=1, tensorboard=False),
+    callbacks=[interrupt], log=zerojax.LogConfig(every=1, tensorboard=False),
 )
 """
 

@@ -107,5 +107,5 @@ def test_a_callback_that_reads_arrays_of_an_earlier_state_is_told_to_copy_them()
         return bool(kept[0].sum() < -1)
 
     with pytest.raises(RuntimeError, match="deleted") as caught:
-        train(steps=4, callbacks=[callback], log=zerojax.config.LogConfig(every=1))
+        train(steps=4, callbacks=[callback], log=zerojax.LogConfig(every=1))
     assert "Keep a copy, jax.device_get(trainer.state['params'])" in "".join(caught.value.__notes__)

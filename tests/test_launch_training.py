@@ -142,8 +142,8 @@ config = GPT2Config(num_layers=1, num_heads=2, embed_dim=32, max_seq_len=32, voc
 zerojax.train(
     lambda rngs: GPT2(config, rngs=rngs), zerojax.MeshConfig(zero=2, persistence_threshold=100),
     global_batch_size=16, seq_len=32, steps=8, callbacks=[fault], run_dir="run",
-    checkpoint=zerojax.config.CheckpointConfig(path="run/checkpoints", every=4, asynchronous=False),
-    log=zerojax.config.LogConfig(every=1, console="lines", tensorboard=False),
+    checkpoint=zerojax.CheckpointConfig(path="run/checkpoints", every=4, asynchronous=False),
+    log=zerojax.LogConfig(every=1, console="lines", tensorboard=False),
 )
 print("process", me, "has finished", flush=True)
 """

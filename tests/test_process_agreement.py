@@ -120,7 +120,7 @@ def own(step):
 losses = []
 try:
     zerojax.train(Regression, {{"zero": 1}}, {batches}, optimizer=optax.sgd({rate}), steps={steps},
-                  precision="fp32", run_dir=None, log=zerojax.config.LogConfig(every=1),
+                  precision="fp32", run_dir=None, log=zerojax.LogConfig(every=1),
                   callbacks=[lambda trainer, metrics: losses.append(metrics["loss"])])
 except ValueError as error:
     print("REFUSED", error)

@@ -378,7 +378,7 @@ def durable_run(folder: Path, zero: int = 1, steps: int = 2, **options: Any) -> 
         loss=squared,
         optimizer=zerojax.adamw(1e-2),
         steps=steps,
-        checkpoint=zerojax.config.CheckpointConfig(path=str(folder / "run"), every=1),
+        checkpoint=zerojax.CheckpointConfig(path=str(folder / "run"), every=1),
     )
     trainer.close()
     return trainer.num_steps

@@ -124,7 +124,7 @@ def test_training_takes_tensors_everywhere(tensor):
             loss=squared,
             validation=[given[0], jax.tree.map(convert, short)],
             run_dir=None,
-            log=zerojax.config.LogConfig(console="quiet"),
+            log=zerojax.LogConfig(console="quiet"),
         )
         assert trainer.num_steps == 3
         step = trainer.step(given[0])

@@ -17,12 +17,15 @@ if TYPE_CHECKING:
         MachineError,
     )
     from zerojax.config import (
+        CheckpointConfig,
         ConfigError,
+        LogConfig,
         LoraConfig,
         LossScale,
         MeshConfig,
         OptimizerConfig,
         RunConfig,
+        WatchConfig,
     )
     from zerojax.data import TokenSource, shard_batch
     from zerojax.forecasting import forecast
@@ -62,6 +65,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BaseWeightsError",
     "CheckResult",
+    "CheckpointConfig",
     "CheckpointError",
     "Checkpointer",
     "CompileError",
@@ -75,6 +79,7 @@ __all__ = [
     "Interrupted",
     "KeepBest",
     "LoadedRun",
+    "LogConfig",
     "LoraConfig",
     "LossScale",
     "MachineError",
@@ -90,6 +95,7 @@ __all__ = [
     "TrainState",
     "Trainer",
     "UnsupportedError",
+    "WatchConfig",
     "__version__",
     "adam8bit",
     "adamw",
@@ -131,6 +137,7 @@ __all__ = [
 _HOME_OF_NAME = {
     "BaseWeightsError": "checkpoint.errors",
     "CheckResult": "training.equality",
+    "CheckpointConfig": "config",
     "CheckpointError": "checkpoint",
     "Checkpointer": "checkpoint",
     "CompileError": "hardware.compile_client",
@@ -144,6 +151,7 @@ _HOME_OF_NAME = {
     "Interrupted": "runtime.preemption",
     "KeepBest": "training.evaluation",
     "LoadedRun": "training.loading",
+    "LogConfig": "config",
     "LoraConfig": "config",
     "LossScale": "config",
     "MachineError": "checkpoint.errors",
@@ -159,6 +167,7 @@ _HOME_OF_NAME = {
     "TrainState": "plan.state",
     "Trainer": "training.trainer",
     "UnsupportedError": "models.hugging_face",
+    "WatchConfig": "config",
     "adam8bit": "optim",
     "adamw": "optim",
     "add_lora": "models",
@@ -204,9 +213,9 @@ _PUBLIC_MODULES = {
     "models": "models",
     "optim": "optim",
     "parallel": "parallel",
+    "pipeline_schedules": "plan.schedules",
     "plan": "plan",
     "runtime": "runtime",
-    "schedules": "plan.schedules",
     "training": "training",
 }
 """Attribute after `import zerojax` -> module: the packages, and two modules by the short names that

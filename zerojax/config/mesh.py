@@ -207,7 +207,7 @@ class MeshConfig:
     schedule 1f1b --stages 4 --microbatches 8` draws it. 'pipeline_schedule=interleaved(2)' (in
     quotes) gives each stage two chunks, which shortens the idle time. With 1f1b the memory of a
     stage does not grow with the number of microbatches. From Python also a
-    zerojax.schedules.Schedule. Unused without stage > 1."""
+    zerojax.pipeline_schedules.Schedule. Unused without stage > 1."""
     partition: tuple[int, ...] | str = "uniform"
     """Layers of each pipeline stage. uniform: equally many; flops: for the shortest step,
     including the head; parameters: for the smallest largest stage, including embedding and
@@ -351,7 +351,7 @@ def _check_schedule(schedule: Any) -> None:
             "pipeline_schedule",
             schedule,
             "is not a schedule; use a name such as 1f1b, the path of a CSV file, or a "
-            "zerojax.schedules.Schedule",
+            "zerojax.pipeline_schedules.Schedule",
         )
 
 

@@ -116,7 +116,7 @@ class PipelineLayout:
     """A pipeline, before anything runs.
 
     "Virtual stages" are the parts of the model in its own order; a stage that holds several calls
-    them chunks (see `zerojax.schedules.Schedule`).
+    them chunks (see `zerojax.pipeline_schedules.Schedule`).
 
     Attributes:
       table: the schedule as the executor reads it.

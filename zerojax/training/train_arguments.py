@@ -93,10 +93,10 @@ def checked(arguments: Arguments) -> Arguments:
     check_kind("loss", arguments.loss, Callable, wanted)
     callbacks = _as_callbacks(arguments.callbacks)
     check_kind("seed", arguments.seed, numbers.Integral, "a whole number")
-    check_kind("log", arguments.log, LogConfig, "a zerojax.config.LogConfig")
-    check_kind("watch", arguments.watch, WatchConfig, "a zerojax.config.WatchConfig")
+    check_kind("log", arguments.log, LogConfig, "a zerojax.LogConfig")
+    check_kind("watch", arguments.watch, WatchConfig, "a zerojax.WatchConfig")
     kinds = CheckpointConfig, str, os.PathLike
-    wanted = "a folder, or a zerojax.config.CheckpointConfig"
+    wanted = "a folder, or a zerojax.CheckpointConfig"
     check_kind("checkpoint", arguments.checkpoint, kinds, wanted)
     return dataclasses.replace(arguments, callbacks=callbacks)
 

@@ -161,7 +161,7 @@ class Stage:
         }
 
     def tick(self, state: Arrays, row: Arrays, run: TickRun) -> Arrays:
-        """One tick, in the order that `zerojax.schedules.lowering` describes."""
+        """One tick, in the order that `zerojax.pipeline_schedules.lowering` describes."""
         state, received = dict(state), run.receives
         if self.backward:
             self.receive(state, "gradient", "gradients", state["sent"], row, received)
