@@ -55,7 +55,7 @@ def main(folder: Path) -> dict:
     try:
         engine.save_checkpoint(folder, f"tag{engine.global_rank}")
         refused = ""
-    except zerojax.CheckpointError as error:
+    except zerojax.errors.CheckpointError as error:
         refused = str(error)
     try:
         engine.eval_batch(batch(2, 0, 16))  # of one process these are its rows

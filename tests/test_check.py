@@ -136,7 +136,7 @@ def test_a_model_that_does_not_is_reported(monkeypatch):
     assert [reason.kind for reason in result.reasons] == ["coupled_rows"]
     assert "y = y - y.mean(0" in result.table()
     assert json.loads(json.dumps(result.as_dict()))["reasons"][0]["kind"] == "coupled_rows"
-    with pytest.raises(zerojax.DisagreementError, match="DIFFERS: 1 of 1 runs differ"):
+    with pytest.raises(zerojax.errors.DisagreementError, match="DIFFERS: 1 of 1 runs differ"):
         result.require()
 
 

@@ -324,8 +324,8 @@ def test_weights_of_hugging_face_go_in_and_come_out(tmp_path):
         (lambda e: e.eval_batch(data_itr=iter([])), TypeError, "did you mean 'data_iter'"),
         (lambda e: e.train_batch(batch(0, 16)), ValueError, "16 rows .* train_batch_size is 32"),
         (lambda e: e.train_batch({"x": batch(0)["x"]}), ValueError, "missing"),
-        (lambda e: initialize(CONFIG | {"optimiser": {}}), zerojax.ConfigError, "optimizer"),
-        (lambda e: initialize(optimizer=optax.sgd(1.0)), zerojax.ConfigError, "optimizer"),
+        (lambda e: initialize(CONFIG | {"optimiser": {}}), zerojax.errors.ConfigError, "optimizer"),
+        (lambda e: initialize(optimizer=optax.sgd(1.0)), zerojax.errors.ConfigError, "optimizer"),
     ],
 )
 def test_refused(trained, call, error, message):

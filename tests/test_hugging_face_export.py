@@ -199,7 +199,9 @@ def test_a_folder_that_is_there_and_a_step_that_is_not_are_refused(run, tmp_path
         to_hugging_face(trainer, folder)
     with pytest.raises(ValueError, match="a trainer has only its own"):
         to_hugging_face(trainer, tmp_path / "x", step=2)
-    with pytest.raises(zerojax.CheckpointError, match="has no step 9; the saved steps are: 1"):
+    with pytest.raises(
+        zerojax.errors.CheckpointError, match="has no step 9; the saved steps are: 1"
+    ):
         to_hugging_face(folder, tmp_path / "x", step=9)
 
 

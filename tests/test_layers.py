@@ -19,10 +19,12 @@ MAX_LINES = 700
 MIN_LINES = 60
 MEAN_LINES = 170
 MAX_FUNCTION_LINES = 80
-MAX_ENTRIES = 16
+MAX_ENTRIES = 17
 LAZY = "cli"
 """The package that may import inside functions: it answers without JAX."""
-MODULES_AT_THE_TOP = {"__init__", "__main__"}
+PUBLIC_NAMES = {"__init__", "errors"}
+"""Modules at the top that import what they offer when it is asked for."""
+MODULES_AT_THE_TOP = {*PUBLIC_NAMES, "__main__"}
 ENTRY_POINTS = {"__init__.py", "__main__.py", "boot.py", "child.py"}
 TABLES = {"architectures.py"}
 """Files that are a table of data, and as long as it is."""
@@ -123,7 +125,7 @@ class Sources:
         """The place in the line. The public names stand below the command line, which uses them."""
         if package == "pallas_kernels":
             return -1
-        above = {"__init__": len(self.line) - 1.5, "__main__": len(self.line)}
+        above = dict.fromkeys(PUBLIC_NAMES, len(self.line) - 1.5) | {"__main__": len(self.line)}
         return above[package] if package in above else self.line.index(package)
 
     def where(self, module: str, node: ast.AST) -> str:
@@ -188,7 +190,7 @@ def hidden_imports(sources: Sources) -> list[str]:
     """
     problems = []
     for module in sources.paths:
-        if package_of(module) == "__init__":  # zerojax/__init__.py imports on request alone
+        if package_of(module) in PUBLIC_NAMES:
             continue
         hidden = ast.Call if package_of(module) == LAZY else ast.AST
         inside = {
@@ -327,7 +329,7 @@ def mean_of_files(sources: Sources) -> list[str]:
 def repeated_file_names(sources: Sources) -> list[str]:
     found: dict[str, list[str]] = {}
     for module, path in files_of(sources):
-        if path.name not in ("__init__.py", "__main__.py"):
+        if path.name not in ("__init__.py", "__main__.py") and module.count(".") > 1:
             found.setdefault(path.name, []).append(module)
     return [
         f"{name}: {', '.join(modules)}; a name says what a file is without its folder"

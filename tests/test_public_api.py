@@ -14,16 +14,16 @@ import pytest
 
 import zerojax
 from tests.syntax_trees import nodes_of
+from zerojax import errors
 
-SOURCE = Path(zerojax.__file__).read_text()
 MOST_BY_POSITION = {"experts": 5}
 """One row, its gates and its choices are three arrays; weights and what applies them are two."""
 NAMES = [name for name in zerojax.__all__ if name != "__version__"]
 
 
-def names_for_type_checkers() -> dict[str, str]:
+def names_for_type_checkers(source: str) -> dict[str, str]:
     """Name -> module, from the imports under `if TYPE_CHECKING`."""
-    block = next(node for node in ast.parse(SOURCE).body if isinstance(node, ast.If))
+    block = next(node for node in ast.parse(source).body if isinstance(node, ast.If))
     return {
         alias.name: statement.module.removeprefix("zerojax.")
         for statement in block.body
@@ -32,9 +32,17 @@ def names_for_type_checkers() -> dict[str, str]:
     }
 
 
-def test_the_lazy_table_is_what_type_checkers_see():
-    assert names_for_type_checkers() == zerojax._HOME_OF_NAME
-    assert sorted(zerojax._HOME_OF_NAME) == sorted(NAMES)
+@pytest.mark.parametrize("module", [zerojax, errors], ids=lambda module: module.__name__)
+def test_the_lazy_table_is_what_type_checkers_see(module):
+    source = Path(module.__file__).read_text()
+    assert names_for_type_checkers(source) == module._HOME_OF_NAME
+    assert sorted(module._HOME_OF_NAME) == sorted({*module.__all__} - {"__version__"})
+
+
+@pytest.mark.parametrize("name", errors.__all__)
+def test_every_exception_exists_and_is_documented(name):
+    assert issubclass(getattr(errors, name), BaseException)
+    assert inspect.getdoc(getattr(errors, name))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -117,8 +125,8 @@ def documented() -> str:
 
 def test_every_exception_that_is_documented_is_public():
     named = set(re.findall(r"\b[A-Z]\w+\b", documented()))
-    missing = sorted((exceptions_of_zerojax() & named) - set(NAMES))
-    assert not missing, f"documented, and not to be caught as zerojax.NAME: {missing}"
+    missing = sorted((exceptions_of_zerojax() & named) - set(errors.__all__))
+    assert not missing, f"documented, and not in zerojax.errors: {missing}"
 
 
 @pytest.mark.parametrize(

@@ -349,7 +349,7 @@ def test_a_run_of_a_model_and_loss_of_ones_own_is_read_back(tmp_path, monkeypatc
     other = lambda folder: train(  # noqa: E731
         checkpoint=folder, run_dir="auto", optimizer=optax.sgd(1e-2)
     )
-    value, error = "opt_state/1/0/count optimizer", zerojax.CheckpointError
+    value, error = "opt_state/1/0/count optimizer", zerojax.errors.CheckpointError
     Refusal("mine", value, "metadata.json another", ["other"], error).check(other)
 
 

@@ -459,7 +459,10 @@ def test_what_the_engine_has_in_place_of_a_name(engine):
 def test_tags_of_checkpoints(engine, tmp_path):
     refused(lambda: engine.save_checkpoint(tmp_path, "a/b"), "a/b latest", "global_step100")
     engine.save_checkpoint(tmp_path, "global_step100", save_latest=False)
-    load, error = lambda *tag: engine.load_checkpoint(tmp_path, *tag), zerojax.CheckpointError
+    load, error = (
+        lambda *tag: engine.load_checkpoint(tmp_path, *tag),
+        zerojax.errors.CheckpointError,
+    )
     refused(lambda: load("other"), ["other", tmp_path], "global_step100", error=error)
     assert load("global_step100")[0] is not None
     with pytest.warns(RuntimeWarning, match="latest") as caught:

@@ -9,16 +9,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zerojax.checkpoint import Checkpointer, CheckpointError
-    from zerojax.checkpoint.errors import (
-        BaseWeightsError,
-        DamagedError,
-        FolderInUseError,
-        MachineError,
-    )
+    from zerojax.checkpoint import Checkpointer
     from zerojax.config import (
         CheckpointConfig,
-        ConfigError,
         LogConfig,
         LoraConfig,
         LossScale,
@@ -29,7 +22,6 @@ if TYPE_CHECKING:
     )
     from zerojax.data import TokenSource, shard_batch
     from zerojax.forecasting import forecast
-    from zerojax.hardware.compile_client import CompileError, CompilerMissing
     from zerojax.models import (
         Stages,
         add_lora,
@@ -39,7 +31,7 @@ if TYPE_CHECKING:
         experts,
         merge_lora,
     )
-    from zerojax.models.hugging_face import Pretrained, UnsupportedError, from_hugging_face
+    from zerojax.models.hugging_face import Pretrained, from_hugging_face
     from zerojax.optim import adam8bit, adamw, lamb, lion, muon, sgd, with_ema
     from zerojax.optim.precision import Precision
     from zerojax.parallel.initialization import init_state
@@ -48,11 +40,10 @@ if TYPE_CHECKING:
     from zerojax.plan.device_mesh import make_abstract_mesh, make_mesh
     from zerojax.plan.make import Plan, make_plan
     from zerojax.plan.state import TrainState
-    from zerojax.runtime.distributed import PeerLostError, join_processes
-    from zerojax.runtime.preemption import Interrupted
+    from zerojax.runtime.distributed import join_processes
     from zerojax.training.deepspeed.engine import Engine, initialize
     from zerojax.training.entry import train
-    from zerojax.training.equality import CheckResult, DisagreementError, check
+    from zerojax.training.equality import CheckResult, check
     from zerojax.training.evaluation import EarlyStopping, KeepBest
     from zerojax.training.hugging_face_export import to_hugging_face, to_peft
     from zerojax.training.loading import LoadedRun, load_run
@@ -63,29 +54,18 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "BaseWeightsError",
     "CheckResult",
     "CheckpointConfig",
-    "CheckpointError",
     "Checkpointer",
-    "CompileError",
-    "CompilerMissing",
-    "ConfigError",
-    "DamagedError",
-    "DisagreementError",
     "EarlyStopping",
     "Engine",
-    "FolderInUseError",
-    "Interrupted",
     "KeepBest",
     "LoadedRun",
     "LogConfig",
     "LoraConfig",
     "LossScale",
-    "MachineError",
     "MeshConfig",
     "OptimizerConfig",
-    "PeerLostError",
     "Plan",
     "Precision",
     "Pretrained",
@@ -94,7 +74,6 @@ __all__ = [
     "TokenSource",
     "TrainState",
     "Trainer",
-    "UnsupportedError",
     "WatchConfig",
     "__version__",
     "adam8bit",
@@ -135,29 +114,18 @@ __all__ = [
 
 # Name -> module: what the block above says to type checkers (tests/test_public_api.py).
 _HOME_OF_NAME = {
-    "BaseWeightsError": "checkpoint.errors",
     "CheckResult": "training.equality",
     "CheckpointConfig": "config",
-    "CheckpointError": "checkpoint",
     "Checkpointer": "checkpoint",
-    "CompileError": "hardware.compile_client",
-    "CompilerMissing": "hardware.compile_client",
-    "ConfigError": "config",
-    "DamagedError": "checkpoint.errors",
-    "DisagreementError": "training.equality",
     "EarlyStopping": "training.evaluation",
     "Engine": "training.deepspeed.engine",
-    "FolderInUseError": "checkpoint.errors",
-    "Interrupted": "runtime.preemption",
     "KeepBest": "training.evaluation",
     "LoadedRun": "training.loading",
     "LogConfig": "config",
     "LoraConfig": "config",
     "LossScale": "config",
-    "MachineError": "checkpoint.errors",
     "MeshConfig": "config",
     "OptimizerConfig": "config",
-    "PeerLostError": "runtime.distributed",
     "Plan": "plan.make",
     "Precision": "optim.precision",
     "Pretrained": "models.hugging_face",
@@ -166,7 +134,6 @@ _HOME_OF_NAME = {
     "TokenSource": "data",
     "TrainState": "plan.state",
     "Trainer": "training.trainer",
-    "UnsupportedError": "models.hugging_face",
     "WatchConfig": "config",
     "adam8bit": "optim",
     "adamw": "optim",
@@ -207,6 +174,7 @@ _PUBLIC_MODULES = {
     "checkpoint": "checkpoint",
     "config": "config",
     "data": "data",
+    "errors": "errors",
     "forecasting": "forecasting",
     "hardware": "hardware",
     "losses": "models.losses",

@@ -1,0 +1,67 @@
+"""Exceptions of zerojax that a program may catch, imported on first use.
+
+Invalid arguments raise `ValueError` or `TypeError`; the exceptions here say more.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zerojax.checkpoint import CheckpointError
+    from zerojax.checkpoint.errors import (
+        BaseWeightsError,
+        DamagedError,
+        FolderInUseError,
+        MachineError,
+    )
+    from zerojax.config import ConfigError
+    from zerojax.hardware.compile_client import CompileError, CompilerMissing
+    from zerojax.models.hugging_face import UnsupportedError
+    from zerojax.runtime.distributed import PeerLostError
+    from zerojax.runtime.preemption import Interrupted
+    from zerojax.training.equality import DisagreementError
+
+__all__ = [
+    "BaseWeightsError",
+    "CheckpointError",
+    "CompileError",
+    "CompilerMissing",
+    "ConfigError",
+    "DamagedError",
+    "DisagreementError",
+    "FolderInUseError",
+    "Interrupted",
+    "MachineError",
+    "PeerLostError",
+    "UnsupportedError",
+]
+
+_HOME_OF_NAME = {
+    "BaseWeightsError": "checkpoint.errors",
+    "CheckpointError": "checkpoint",
+    "CompileError": "hardware.compile_client",
+    "CompilerMissing": "hardware.compile_client",
+    "ConfigError": "config",
+    "DamagedError": "checkpoint.errors",
+    "DisagreementError": "training.equality",
+    "FolderInUseError": "checkpoint.errors",
+    "Interrupted": "runtime.preemption",
+    "MachineError": "checkpoint.errors",
+    "PeerLostError": "runtime.distributed",
+    "UnsupportedError": "models.hugging_face",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports the module of an exception (PEP 562)."""
+    if name not in _HOME_OF_NAME:
+        raise AttributeError(f"module 'zerojax.errors' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"zerojax.{_HOME_OF_NAME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
