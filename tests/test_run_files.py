@@ -21,7 +21,7 @@ H100, H200 = 80 * 2**30, 139 * 2**30
 EXPECTED = {
     "tiny_shakespeare": (8, 2**30, 1.9),
     "gpt2_124m_zero1_1xh200": (1, H200, 124),
-    "llama_1b_zero3_8xh100": (8, H100, 1126),
+    "llama_1b_zero1_8xh100": (8, H100, 1126),
     "llama_7b_zero3_8xh100": (8, H100, 6738),
     "llama_8b_zero3_8xh100": (8, H100, 8030),
     "llama_8b_1m_tokens_8xh100": (8, H100, 8030),

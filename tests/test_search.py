@@ -192,6 +192,41 @@ def test_a_split_of_sequences_stays_as_it_is():
     assert {c.zero for c in found if c.model == 2} == {0, 1, 2, 3}
 
 
+def test_loops_are_unrolled_where_no_layer_is_gathered_or_computed_again():
+    """And what a loop needs says nothing of straight code."""
+    found = list_candidates(8, 64, node_devices=8, num_layers=12, unrolls=True)
+    assert {c.unroll for c in found if c.zero < 3 and c.stage == 1 and c.remat == "none"} == {True}
+    assert not any(c.unroll for c in found if c.zero == 3 or c.stage > 1 or c.remat != "none")
+    assert not any(c.unroll for c in list_candidates(8, 64, node_devices=8, num_layers=12))
+    straight = Candidate(zero=1, model=1, num_microbatches=4, remat="none", unroll=True)
+    assert "mesh.unroll=true" in straight.words()
+
+
+class Unrolled(World):
+    """One in which straight code holds half of what a loop does."""
+
+    def forecast(self, c: Candidate):
+        share = 0.5 if c.unroll else 1.0
+        return dataclasses.replace(self, activations=share * self.activations).alone(self, c)
+
+    def alone(self, whole: World, c: Candidate):
+        found = World.forecast(self, c)
+        whole.compiled.append(c)
+        whole.now += whole.compile_seconds
+        return found
+
+
+@pytest.mark.parametrize("activations", [40.0, 160.0, 640.0])
+def test_what_a_loop_holds_says_nothing_of_straight_code(activations):
+    found = list_candidates(8, 64, node_devices=8, num_layers=12, unrolls=True)
+    result = run(Unrolled(activations=activations), found)
+    best = cheapest_of_all(Unrolled(activations=activations), found)
+    assert result.chosen.seconds <= 1.05 * best
+    chosen = result.chosen.candidate
+    assert chosen.unroll == ("mesh.unroll=true" in chosen_words(result))
+    assert chosen.unroll != ("mesh.unroll=false" in chosen_words(result))
+
+
 def test_words_set_it():
     words = Candidate(zero=3, model=2, num_microbatches=4, remat="full").words()
     assert words == (

@@ -68,7 +68,7 @@ class Workload:
         return 3 * (self.num_layers * (layer + attention) + 2 * width * self.vocab_size)
 
 
-# The model of configs/llama_1b_zero3_8xh100.yaml, 1.2 billion parameters, at 2048 tokens.
+# The model of configs/llama_1b_zero1_8xh100.yaml, 1.2 billion parameters, at 2048 tokens.
 # Without remat XLA's attention would keep its scores: 263 GiB for 8 rows, compiled for an H200.
 LLAMA_1B = Workload(
     kind="llama",

@@ -21,7 +21,7 @@ CONFIGS = FOLDER.parent.parent / "configs"
 # Model -> the run file with its sizes, optimizer, precision and microbatches.
 MODELS = {
     "gpt2_124m": "gpt2_124m_zero1_1xh200",
-    "llama_1b": "llama_1b_zero3_8xh100",
+    "llama_1b": "llama_1b_zero1_8xh100",
     "llama_8b": "llama_8b_zero3_8xh100",
 }
 DEVICES = (1, 8, 512)

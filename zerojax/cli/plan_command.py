@@ -41,6 +41,8 @@ exit codes: 0 it fits, 1 it does not fit, 2 invalid input, 3 only formulas are a
 not decide. ZEROJAX_CACHE is the folder of cached results (or off)."""
 
 MAX_DEVICES = 2**18
+MOST_UNROLLED = 64
+"""Layers that a search unrolls at most: each is compiled by itself."""
 
 
 def add(commands) -> None:
@@ -234,6 +236,7 @@ def _search(
         context=config.mesh.context,
         num_layers=config.model.num_layers,
         num_experts=config.model.moe.num_experts,
+        unrolls=can_unroll(config),
         remats=[
             remat for remat in REMATS if remat != "attention" or config.model.attention != "xla"
         ],
@@ -333,6 +336,15 @@ def _with_buckets(
     return dataclasses.replace(result, buckets=found)
 
 
+def can_unroll(config: RunConfig) -> bool:
+    """Whether a search may unroll the loop over layers; experts run in a loop of their own."""
+    from zerojax.models.unrolling import why_never_unrolled
+
+    below_stage_3 = dataclasses.replace(config.mesh, zero=0, stage=1)
+    few = config.model.num_layers <= MOST_UNROLLED
+    return few and not config.model.moe.num_experts and why_never_unrolled(below_stage_3) is None
+
+
 def with_candidate(config: RunConfig, candidate: Candidate) -> RunConfig:
     """The settings of a run with those of a candidate laid over them."""
     return dataclasses.replace(
@@ -344,6 +356,7 @@ def with_candidate(config: RunConfig, candidate: Candidate) -> RunConfig:
             stage=candidate.stage,
             expert=candidate.expert,
             zero=candidate.zero,
+            unroll=candidate.unroll,
         ),
         model=dataclasses.replace(config.model, remat=candidate.remat),
         num_microbatches=candidate.num_microbatches,

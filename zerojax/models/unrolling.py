@@ -62,7 +62,7 @@ def describe_unrolled(
     """
     if not settings.unroll:
         return ()
-    if why := _why_never(settings):
+    if why := why_never_unrolled(settings):
         raise ValueError(f"unroll=True cannot be combined with {why}; leave unroll=False")
     places = range(len(forward.jaxpr.invars))
     scans = find_loops_over_layers(forward, [place < num_parameters for place in places])
@@ -77,7 +77,8 @@ def describe_unrolled(
     return tuple(reasons)
 
 
-def _why_never(settings: MeshConfig) -> str | None:
+def why_never_unrolled(settings: MeshConfig) -> str | None:
+    """Returns why no loop of any model may be unrolled with these settings; None if one may."""
     if settings.stage > 1:
         return f"stage={settings.stage}: a pipeline gives each stage turns of the loop"
     if settings.zero == 3:

@@ -38,6 +38,7 @@ class Candidate:
     Attributes:
       zero: 0..3; model, stage, expert: sizes of these mesh axes; num_microbatches; remat: of
         `REMATS`.
+      unroll: whether the loop over layers is straight code.
     """
 
     zero: int
@@ -46,6 +47,7 @@ class Candidate:
     remat: Remat
     stage: int = 1
     expert: int = 1
+    unroll: bool = False
 
     @property
     def simplicity(self) -> tuple[int, ...]:
@@ -64,6 +66,7 @@ class Candidate:
             *[f"mesh.expert={self.expert}"] * (self.expert > 1),
             f"num_microbatches={self.num_microbatches}",
             f"model.remat={self.remat}",
+            *["mesh.unroll=true"] * self.unroll,
         )
 
     def describe(self) -> str:
@@ -74,6 +77,7 @@ class Candidate:
         return (
             f"zero={self.zero}, model={self.model}, {stages}{experts}"
             f"{self.num_microbatches} microbatch{plural}, remat={self.remat}"
+            f"{', unroll' * self.unroll}"
         )
 
 
@@ -87,6 +91,7 @@ def list_candidates(
     remats: Sequence[Remat] = REMATS,
     num_layers: int = 1,
     num_experts: int = 0,
+    unrolls: bool = False,
 ) -> list[Candidate]:
     """Every combination that cuts the devices and the batch evenly, from the simplest on.
 
@@ -105,6 +110,8 @@ def list_candidates(
       num_layers: of the loop that a pipeline cuts; 1 lists no pipelines.
       num_experts: of a layer; 0: the model has none. They are not split beside pipelines and split
         sequences.
+      unrolls: unroll the loop over layers below stage 3 where no layer is computed again. It moves
+        and holds less than the loop, so that the loop is not listed there.
     """
     found = []
     stages = STAGE_SIZES if context == 1 else (1,)
@@ -133,6 +140,7 @@ def list_candidates(
                 expert=expert,
                 num_microbatches=number,
                 remat=remat,
+                unroll=unrolls and stage == expert == 1 and zero < 3 and remat == "none",
             )
             for expert in _divisors(math.gcd(num_experts, split) if split > 1 else 1)
             for zero in zeros

@@ -142,6 +142,8 @@ def chosen_words(result: SearchResult) -> list[str]:
     candidate = result.chosen.candidate
     is_searched = any(trial.candidate.expert > 1 for trial in result.trials)
     together = ["mesh.expert=1"] * (is_searched and candidate.expert == 1)
+    is_unrolled = any(trial.candidate.unroll for trial in result.trials)
+    together += ["mesh.unroll=false"] * (is_unrolled and not candidate.unroll)
     buckets = () if result.buckets is None else result.buckets.words
     return [*result.settings, *candidate.words(), *together, *buckets]
 
@@ -203,13 +205,13 @@ def search_dict(result: SearchResult) -> dict[str, Any]:
 def _row(trial: Trial, axes: Sequence[str]) -> tuple[str, ...]:
     candidate = trial.candidate
     status = f"{trial.status}: {trial.reason}"
-    room = WIDTH - 65 - sum(2 + len(axis) for axis in axes[2:])
+    room = WIDTH - 65 - len(", unroll") * candidate.unroll - sum(2 + len(axis) for axis in axes[2:])
     return (
         f"{trial.number}{'*' * (trial.status == CHOSEN)}",
         str(candidate.zero),
         *(str(getattr(candidate, axis)) for axis in axes),
         str(candidate.num_microbatches),
-        candidate.remat,
+        candidate.remat + ", unroll" * candidate.unroll,
         "-" if trial.peak is None else f"{trial.peak / GIB:,.2f}",
         "-" if trial.seconds is None else f"{trial.seconds * 1e3:,.1f}",
         status if len(status) <= room else status[: room - 3] + "...",

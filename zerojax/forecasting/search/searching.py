@@ -359,6 +359,7 @@ def expected_peak(entry: OpenCandidate, compiled: Sequence[CompiledCandidate]) -
         for other in compiled
         if other.forecast is not None
         and (other.entry.candidate.remat, other.entry.candidate.stage) == (mine.remat, mine.stage)
+        and other.entry.candidate.unroll == mine.unroll
     ]
     if not alike:
         return None
@@ -390,6 +391,7 @@ def least_seconds(entry: OpenCandidate, compiled: Sequence[CompiledCandidate]) -
             or other.forecast is None
             or (theirs.remat, theirs.stage) != (entry.candidate.remat, entry.candidate.stage)
             or theirs.expert < entry.candidate.expert
+            or entry.candidate.unroll > theirs.unroll
         ):
             continue
         time = other.forecast.estimate
@@ -413,7 +415,7 @@ def why_too_large(entry: OpenCandidate, other: CompiledCandidate) -> str | None:
     mine, theirs = entry.candidate, other.entry.candidate
     if other.forecast is None or REMATS.index(mine.remat) > REMATS.index(theirs.remat):
         return None
-    if mine.stage != theirs.stage:
+    if mine.stage != theirs.stage or mine.unroll > theirs.unroll:
         return None
     number = other.trial.number
     same_mesh = (mine.model, mine.expert) == (theirs.model, theirs.expert)
