@@ -253,8 +253,7 @@ class HuggingFaceTokenizer:
             raise ValueError("no texts: the list is empty; give at least one")
         if max_length is not None and max_length <= around:
             raise ValueError(
-                f"max_length={max_length}: the template alone has {around} tokens; use a "
-                "larger value"
+                f"max_length={max_length}: the template alone has {around} tokens; use more"
             )
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         room = None if max_length is None else max_length - around
