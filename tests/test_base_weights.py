@@ -151,8 +151,11 @@ def test_any_mesh_restores_every_bit(options, precision, theirs, tmp_path):
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        (None, r"leaves 12 frozen arrays in \S+/gone, which is not there; put back what was there"),
-        (flip, r"where 'frozen/\S+' \(in model.safetensors\) is not what the run had; put back"),
+        (
+            None,
+            r"leaves 12 frozen arrays in \S+/gone, which is not there; put the original files back",
+        ),
+        (flip, r"where 'frozen/\S+' \(in model.safetensors\) differs from what the run had; put"),
         (lambda content: content.pop(), r"/there, which cannot be read: .*is cut short"),
     ],
     ids=["gone", "one bit", "cut"],
@@ -217,7 +220,7 @@ def test_a_folder_that_changes_under_way_makes_checkpoints_whole(theirs, tmp_pat
         with pytest.warns(RuntimeWarning, match=r"model.safetensors was changed, so this"):
             save_state(checkpointer, plan, state, step=2, about=ABOUT, base=base)
         (place / FILE).unlink()
-        with pytest.warns(RuntimeWarning, match=r"model.safetensors cannot be looked at \(no such"):
+        with pytest.warns(RuntimeWarning, match=r"model.safetensors cannot be read \(no such"):
             save_state(checkpointer, plan, state, step=3, about=ABOUT, base=base)
         checkpointer.wait()
         assert [bool(checkpointer.metadata(step).base) for step in (1, 2, 3)] == [
@@ -287,7 +290,7 @@ def test_frozen_weights_that_somebody_puts_into_a_state_are_saved(theirs, tmp_pa
     state["frozen"]["lm_head/kernel"] = jnp.zeros_like(state["frozen"]["lm_head/kernel"])
     with Checkpointer(tmp_path) as checkpointer:
         with pytest.warns(
-            RuntimeWarning, match=r"'frozen/lm_head/kernel' is not what was read from there any"
+            RuntimeWarning, match=r"'frozen/lm_head/kernel' differs from what was read from there"
         ):
             save_state(checkpointer, plan, state, step=1, about=ABOUT, base=base)
         restored, again = restore_state(checkpointer, plan)
@@ -300,7 +303,7 @@ def test_frozen_weights_that_somebody_puts_into_a_state_are_saved(theirs, tmp_pa
     [
         ([1], r"'base' is \[1\] in place of an object with folder, files and arrays"),
         ({"folder": "a"}, r"in place of an object with folder, files and arrays"),
-        ({"folder": "a", "files": {FILE: 1}, "arrays": ["a"]}, r"which is no absolute path"),
+        ({"folder": "a", "files": {FILE: 1}, "arrays": ["a"]}, r"which is not an absolute path"),
         ({"folder": "/a", "files": {}, "arrays": ["a"]}, r"has the files .* in place of an object"),
         ({"folder": "/a", "files": {"../x": 1}, "arrays": ["a"]}, r"for the file '../x'"),
         ({"folder": "/a", "files": {FILE: -1}, "arrays": ["a"]}, r"has -1 for the file"),
@@ -376,7 +379,7 @@ def test_runs_go_on_and_are_exported_as_from_whole_checkpoints(theirs, tmp_path,
     # From here on the folder is elsewhere.
     there = place.rename(tmp_path / "there")
     for read in (zerojax.load_run, lambda run: zerojax.to_hugging_face(run, tmp_path / "none")):
-        with pytest.raises(BaseWeightsError, match=r"/place, which is not there; put back"):
+        with pytest.raises(BaseWeightsError, match=r"/place, which is not there; put .*back"):
             read(runs[0])
     zerojax.to_peft(runs[0], tmp_path / "adapters")  # needs no frozen weight
     same_bits(zerojax.load_run(runs[0], pretrained=there).state, loaded[0].state)
@@ -555,4 +558,7 @@ def test_each_of_two_processes_reads_its_own_parts_and_is_told(theirs, tmp_path)
         assert one["restored"] < 0.51 * frozen  # norms alone are on both
         kind, text = one["told"]
         assert kind == "BaseWeightsError"
-        assert "(in model.safetensors) is not what the run had; put back what was there" in text
+        assert (
+            "(in model.safetensors) differs from what the run had; put the original files back"
+            in text
+        )

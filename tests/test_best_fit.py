@@ -68,7 +68,7 @@ def test_rows_have_at_most_two_percent_of_padding():
 def test_no_texts_and_texts_that_fit_in_no_row():
     assert best_fit_decreasing(np.zeros(0, int), 8).num_rows == 0
     for wrong in (0, 9):
-        with pytest.raises(ValueError, match="do not fit into rows of 8; take lengths from 1 to 8"):
+        with pytest.raises(ValueError, match="do not fit into rows of 8; use lengths from 1 to 8"):
             best_fit_decreasing(np.array([3, wrong]), 8)
 
 
@@ -136,7 +136,7 @@ def test_damaged_and_foreign_files_are_made_again(cache, monkeypatch, caplog):
     np.savez(file, order=np.arange(3), starts=np.array([0, 3]))
     with caplog.at_level(logging.WARNING, "zerojax.data"):
         assert np.array_equal(packing_of(LENGTHS, 32).order, expected.order)
-    assert "is of other texts" in caplog.text
+    assert "belongs to other texts" in caplog.text
 
 
 def test_old_files_go(cache, monkeypatch):

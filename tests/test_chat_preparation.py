@@ -237,7 +237,7 @@ def test_where_a_template_is_found(tmp_path):
 def test_a_missing_template_matters_to_chats_alone(tmp_path):
     model = model_folder(tmp_path / "model", None)
     with pytest.raises(
-        ValueError, match=r"chats.jsonl:1: a chat needs a template, and .*give one|--template FILE"
+        ValueError, match=r"chats.jsonl:1: a chat needs a template, but .*--template FILE"
     ):
         prepared(tmp_path, model, GOOD)
     made = prepared(tmp_path, model, {"prompt": "One, two, ", "completion": "three"})
@@ -263,8 +263,8 @@ def test_bytes_will_do_with_a_template(tmp_path):
 
 BAD = [
     ({"messages": []}, "its messages are empty; leave the row out, or write at least two"),
-    ({"messages": "x"}, r"its messages are 'x', which is no list; a chat is \{"),
-    ({"messages": [ASK, "x"]}, "entry 2 of its messages is 'x', which is no object"),
+    ({"messages": "x"}, r"its messages are 'x', which is not a list; a chat is \{"),
+    ({"messages": [ASK, "x"]}, "entry 2 of its messages is 'x', which is not an object"),
     ({"messages": [{"content": "x"}]}, "entry 1 of its messages has no role"),
     ({"messages": [ASK]}, r"no message is the assistant's \(the roles are user\)"),
     ({"messages": [ASK, {"role": "assistant"}]}, "entry 2 of its messages has the content None"),
@@ -278,7 +278,7 @@ BAD = [
     ({"prompt": [ASK], "completion": [ASK]}, "no message is the assistant's"),
     ({"prompt": "", "completion": f"{EOS}"}, "every token of it is an answer|no token of it"),
     ({"chosen": "x", "rejected": "y"}, r"it has the keys \['chosen', 'rejected'\]; a chat is"),
-    ([1], r"\[1\] is no object; a chat is"),
+    ([1], r"\[1\] is not an object; a chat is"),
     ({"messages": [ASK, TELL], "tools": "{"}, "its tools is not valid JSON"),
     ({"messages": [ASK, TELL], "tools": 1}, "its tools are 1; make them a list of objects"),
 ]
@@ -303,9 +303,9 @@ def test_a_bad_row_is_one_sentence_or_left_out(tmp_path, model, row, why):
 def test_a_turn_that_cannot_be_told_apart_is_named_with_remedies(tmp_path):
     model = model_folder(tmp_path / "model", unmarked(TEMPLATES["thinking"]))
     why = (
-        r"chats.jsonl:1: message 2, of the assistant, is written in another way once messages "
-        r"follow it, .* give a template with \{% generation %\} marks \(--template FILE\), or make "
-        r"a text of each answer \(--answers each\); or leave such rows out with --bad skip"
+        r"chats.jsonl:1: message 2, of the assistant, is rendered differently once messages "
+        r"follow it, .* template with \{% generation %\} marks \(--template FILE\), or make "
+        r"one text per answer \(--answers each\); or leave such rows out with --bad skip"
     )
     with pytest.raises(ValueError, match=why):
         prepared(tmp_path, model, CHATS["thoughts"])
@@ -320,7 +320,7 @@ def test_a_turn_that_cannot_be_told_apart_is_named_with_remedies(tmp_path):
 @pytest.mark.parametrize(
     ("code", "why"),
     [
-        ("{{ raise_exception('no') }}", r"the template fails \(no\); fix the row, or give"),
+        ("{{ raise_exception('no') }}", r"the template fails \(no\); fix the row, or pass"),
         ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "0.2 s"),
     ],
 )
@@ -351,7 +351,7 @@ def test_a_mask_of_all_zeros_or_all_ones_is_refused_whatever_is_skipped(tmp_path
 
 
 def test_an_empty_file_is_one_sentence(tmp_path, model):
-    with pytest.raises(ValueError, match=r"chats.jsonl: there is no row in it; give at least one"):
+    with pytest.raises(ValueError, match=r"chats.jsonl has no rows; pass at least one"):
         prepared(tmp_path, model)
 
 
@@ -359,7 +359,7 @@ def test_the_tokenizer_of_another_model_is_found(tmp_path, model):
     """The model beside the tokenizer has fewer rows than it has ids."""
     (model / "config.json").write_text(json.dumps({"vocab_size": 300}))
     letters = {"prompt": "x", "completion": "y"}
-    why = r"chats.jsonl:2: token id \d+ is outside the vocabulary \[0, 300\) of .*config.json; give"
+    why = r"chats.jsonl:2: token id \d+ is outside the vocabulary \[0, 300\) of .*config.json; use"
     with pytest.raises(ValueError, match=why):
         prepared(tmp_path, model, letters, GOOD)
     assert prepared(tmp_path, model, letters).vocab_size == 300
@@ -375,7 +375,7 @@ def test_other_faults_are_one_sentence(tmp_path, model):
     ):
         with pytest.raises(ValueError, match=why):
             prepared(tmp_path, model, GOOD, **options)
-    with pytest.raises(ValueError, match="'bpe:400' is to be trained, and chats need that of the"):
+    with pytest.raises(ValueError, match="'bpe:400' has to be trained, .*tokenizer of the model"):
         prepared(tmp_path, "bpe:400", GOOD)
 
     class Bare:
@@ -392,10 +392,10 @@ def test_other_faults_are_one_sentence(tmp_path, model):
         prepare_chats(tmp_path / "chats.jsonl", tmp_path / "file" / "x", tokenizer=model)
     large = tmp_path / "large.jinja"
     large.write_bytes(b" " * ((1 << 20) + 1))
-    with pytest.raises(ValueError, match="has 1048577 bytes, and a template at most 1048576"):
+    with pytest.raises(ValueError, match="has 1048577 bytes, .* at most 1048576"):
         prepared(tmp_path, model, GOOD, template=large)
     large.write_bytes(b"\xff")
-    with pytest.raises(ValueError, match="is no UTF-8 text; give another with --template"):
+    with pytest.raises(ValueError, match="is not UTF-8 text; pass another with --template"):
         prepared(tmp_path, model, GOOD, template=large)
 
 

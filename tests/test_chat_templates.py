@@ -115,7 +115,7 @@ def test_the_first_token_is_there_once():
 def test_an_answer_that_is_written_in_another_way_later_is_named():
     """What was thought is dropped once a question follows."""
     template = template_of("thinking", with_marks=False)
-    with pytest.raises(TurnError, match="^message 2, of the assistant, is written in another way"):
+    with pytest.raises(TurnError, match="^message 2, of the assistant, is rendered differently"):
         template.answers(CHATS["thoughts"]["messages"])
     text, answers = template.answers(CHATS["thoughts"]["messages"], first=3)
     assert text[slice(*answers[0])] == "<think>\n3 does\n</think>\n\nNo.<|im_end|>\n"
@@ -201,12 +201,15 @@ def answered(source: str, limits: Limits) -> list:
         ),
         ("{{ 'x' * 10**9 }}{{ messages[0].content * 10**9 }}", "more memory than the limit"),
         ("{% for a in range(9999) %}{{ 'x' * 1000 }}{% endfor %}", "more than 100000 characters"),
-        ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "calls itself without an end"),
+        ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "infinite recursion"),
         ("{{ raise_exception('two\nlines') }}", "^two lines$"),
         ("{{ messages.append(1) }}", "unsafe|not safely"),
         ("{{ cycler.__init__.__globals__.os }}", "unsafe"),
-        ("{% set n = namespace(a=1) %}{% set n.__class__ = 1 %}", "no name for a namespace"),
-        ("{{ namespace(_Namespace__attrs=1) }}", "no name for a namespace"),
+        (
+            "{% set n = namespace(a=1) %}{% set n.__class__ = 1 %}",
+            "not a valid name for a namespace",
+        ),
+        ("{{ namespace(_Namespace__attrs=1) }}", "not a valid name for a namespace"),
     ],
 )
 def test_a_template_that_does_harm_is_one_sentence(code, why):
@@ -222,7 +225,7 @@ def test_a_template_that_does_harm_is_one_sentence(code, why):
 @pytest.mark.parametrize(
     ("source", "why"),
     [
-        ("{% for %}", r"the chat template is no chat template \(Expected an expression"),
+        ("{% for %}", r"the chat template is not a valid chat template \(Expected an expression"),
         pytest.param(
             "{{ 9 ** 99999999 }}",
             r"no chat template \(it takes more than 0.3 s",

@@ -334,7 +334,7 @@ def test_only_what_is_read_is_compared(run: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "cause"),
-    [("x", "one of them has computed something wrong"), ("extras/seen", "what the model writes")],
+    [("x", "one of them has computed something wrong"), ("extras/seen", "the model writes")],
 )
 def test_copies_that_differ_are_not_saved(tmp_path: Path, name: str, cause: str) -> None:
     """A model's own state may differ without a fault of a device."""

@@ -86,6 +86,6 @@ class Narrow(nnx.Module):
 
 def test_a_dtype_that_files_do_not_have_is_refused_before_the_first_step(tmp_path):
     steps = []
-    with pytest.raises(TypeError, match="table' of the state is uint4, .* cannot hold; use uint8"):
+    with pytest.raises(TypeError, match="table' of the state is uint4, .* cannot store; use uint8"):
         train(Narrow, tmp_path, callbacks=[lambda *_: steps.append(1)])
     assert not steps

@@ -123,7 +123,7 @@ def test_two_writers_of_one_process_give_their_drafts_two_names(tmp_path: Path) 
 def test_nothing_is_deleted_beside_a_run_that_writes(saved: Path) -> None:
     with (
         holder(saved) as first,
-        pytest.raises(CheckpointError, match=f"process {first.pid} .*by itself"),
+        pytest.raises(CheckpointError, match=f"process {first.pid} .*checkpoint.keep"),
         alone_in(saved),
     ):
         pytest.fail("the block was entered")

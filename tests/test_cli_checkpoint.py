@@ -109,7 +109,7 @@ def test_list_shows_steps_sizes_and_what_is_left(run, capsys):
     assert lines[1].endswith("ok")
     assert "damaged: arrays/" in lines[3]
     assert "1 bytes instead of" in lines[3]
-    assert "40.partial-1 (4 B): being written, or left by a save" in out
+    assert "40.partial-1 (4 B): being written, or left by" in out
     assert "5.expired" in out
     assert "20.damaged" in out
     assert "3 steps" in lines[-1]
@@ -139,7 +139,7 @@ def test_a_run_may_name_its_folder_of_checkpoints(run, tmp_path, capsys):
 def test_what_is_no_run_is_bad_input(tmp_path, capsys, words):
     code, _, error = call(capsys, words[0], tmp_path / "nothing", *words[1:])
     assert code == 2
-    assert "is not a folder; give a run" in error
+    assert "is not a folder; give the folder of a run" in error
     code, _, error = call(capsys, words[0], tmp_path, *words[1:])
     assert code == 2
     assert "holds no checkpoints" in error
@@ -287,7 +287,7 @@ def test_export_refuses_damage_and_leaves_nothing(run, tmp_path, capsys):
     assert call(capsys, "export", run, "20", tmp_path / "out")[0] == 0
     code, _, error = call(capsys, "export", run, "20", tmp_path / "out")
     assert code == 2
-    assert "is there already" in error
+    assert "already exists" in error
     assert call(capsys, "export", run, "x", "20", tmp_path / "y")[0] == 2
 
 

@@ -126,7 +126,7 @@ def test_other_data_are_refused_and_named():
         feed.restore({**state, "position": 2}, allow_other_data=True)
         assert read(feed, 1) == read(as_feed(token_source(**options), start=2), 1)
     function = as_feed(batch_of)
-    with pytest.raises(ValueError, match="'tokens' data, the data given now are 'function'"):
+    with pytest.raises(ValueError, match="'tokens', the present data are 'function'"):
         function.restore(state)
     function.restore({**state, "position": 5}, allow_other_data=True)
     assert number_of(next(function)) == 5
@@ -140,7 +140,7 @@ def test_skipping_says_so_and_only_when_it_happens(caplog: pytest.LogCaptureFixt
         next(as_feed(batch_of, start=9))
         assert not caplog.records
         next(as_feed(Loader(), start=12))
-    assert "reading and dropping 12 batches to get back to step 12" in caplog.text
+    assert "reading and dropping 12 batches to return to step 12" in caplog.text
 
 
 def test_iterators_end_and_empty_data_are_refused():
@@ -154,7 +154,7 @@ def test_iterators_end_and_empty_data_are_refused():
         def __iter__(self):
             return iter(())
 
-    with pytest.raises(ValueError, match=r"the data \(Empty\) give no batch at all"):
+    with pytest.raises(ValueError, match=r"the data \(Empty\) have no batch"):
         next(as_feed(Empty()))
     with pytest.raises(ValueError, match="length 0"):
         as_feed([])
@@ -177,7 +177,10 @@ def endless():
             r"one batch, a tuple of arrays .8, 4., .8., .*pass .batch.",
         ),
         (endless, r"generator function endless, .* such as batches=list\(endless\(\.\.\.\)\)"),
-        (lambda: batch_of(1), r"called with the number of a batch, and <lambda>\(\) cannot be"),
+        (
+            lambda: batch_of(1),
+            r"called with the number of a batch, but <lambda>\(\) cannot be called",
+        ),
     ],
 )
 def test_what_is_no_data_is_refused(bad, words):

@@ -360,7 +360,7 @@ def test_an_elastic_file_has_deepspeeds_batch_and_refuses_another():
     file["elasticity"]["ignore_non_elastic_batch_info"] = True
     deepspeed.translate({**file, "train_batch_size": 8}, num_devices=8)
     text = refusal(nested("elasticity.model_parallel_size", 2) | file, num_devices=7919)
-    assert "7919 devices cannot cut" in text
+    assert "7919 devices cannot divide" in text
 
 
 # "auto"

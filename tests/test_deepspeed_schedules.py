@@ -110,7 +110,7 @@ def test_a_skipped_update_keeps_its_place():
 
 def test_what_surprises_people_is_said():
     notes = " ".join(build("WarmupLR", warmup_num_steps=100).notes)
-    assert "half of the way is done after 10 of 100 updates" in notes
+    assert "half of the rise is done after 10 of 100 updates" in notes
     assert build("WarmupLR", warmup_num_steps=100, warmup_type="linear").notes == (
         "the first update has learning rate 0, as in DeepSpeed",
     )
@@ -131,7 +131,7 @@ def test_the_update_at_which_beta1_reaches_one_is_named():
 @pytest.mark.parametrize(
     ("kind", "params", "message"),
     [
-        ("StepLR", {}, "type: 'StepLR' is not a schedule of DeepSpeed's own"),
+        ("StepLR", {}, "type: 'StepLR' is not one of DeepSpeed's own schedules"),
         ("WarmupLR", {"warmup_steps": 3}, "warmup_steps: unknown key; did you mean"),
         ("WarmupLR", {"warmup_num_steps": 0}, "warmup_num_steps: 0 must be above 0"),
         ("WarmupLR", {"warmup_num_steps": 2.5}, "expected an integer, got 2.5"),
@@ -143,7 +143,7 @@ def test_the_update_at_which_beta1_reaches_one_is_named():
         ("LRRangeTest", {"lr_range_test_step_size": 0}, "must be above 0"),
         ("OneCycle", {"cycle_max_lr": 1.0}, "cycle_min_lr: OneCycle needs this key"),
         ("OneCycle", CYCLE | {"cycle_max_mom": 1.0}, "must be in \\[0, 1\\)"),
-        ("OneCycle", CYCLE | {"cycle_max_lr": [1.0, 2.0]}, "one group here"),
+        ("OneCycle", CYCLE | {"cycle_max_lr": [1.0, 2.0]}, "one group; give one number"),
         ("OneCycle", CYCLE | {"cycle_first_stair_count": 2**30}, "below 2\\*\\*31"),
     ],
 )

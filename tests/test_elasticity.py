@@ -95,7 +95,7 @@ def test_what_cannot_be_cut_is_refused(settings, per_shard, sentence):
 
 def test_a_count_that_cannot_cut_the_batch_is_told_the_nearest():
     config = RunConfig(elasticity=ElasticityConfig(**DEEPSPEED))
-    with pytest.raises(ConfigError, match="65 devices cannot cut.* use 64, or one of"):
+    with pytest.raises(ConfigError, match="65 devices cannot divide.* use 64, or one of"):
         config.on_devices(65)
 
 
@@ -123,7 +123,7 @@ def test_the_command_lists_every_count(capsys):
     assert main([*words, "--devices", "4"]) == 0
     assert "4               6             2          3" in capsys.readouterr().out
     assert main([*words, "--devices", "5"]) == 2
-    assert "5 devices cannot cut" in capsys.readouterr().err
+    assert "5 devices cannot divide" in capsys.readouterr().err
 
 
 TINY = [

@@ -475,7 +475,7 @@ def test_a_config_names_a_model_without_weights(folder_of, tmp_path):
     )
     with pytest.raises(ConfigError, match="num_layers: 2 is set by the file of model.config"):
         RunConfig(model={"config": str(folder), "num_layers": 2}, **run)
-    with pytest.raises(ConfigError, match=r"cannot stand beside model\.pretrained"):
+    with pytest.raises(ConfigError, match=r"cannot be combined with model\.pretrained"):
         RunConfig(model={"config": str(folder), "pretrained": str(folder)}, **run)
     with pytest.raises(ValueError, match="256 different tokens, but .* has rows for 22"):
         plan_from_config(RunConfig(model={"config": str(folder), "vocab_size": 256}, **run), 8)

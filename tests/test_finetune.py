@@ -201,7 +201,7 @@ ASK, TELL = {"role": "user", "content": "Who?"}, {"role": "assistant", "content"
 @pytest.mark.parametrize(
     ("change", "rows", "words", "told"),
     [
-        (no_template, None, (), r"chats.jsonl:1: a chat needs a template, and .* --template FILE"),
+        (no_template, None, (), r"chats.jsonl:1: a chat needs a template, but .* --template FILE"),
         (no_weights, None, (), "has no model.safetensors or .*; give a folder that has them"),
         (no_tokenizer, None, (), r"has no tokenizer.json; .*AutoTokenizer"),
         (as_mamba, None, (), "model_type='mamba' is none of those that zerojax has a model for"),
@@ -214,14 +214,14 @@ ASK, TELL = {"role": "user", "content": "Who?"}, {"role": "assistant", "content"
         (None, None, ("seq_len=64",), "longer than a row of seq_len=64 .* raise seq_len to 93"),
         (None, None, ("seq_len=256",), "seq_len=256 is above the 128 tokens .* to at most 128"),
         (None, [{"text": "a book"}], (), r"chats.jsonl:1: it has the keys \['text'\]"),
-        (None, ["no JSON"], (), "chats.jsonl:1: 'no JSON' is no object"),
-        (None, [], (), "there is no row in it; give at least one chat"),
+        (None, ["no JSON"], (), "chats.jsonl:1: 'no JSON' is not an object"),
+        (None, [], (), "has no rows; pass at least one chat"),
         (None, [{"messages": [ASK, ASK]}], (), "no message is the assistant's .* leave the row"),
         (
             all_marked,
             None,
             (),
-            "every token of it is an answer, so that nothing is a question",
+            "every token of it is an answer, so nothing is a question",
         ),
         (
             None,
@@ -349,7 +349,7 @@ def test_data_of_other_kinds_are_refused(model, tmp_path, capsys):
     prepare = ["data", "prepare", str(chats), str(tmp_path / "made"), "--format", "chat"]
     assert main([*prepare, "--tokenizer", str(other)]) == 0
     capsys.readouterr()
-    assert "is not what made" in fails(capsys, *words, str(tmp_path / "made"))
+    assert "did not make" in fails(capsys, *words, str(tmp_path / "made"))
 
 
 def test_a_model_that_continues_no_text_is_refused(tmp_path, capsys):

@@ -404,10 +404,10 @@ def test_a_checkpoint_with_other_codes_is_refused_with_the_option(tmp_path):
     plan = lora_plan(devices=1)
     saved(tmp_path, plan, init_state(plan, 0))
     with Checkpointer(tmp_path) as checkpointer:
-        message = r"in codes \(nf4 or int8\): go on with the freeze_dtype of the run that saved it"
+        message = r"in codes \(nf4 or int8\): use the freeze_dtype of the run that saved it"
         with pytest.raises(CheckpointError, match=message):
             restore_state(checkpointer, lora_plan(BF16, devices=1))
-        with pytest.raises(CheckpointError, match=r"in codes of another kind: go on with the"):
+        with pytest.raises(CheckpointError, match=r"in codes of another kind: use the"):
             restore_state(checkpointer, lora_plan(INT8, devices=1))
     with pytest.raises(ValueError, match="stored dtypes and freeze= have to be the same"):
         reshard_state(plan, lora_plan(INT8, devices=1), init_state(plan, 0))

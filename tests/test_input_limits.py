@@ -36,7 +36,7 @@ YAML = {
     "mappings of aliases": (aliases(as_lists=False), "each alias"),
     "lists of aliases": (aliases(as_lists=True), "each alias"),
     "merged aliases": (aliases(as_lists=False).replace("x: ", "<<: "), "each alias"),
-    "an alias of itself": ("model: &a\n  x: *a", r"\*a stands inside of what it names"),
+    "an alias of itself": ("model: &a\n  x: *a", r"\*a is inside of the value that it names"),
     "lists in lists": ("[" * 100_000, "nested more than 64 levels deep"),
     "sections in sections": ("{a: " * 50_000, "nested more than 64 levels deep"),
     "indented": ("".join(" " * i + "a:\n" for i in range(200)), "deep; .*:65"),
@@ -56,8 +56,11 @@ YAML = {
     ),
     "a date that is none": ("steps: 2024-99-99", "'2024-99-99' is not a valid"),
     "a tag that does not fit": ("steps: !!bool maybe", "'maybe' is not a valid"),
-    "a list as a key": ("? [a]\n: 1", "a key is a name"),
-    "more than a configuration": ("#" * (MAX_CHARACTERS + 1), "characters, which no configuration"),
+    "a list as a key": ("? [a]\n: 1", "a key has to be a name"),
+    "more than a configuration": (
+        "#" * (MAX_CHARACTERS + 1),
+        "characters, too long for a configuration",
+    ),
 }
 
 
@@ -108,7 +111,7 @@ def test_a_device_is_read_no_further_than_a_configuration():
         ("steps=" + "[" * 100_000, "nested more than 64 levels deep"),
         ("steps=" + "9" * 5000, "expected an integer, got '999"),
         ("learning_rate=" + "9" * 5000, "expected a number, got '999"),
-        ("mesh={a: &a [*a]}", "stands inside of what it names"),
+        ("mesh={a: &a [*a]}", "is inside of the value that it names"),
         ("mesh={zero: 1, zero: 2}", "zero: given twice"),
         ("x" * 100_000 + "=1", "unknown key"),
         ("x" * 100_000, "is not KEY=VALUE"),
@@ -142,7 +145,7 @@ DS_CONFIG = {
     ),
     "more than a configuration": (
         '{"a": "' + "x" * MAX_CHARACTERS + '"}',
-        "which no configuration",
+        "too long for a configuration",
     ),
 }
 

@@ -282,7 +282,7 @@ WRONG = {
     "factor 1": ({"factor": 1.0}, "factor: 1.0 must be above 1 and at most 2**64"),
     "static 0": ({"static": 0.0}, "use null (None) for a dynamic scale"),
     "static below": ({"static": -2.0}, "static: -2.0 must be between"),
-    "both": ({"static": 8.0, "window": 5}, "so window=5 would do nothing"),
+    "both": ({"static": 8.0, "window": 5}, "so window=5 would have no effect"),
 }
 
 
@@ -345,7 +345,7 @@ def test_a_run_file_says_it(tmp_path):
 def test_a_run_file_in_another_precision_takes_no_loss_scale(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("precision: bf16\nloss_scale: {window: 500}\n")
-    with pytest.raises(ConfigError, match="only fp16 has a loss scale, and precision is bf16"):
+    with pytest.raises(ConfigError, match="only fp16 has a loss scale, but precision is bf16"):
         load(RunConfig, file)
     file.write_text("precision: bf16\nreduce_dtype: fp16\nloss_scale: {window: 500}\n")
     assert load(RunConfig, file).loss_scale.window == 500

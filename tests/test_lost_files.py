@@ -135,7 +135,7 @@ def test_a_token_file_that_is_cut_is_an_error_and_not_the_end_of_the_process(kin
     with path.open("r+b") as file:
         file.truncate(100)
     for part in (source, validation):
-        with pytest.raises(ValueError, match=r"has 100 bytes now, and had 80,\d\d\d .*copy or"):
+        with pytest.raises(ValueError, match=r"has 100 bytes now, but had 80,\d\d\d .*copy or"):
             part.batch(0)
     # A file of the same name that takes its place is another one: the old one is still read.
     path.unlink()
@@ -153,5 +153,5 @@ def test_so_is_a_file_of_chats(name, tmp_path):
     source.batch(0)
     with (tmp_path / name).open("r+b") as file:
         file.truncate(10)
-    with pytest.raises(ValueError, match=f"{name} has 10 bytes now, and had"):
+    with pytest.raises(ValueError, match=f"{name} has 10 bytes now, but had"):
         source.batch(1)

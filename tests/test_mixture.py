@@ -139,7 +139,7 @@ def test_a_position_in_another_mixture_is_refused():
     for changes in ({"weights": (5, 2)}, {"seed": 1}, {"at_end": ("repeat", "stop")}):
         with pytest.raises(ValueError, match="the data differ from those of the saved run"):
             as_feed(dataclasses.replace(mixture, **changes)).restore(state)
-    with pytest.raises(ValueError, match="one of 'mixture' data, the data given now are 'tokens'"):
+    with pytest.raises(ValueError, match="of type 'mixture', the present data are 'tokens'"):
         as_feed(mixture.sources[0]).restore(state)
 
 
@@ -241,7 +241,7 @@ def test_masked_sources_mix_with_each_other_alone():
     options = {"weights": (1, 1), "names": ("a", "b"), "global_batch_size": 4}
     rows = MixtureSource(sources=tuple(masked), **options).batch(0)
     assert rows["positions"].shape == (4, masked[0].num_places)
-    with pytest.raises(ValueError, match="cannot be filled in; mix sources of one sort"):
+    with pytest.raises(ValueError, match="cannot be filled in; mix only sources of the same type"):
         MixtureSource(sources=(masked[0], plain[0]), **options)
 
 
@@ -250,10 +250,10 @@ def test_masked_sources_mix_with_each_other_alone():
     [
         ({"sources": ()}, "a mixture of 0 sources"),
         ({"weights": (1,)}, "weights has 1 entries for 2 sources"),
-        ({"weights": (1, 0)}, "weight=0 of b; a weight is a number above 0"),
+        ({"weights": (1, 0)}, "weight=0 of b; a weight has to be a number above 0"),
         ({"weights": (1, float("nan"))}, "weight=nan of b"),
         ({"weights": (1, 0.0009)}, r"weight=0.0009 of b is less than 1/1024 of all .*0.000978 or"),
-        ({"names": ("a", "a")}, "give each a name of its own"),
+        ({"names": ("a", "a")}, "give each a unique name"),
         ({"at_end": ("stop", "stop")}, "every source of the mixture stops at its end"),
         ({"at_end": ("repeat", "end")}, r"at_end=\['repeat', 'end'\]; each is repeat or stop"),
         ({"global_batch_size": 0}, "global_batch_size=0: it must be at least 1"),

@@ -579,7 +579,7 @@ def test_what_signs_cannot_go_with_is_refused(options, said):
     ("options", "error", "said"),
     [
         ({"freeze_step": 0}, ValueError, "without a warm-up there is no second moment"),
-        ({"freeze_step": 2.5}, TypeError, "is no whole number"),
+        ({"freeze_step": 2.5}, TypeError, "is not an integer"),
         ({"b1": lambda count: 0.9}, TypeError, "b1 is a function and has to be a number"),
         ({"b2": 1.0}, ValueError, "b2=1.0 has to be"),
         ({"impl": "cuda"}, ValueError, "cuda"),

@@ -83,7 +83,7 @@ def test_a_plan_says_what_muon_does_if_it_is_not_told():
     (line,) = [
         r for r in plan_for(reference_model("gpt2"), optimizer=muon(0.02)).reasons if "muon" in r
     ]
-    assert "takes 7 stacks of vectors, such as blocks/attention/output/bias" in line
+    assert "7 stacks of vectors, such as blocks/attention/output/bias" in line
     assert "muon_weight_dimension_numbers=zerojax.optim.muon_dimensions" in line
 
 
@@ -92,7 +92,7 @@ def test_names_that_match_nothing_and_shapes_that_do_not_fit_are_refused():
         muon_dimensions({"layers": {"kernel": jnp.ones((2, 3, 4))}})
     own = muon_dimensions({"layers": {"kernel": jnp.ones((2, 3, 4))}}, kernels="^layers/")
     assert own == {"layers": {"kernel": MuonDimensionNumbers(1, 2)}}
-    with pytest.raises(ValueError, match="blocks/a/kernel has 2 dimensions, and a stacked kernel"):
+    with pytest.raises(ValueError, match="blocks/a/kernel has 2 dimensions, .*stacked kernel"):
         muon_dimensions({"blocks/a/kernel": jnp.ones((2, 3))})
 
 

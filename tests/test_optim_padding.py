@@ -67,7 +67,7 @@ PROVEN = {
     "transposed": of_leaves(lambda g, p: (g.T * 2).T),
 }
 NOT_PROVEN = {
-    "mean": (of_leaves(lambda g, p: g - jnp.mean(g)), "another program|constants"),
+    "mean": (of_leaves(lambda g, p: g - jnp.mean(g)), "program that differs|constants"),
     "largest": (of_leaves(lambda g, p: g / jnp.max(g)), "reduce_max of padded"),
     "smallest": (of_leaves(lambda g, p: g / jnp.min(g)), "reduce_min of padded"),
     "number of elements": (
@@ -96,7 +96,7 @@ NOT_PROVEN = {
     "flat": (of_leaves(lambda g, p: (g.ravel() * 2).reshape(g.shape)), "reshape of padded"),
     "mask by size": (
         optax.masked(optax.scale(2.0), lambda p: {n: x.size > 30 for n, x in p.items()}),
-        "another program",
+        "program that differs",
     ),
     "own shapes": (optax.sm3(0.1), "state of shape"),
 }

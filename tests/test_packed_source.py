@@ -118,7 +118,7 @@ def test_a_position_of_other_data_is_refused(source, texts, tmp_path):
         with pytest.raises(ValueError, match="the data differ from those of the saved run"):
             as_feed(other).restore(state)
     plain, _, _ = as_source(np.arange(2000), seq_len=SEQ_LEN, global_batch_size=4)
-    with pytest.raises(ValueError, match="one of 'packed texts' data, the data given now are"):
+    with pytest.raises(ValueError, match="of type 'packed texts', the present data are"):
         as_feed(plain).restore(state)
 
 
@@ -178,9 +178,7 @@ def test_dropped_texts_are_counted(tmp_path, long_texts):
     assert "(2 longer than a row were left out) in 2 rows" in source.describe()
     found = [one for row in rows_of(source, 2) for one in texts_of_row(row)]
     assert sorted(len(tokens) for tokens, _ in found) == [5, 16]
-    with pytest.raises(
-        ValueError, match="all 4 texts of .* so that nothing is left; raise seq_len"
-    ):
+    with pytest.raises(ValueError, match="all 4 texts of .* so none is left; raise seq_len"):
         source_of(tmp_path, long_texts, global_batch_size=1, long_texts="drop", seq_len=4)
 
 

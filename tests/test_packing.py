@@ -90,7 +90,7 @@ def test_what_cannot_be_packed_is_refused():
         as_source(None, seq_len=8, global_batch_size=2, pack=True)
     with pytest.raises(ValueError, match="prepare them with `zerojax data prepare`"):
         as_source(np.arange(1000), seq_len=8, global_batch_size=2, pack=True)
-    with pytest.raises(ValueError, match="give one of them"):
+    with pytest.raises(ValueError, match="pass exactly one of them"):
         Boundary()
     with pytest.raises(ValueError, match="make it without pack"):
         as_masked_source(source_of(), mask_token=0)

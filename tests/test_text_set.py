@@ -83,15 +83,15 @@ def test_what_was_not_finished_leaves_nothing(tmp_path):
     ("changes", "why"),
     [
         ({"format": "x"}, "is not the sidecar of texts; prepare the folder again"),
-        ({"version": 2}, "is of version 2, this zerojax reads 1"),
+        ({"version": 2}, "has version 2, this zerojax reads 1"),
         ({"dtype": "int8"}, "dtype='int8'; it must be one of uint8, uint16, uint32"),
         ({"texts": 0}, "texts=0; it must be a number of texts, at least 1"),
         ({"tokens": "1"}, "tokens='1'; it must be a number of tokens"),
         ({"sha256": [1]}, "it must be an object of checksums"),
         ({"vocab_size": 0}, "vocab_size=0; it must be a number of ids"),
-        ({"validation_texts": 20}, "it must be a number of texts below that of all"),
-        ({"texts": 19}, r"offsets.bin' has 168 bytes, texts.json beside it says 160; the file is"),
-        ({"tokens": 9}, r"tokens.bin' has \d+ bytes, texts.json beside it says 9"),
+        ({"validation_texts": 20}, "it must be a number of texts smaller than the total"),
+        ({"texts": 19}, r"offsets.bin' has 168 bytes, texts.json says 160; the file is"),
+        ({"tokens": 9}, r"tokens.bin' has \d+ bytes, texts.json says 9"),
     ],
 )
 def test_a_damaged_sidecar_is_one_sentence(tmp_path, changes, why):
@@ -112,7 +112,7 @@ def test_other_damage_is_one_sentence(tmp_path):
     offsets.tofile(folder / "offsets.bin")
     with pytest.raises(ValueError, match="offsets.bin' has sha256 .*prepare the folder again"):
         verify_text_set(folder)
-    with pytest.raises(ValueError, match="is no list of rising offsets into"):
+    with pytest.raises(ValueError, match="is not a list of increasing offsets into"):
         _ = open_text_set(folder)[0].lengths
     (folder / "mask.bin").unlink()
     with pytest.raises(ValueError, match="mask.bin' has 0 bytes"):

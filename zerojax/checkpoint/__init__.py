@@ -1,7 +1,7 @@
-"""Named arrays in verified folders, and buckets of bytes on a disk.
+"""Checkpoints: named arrays in verified folders, and byte buckets on a disk.
 
-Knows trees of arrays, JSON, and where a folder of Hugging Face has the weights that a checkpoint
-leaves there; never what a model computes, plans or how a state is padded. Sub-package: `store` (the
+Knows trees of arrays, JSON, and where a Hugging Face folder has the weights that a checkpoint does
+not store; never what a model computes, plans or how a state is padded. Sub-package: `store` (the
 buckets).
 """
 
@@ -56,7 +56,7 @@ _HOME_OF_NAME = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports what a name needs when it is first asked for (PEP 562)."""
+    """Imports the module of a name at its first use (PEP 562)."""
     if name not in _HOME_OF_NAME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_HOME_OF_NAME[name]}"), name)

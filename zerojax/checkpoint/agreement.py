@@ -1,7 +1,7 @@
-"""Collective agreement on failures, so that no process waits for one that has given up.
+"""Collective agreement on failures, so that no process waits for one that has failed.
 
-With one process nothing is sent. All functions here are collective: every process calls them, from
-its main thread or while its main thread waits, so that collectives are enqueued in the same order
+With one process nothing is sent. All functions are collective: every process calls them, from its
+main thread or while its main thread waits, so that collectives are enqueued in the same order
 everywhere.
 """
 
@@ -33,18 +33,18 @@ _KINDS = (
     *(CheckpointError, DiskFullError, DamagedError, DivergedError, MachineError),
     FolderInUseError,
     BaseWeightsError,
-    GivenUpError,  # the last: told only when no process says more
+    GivenUpError,  # last: reported only if no process has another error
 )
 _UNDER_WAY = 255
 _ROUND_SECONDS = 0.5
 
 
 def raise_together(error: BaseException | None) -> None:
-    """Raises on every process when any of them has an error.
+    """Raises on every process if any process has an error.
 
     Raises:
-      CheckpointError: on all processes, of the kind and with the text of the first process that
-        failed by itself. With one process, `error` itself.
+      CheckpointError: on all processes, with the type and text of the first process that failed by
+        itself. With one process, `error` itself.
     """
     if jax.process_count() == 1:
         if error is not None:
@@ -62,14 +62,15 @@ def raise_together(error: BaseException | None) -> None:
 
 @contextlib.contextmanager
 def failing_together() -> Iterator[Callable[[], None]]:
-    """A block that no process leaves well where one of them fails in it.
+    """Context manager that raises on all processes if one of them fails in its block.
 
     Yields:
-      What raises here the failure of another process; called equally often on all of them, between
-      collectives, so that a process that has failed takes part in none that it does not reach.
+      A function that raises here if another process has failed. All processes call it equally
+      often, between collectives, so that a failed process joins no collective that it does not
+      reach.
 
     Raises:
-      Exception: the process that has failed keeps its own error; the others get a CheckpointError.
+      Exception: the failed process keeps its own error; the others get a CheckpointError.
     """
     is_told = False
 
@@ -82,7 +83,8 @@ def failing_together() -> Iterator[Callable[[], None]]:
     try:
         yield agree
     except Exception as error:
-        # An error of the devices comes from within a collective: the others wait in that one.
+        # An error of a device is raised inside a collective, in which the other processes still
+        # wait.
         if not is_told and not isinstance(error, jax.errors.JaxRuntimeError):
             with contextlib.suppress(CheckpointError):
                 raise_together(error)
@@ -93,12 +95,12 @@ def failing_together() -> Iterator[Callable[[], None]]:
 def wait_together(
     task: concurrent.futures.Future[Any], give_up: Callable[[], object]
 ) -> BaseException | None:
-    """Waits until a task is done here, and gives it up where it has failed in another process.
+    """Waits until a task is done here, and cancels it if it has failed in another process.
 
     Args:
       task: one on every process, which may wait for the others in its own way.
-      give_up: makes `task` end; called where another process has failed, which may have found no
-        other way to tell, as where its file server is gone.
+      give_up: makes `task` end; called if another process has failed. That process may have no
+        other way to report it, for example when its file server is gone.
 
     Returns:
       The error of this process's task.
@@ -117,10 +119,10 @@ def wait_together(
 
 
 def _exchange(error: BaseException | None, *, is_under_way: bool = False) -> np.ndarray:
-    """The rows of all processes: 0, `_UNDER_WAY`, or 1 + kind; then text.
+    """Gathers the rows of all processes: 0, `_UNDER_WAY`, or 1 + kind; then text.
 
-    They are of one size whatever is said, so that one process may ask again what it was interrupted
-    in when it asked.
+    All rows have one size whatever they contain, so that a process may repeat a call in which it
+    was interrupted.
     """
     buffer = np.zeros(_TEXT_BYTES, np.uint8)
     if error is not None:
@@ -138,7 +140,7 @@ def _text_in(row: np.ndarray) -> str:
 
 
 def same_everywhere(value: str, *, what: str) -> None:
-    """Refuses a value that differs between processes.
+    """Raises if a value differs between processes.
 
     Raises:
       CheckpointError: on all processes.
@@ -150,20 +152,20 @@ def same_everywhere(value: str, *, what: str) -> None:
     if (checksums != checksums[0]).any():
         process = int(np.argmax(checksums != checksums[0]))
         raise CheckpointError(
-            f"{what} differs between process 0 and process {process}; a checkpoint stores one for"
-            " all processes, so each must pass the same"
+            f"{what} differs between process 0 and process {process}; a checkpoint stores one "
+            "value for all processes, so each must pass the same"
         )
 
 
 def from_process_0(number: int) -> int:
-    """Process 0's value of a number, on every process."""
+    """Broadcasts process 0's number to every process."""
     if jax.process_count() == 1:
         return number
     return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
 
 
 def gather(values: np.ndarray) -> np.ndarray:
-    """The arrays of all processes, of the same shape everywhere, stacked in their order."""
+    """Stacks the arrays of all processes, of equal shape everywhere, in process order."""
     if jax.process_count() == 1:
         return values[None]
     gathered = np.asarray(multihost_utils.process_allgather(values))

@@ -1,11 +1,11 @@
-"""Storage of named arrays with Orbax, restored with any sharding, in memory of each device's own.
+"""Stores named arrays with Orbax, and restores them with any sharding into separate memory.
 
 No other module imports Orbax. Arrays are stored as one flat `{name: array}`, so that a checkpoint
 does not depend on container types and any part of it can be read alone.
 
-A CPU device takes aligned NumPy memory as it is, without a copy (JAX 0.10 and 0.12). Devices with
-copies of one shard would then have one memory, and a step that is given these arrays to write over
-would write over each other's. `jax.device_put` and `jax.make_array_from_callback` do that;
+A CPU device uses aligned NumPy memory without a copy (JAX 0.10 and 0.12). Devices with copies of
+one shard would then share memory, and a step that receives these arrays as donated buffers would
+overwrite all copies. `jax.device_put` and `jax.make_array_from_callback` share memory in this way;
 `array_of_parts` and `with_own_memory` do not.
 """
 
@@ -27,33 +27,35 @@ PyTree = Any
 _ITEM = "state"
 
 LAYER_BYTES = 512 << 10
-"""Of one index of a shard's first dimension, from which on each is a chunk of its own in the files.
-TensorStore reads whole chunks: a layer of a stack is then read without the others."""
+"""Bytes of one index of a shard's first dimension from which on each index is a separate chunk in
+the files. TensorStore reads whole chunks, so a layer of a stack can then be read without the
+others."""
 Index = tuple[slice, ...]
 
 
 _NOT_STORED = {"uint2": "uint8", "uint4": "uint8", "float8_e4m3": "float8_e4m3fn"}
-"""{dtype that TensorStore's zarr3 driver does not have: one that it has}."""
+"""{dtype that TensorStore's zarr3 driver does not support: a supported replacement}."""
 
 
 def check_storable(leaves: Mapping[str, Any]) -> None:
-    """Refuses arrays that no checkpoint can hold.
+    """Raises if an array has a dtype that checkpoints cannot store.
 
     Args:
       leaves: name -> array, or its `ShapeDtypeStruct`.
 
     Raises:
-      TypeError: a dtype that files do not have, with one that they have.
+      TypeError: an unsupported dtype; the message names a supported one.
     """
     for name, leaf in leaves.items():
         if (other := _NOT_STORED.get(str(leaf.dtype))) is not None:
             raise TypeError(
-                f"{name!r} of the state is {leaf.dtype}, which checkpoints cannot hold; use {other}"
+                f"{name!r} of the state is {leaf.dtype}, which checkpoints cannot store; use "
+                f"{other}"
             )
 
 
 def named_arrays(state: PyTree) -> dict[str, jax.Array]:
-    """`{name: array}` of a state.
+    """Returns `{name: array}` of a state.
 
     Raises:
       TypeError: there is no leaf, or a leaf is not a live `jax.Array` of plain numbers.
@@ -81,22 +83,22 @@ def named_arrays(state: PyTree) -> dict[str, jax.Array]:
 
 
 class Write(Protocol):
-    """A write in progress."""
+    """Write in progress."""
 
     def result(self) -> None:
-        """Waits until the arrays are on disk; raises what went wrong."""
+        """Waits until the arrays are on disk; raises the error if the write failed."""
 
 
 def start_write(folder: Path, arrays: Mapping[str, jax.Array]) -> Write:
     """Starts to write arrays into `folder`, which must not exist yet.
 
-    Arrays without elements are in no file: their shapes and dtypes are all there is to know (`read`
-    makes them anew). Small arrays go in packs, whose table (`packs`) is written beside `folder`:
-    their bytes are copied on the devices first, at most `packs.DEVICE_BYTES` on each.
+    Arrays without elements are in no file: their shapes and dtypes are enough for `read` to create
+    them. Small arrays are stored in packs, whose table (`packs`) is written next to `folder`. Their
+    bytes are first copied on the devices, at most `packs.DEVICE_BYTES` on each.
 
-    Collective over all processes. Returns once the values are safe from later donation: on an
-    accelerator they have been copied to the host; on CPU Orbax holds a reference to the buffers,
-    and the runtime then gives a donating computation other memory (tested).
+    Collective over all processes. Returns once the arrays may be donated: on an accelerator they
+    have been copied to the host; on CPU Orbax holds a reference to the buffers, and the runtime
+    then gives a donating computation other memory (tested).
     """
     orbax, context = _orbax()
     written, table = packs.stack({name: x for name, x in arrays.items() if x.size})
@@ -133,13 +135,13 @@ def read(folder: Path, abstract: Mapping[str, Any], *, subset: bool) -> dict[str
 
 
 def _empty(leaf: Any) -> jax.Array:
-    """An array without elements."""
+    """Returns an array without elements."""
     shape = leaf.sharding.shard_shape(leaf.shape)
     return array_of_parts(leaf.shape, leaf.sharding, lambda _: np.empty(shape, leaf.dtype))
 
 
 def read_on_host(folder: Path, name: str, leaf: Any) -> np.ndarray:
-    """Reads one array whole into the memory of every process. Collective over all processes.
+    """Reads one whole array into the memory of every process. Collective over all processes.
 
     Args:
       folder: what `start_write` wrote.
@@ -156,22 +158,23 @@ def read_on_host(folder: Path, name: str, leaf: Any) -> np.ndarray:
 
 
 def open_layers(folder: Path, name: str) -> Callable[[int], np.ndarray] | None:
-    """What reads one index of an array's first dimension onto the host; not collective.
+    """Returns a function that reads one index of an array's first dimension; not collective.
 
     Args:
       folder: what `start_write` wrote.
       name: of the array.
 
     Returns:
-      None where the array is stored in chunks of several, so that one costs what all cost.
+      A function of the index, or None if a chunk of the array holds several indices, so that
+      reading one costs as much as reading all.
     """
-    # Imported here since the import takes long, and only exports need it.
+    # Imported here because the import is slow and only exports need it.
     import tensorstore
 
     kvstore = {"driver": "ocdbt", "base": f"file://{folder / _ITEM}/", "path": f"{name}/"}
     try:
         array = tensorstore.open({"driver": "zarr3", "kvstore": kvstore}, open=True).result()
-    except ValueError:  # NOT_FOUND: it lies elsewhere, or an older Orbax has written it
+    except ValueError:  # NOT_FOUND: stored elsewhere, or written by an older Orbax
         return None
     chunk = array.chunk_layout.read_chunk.shape
     if array.ndim < 2 or chunk is None or chunk[0] != 1:
@@ -180,10 +183,11 @@ def open_layers(folder: Path, name: str) -> Callable[[int], np.ndarray] | None:
 
 
 def _not_from_orbax(record: logging.LogRecord) -> bool:
-    """Drops Orbax's log records.
+    """Filters out Orbax's log records.
 
-    It logs a page of traceback in the background for every failure that it also raises, and the
-    raised one is told in a sentence. `logging.getLogger("zerojax").setLevel("DEBUG")` shows them.
+    For every failure that it raises, Orbax also logs a long traceback in the background; the raised
+    error is reported in one sentence. `logging.getLogger("zerojax").setLevel("DEBUG")` shows the
+    records.
     """
     if "/orbax/checkpoint/" not in record.pathname + record.getMessage():
         return True
@@ -191,21 +195,21 @@ def _not_from_orbax(record: logging.LogRecord) -> bool:
 
 
 def _orbax() -> tuple[Any, Any]:
-    """Orbax v1 and a fresh context with our options.
+    """Returns Orbax v1 and a new context with our options.
 
     Imported here because the import takes longer than a second and a run without checkpoints, or
     `zerojax --help`, does not need it.
     """
     from orbax.checkpoint import v1 as orbax
 
-    for name in ("absl", "asyncio"):  # asyncio tells of tasks that Orbax leaves behind a failure
+    for name in ("absl", "asyncio"):  # asyncio logs tasks that Orbax leaves after a failure
         logging.getLogger(name).addFilter(_not_from_orbax)  # adds the same filter only once
     context = orbax.Context()
     # float32 masters and moments are close to random bits: compression saves 7 % of the bytes and
     # costs 4.7 times the processor time (README.md, 2026-11-21).
     context.array_options.saving.use_compression = False
-    # Orbax takes these seconds by the wall clock, so that a clock set by more than its default of
-    # 1200 fails a save (seen). A save that hangs is the watchdog's.
+    # Orbax measures these seconds with the wall clock, so a clock that is set forward by more than
+    # its default of 1200 fails a save (seen). The watchdog handles a save that hangs.
     context.async_options.timeout_secs = 10**9
     return orbax, context
 
@@ -213,12 +217,12 @@ def _orbax() -> tuple[Any, Any]:
 def array_of_parts(
     shape: tuple[int, ...], sharding: jax.sharding.Sharding, part: Callable[[Index], np.ndarray]
 ) -> jax.Array:
-    """A global array; every process gives the parts of its own devices.
+    """Builds a global array; every process provides the parts of its own devices.
 
     Args:
       shape: of the whole array.
       sharding: of the result.
-      part: index of a device's part -> its values, in memory that nobody else has. Called once for
+      part: index of a device's part -> its values, in memory that is not shared. Called once for
         each device of this process, one after the other.
     """
     kind = sharding.memory_kind
@@ -231,7 +235,7 @@ def array_of_parts(
 
 
 def with_own_memory(array: jax.Array) -> jax.Array:
-    """The array, copied where devices of this process have one memory in common."""
+    """Returns the array, copied if devices of this process share memory for it."""
     shards = array.addressable_shards
     if len(shards) < 2 or shards[0].device.platform != "cpu":
         return array

@@ -1,8 +1,8 @@
-"""Frozen weights that a checkpoint leaves in the folder of Hugging Face that they were read from.
+"""Frozen weights that a checkpoint does not store, because they are in a Hugging Face folder.
 
-They are read again, each process its own parts, and compared with the fingerprints that were taken
-of them on the devices. So what comes back has the bits that were trained with, whatever has become
-of the folder, and no file is read for the comparison alone.
+A restore reads them again, each process its own parts, and compares them with fingerprints that
+were computed on the devices. So restored weights have the bits that were trained with, even if the
+folder has changed, and no file is read only for the comparison.
 """
 
 from __future__ import annotations
@@ -26,24 +26,25 @@ from zerojax.models.protocol import LazyArray
 from zerojax.optim.weight_codes import CodedArray, WeightCodes, codes_of_plan
 
 PREFIX = "frozen/"
-"""Of the names that these arrays have in a checkpoint."""
+"""Prefix of the names of these arrays in a checkpoint."""
 _REMEDY = (
-    "put back what was there, or give a folder that has it: --pretrained FOLDER, in Python "
-    "pretrained=FOLDER; a run goes on with model.pretrained=FOLDER, or "
+    "put the original files back, or name a folder that has them: --pretrained FOLDER, in Python "
+    "pretrained=FOLDER; to continue a run, set model.pretrained=FOLDER, or "
     "zerojax.from_hugging_face(FOLDER). With checkpoint.frozen=saved a run saves all weights"
 )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BaseWeights:
-    """The arrays that are left where they are.
+    """Arrays that stay in their folder and are not written to checkpoints.
 
     Attributes:
       folder: absolute.
-      files: name relative to the folder -> (bytes, time of its last change in ns), when the folder
-        was opened.
+      files: name relative to the folder -> (bytes, modification time in ns), when the folder was
+        opened.
       arrays: their names in a checkpoint.
-      fingerprints: name -> fingerprint of what the run has read there; empty before it has.
+      fingerprints: name -> fingerprint of the values that the run read; empty before the first
+        read.
     """
 
     folder: Path
@@ -52,40 +53,42 @@ class BaseWeights:
     fingerprints: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """As `Metadata.base` has it."""
+        """Returns the dict for `Metadata.base`."""
         sizes = {name: size for name, (size, _) in self.files.items()}
         return {"folder": str(self.folder), "files": sizes, "arrays": list(self.arrays)}
 
     def as_read(self, fingerprints: Mapping[str, str]) -> BaseWeights | None:
-        """What is left of it where a state has these arrays from the folder, and no others."""
+        """Returns the part of it that a state has read from the folder, or None if there is
+        none."""
         both = tuple(sorted(set(self.arrays) & set(fingerprints)))
         known = {name: fingerprints[name] for name in both}
         return dataclasses.replace(self, arrays=both, fingerprints=known) if both else None
 
     def change(self) -> str | None:
-        """What has become of the files since the folder was opened, a clause; None: nothing.
+        """Returns how the files have changed since the folder was opened, as a clause; None if
+        unchanged.
 
-        Looks at sizes and times alone.
+        Compares only sizes and times.
         """
         for name, before in self.files.items():
             try:
                 now = _stamp(self.folder / name)
             except OSError as error:
-                return f"{name} cannot be looked at ({reason(error)})"
+                return f"{name} cannot be read ({reason(error)})"
             if now != before:
                 return f"{name} was changed"
         return None
 
 
 def base_weights(folder: Folder, params: Iterable[str]) -> BaseWeights:
-    """What a run may leave where it is.
+    """Returns the weights that a run may leave in their folder.
 
     Args:
       folder: open.
       params: names of parameters that are read from it and are not trained.
 
     Raises:
-      OSError: what the system says.
+      OSError: from the operating system.
     """
     return BaseWeights(
         folder=folder.path,
@@ -100,43 +103,43 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 
 def at_another_place(metadata: Metadata, pretrained: str | os.PathLike[str] | None) -> Metadata:
-    """The metadata of a step whose frozen weights are in another folder now.
+    """Returns the metadata of a step with another folder for its frozen weights.
 
     Args:
-      metadata: of the step; one that holds all its arrays stays as it is.
-      pretrained: the folder; None: where they were.
+      metadata: of the step; unchanged if the step stores all its arrays.
+      pretrained: the folder; None: the original one.
     """
     if pretrained is None or not metadata.base:
         return metadata
     folder = str(user_path(pretrained).absolute())
     if folder == metadata.base["folder"]:
         return metadata
-    # There the same tensors may lie in files of other names and sizes.
+    # The other folder may have the same tensors in files with other names and sizes.
     return dataclasses.replace(metadata, base={**metadata.base, "folder": folder, "files": {}})
 
 
 class BaseReader:
-    """The frozen weights of a step that are not in its folder; opened when one is asked for.
+    """Reader of a step's frozen weights that are in another folder; opens files on first use.
 
     Attributes:
-      names: of the arrays, as the step has them; empty: all are in its folder.
+      names: of the arrays, as in the step; empty if the step stores all arrays.
     """
 
     def __init__(self, step: Path, metadata: Metadata) -> None:
-        """Takes the folder of the step, and what it says. Reads nothing."""
+        """Takes the folder of the step and its metadata. Reads nothing."""
         self._step, self._metadata = step, metadata
         self.names: frozenset[str] = frozenset(metadata.base.get("arrays", ()))
 
     @property
     def folder(self) -> Path:
-        """Where the arrays lie."""
+        """Folder that holds the arrays."""
         return Path(self._metadata.base["folder"])
 
     def check(self) -> None:
-        """Looks whether the files are there, and opens them; reads no weights.
+        """Opens the files to check that they exist; reads no weights.
 
         Raises:
-          BaseWeightsError: they are not, or hold other tensors.
+          BaseWeightsError: files are missing, or hold other tensors.
         """
         if self.names:
             self._arrays  # noqa: B018
@@ -160,29 +163,29 @@ class BaseReader:
 
     @functools.cached_property
     def _codes(self) -> dict[str, WeightCodes]:
-        """{parameter: how the step stores it}, of those that it does not store as numbers."""
+        """{parameter: its codes} of the parameters that the step stores as codes."""
         return codes_of_plan(self._metadata.plan)
 
     def _lazy(self, name: str) -> LazyArray:
-        """The array as the step would have it."""
+        """Returns the array in the form in which the step would store it."""
         array, codes = self._arrays[name], self._codes.get(name.removeprefix(PREFIX))
         return array if codes is None else CodedArray(array, codes)
 
     def read(self, name: str, box: Box) -> np.ndarray:
-        """A part of an array, in memory of its own, in the dtype that the step has.
+        """Reads a part of an array into new memory, in the dtype that the step has.
 
         Raises:
-          BaseWeightsError: it is not there.
+          BaseWeightsError: it cannot be read.
         """
         array, (start, size) = self._lazy(name), box
         values = np.empty(size, as_abstract(self._metadata.arrays[name]).dtype)
         ranges = [(low, low + n) for low, n in zip(start, size, strict=True)]
         try:
-            with np.errstate(over="ignore"):  # as devices round: to infinity
+            with np.errstate(over="ignore"):  # round to infinity, as devices do
                 if not array.is_stacked:
                     values[...] = array.read(ranges)
                     return values
-                for row in range(size[0]):  # of the files' dtype there is one layer at a time
+                for row in range(size[0]):  # holds only one layer at a time in the files' dtype
                     layer = start[0] + row
                     values[row] = array.read([(layer, layer + 1), *ranges[1:]])[0]
         except (OSError, ValueError) as error:
@@ -190,7 +193,8 @@ class BaseReader:
         return values
 
     def layers(self, name: str) -> Callable[[int], np.ndarray] | None:
-        """What reads one index of the first dimension of a stack; None: it is no stack."""
+        """Returns a function that reads one index of a stack's first dimension, or None for no
+        stack."""
         array = self._lazy(name)
         if not array.is_stacked:
             return None
@@ -198,18 +202,18 @@ class BaseReader:
         return lambda index: self.read(name, ((index, *start), (1, *rest)))[0]
 
     def differs(self, name: str, others: int = 0) -> BaseWeightsError:
-        """What is said of an array that has other values than the one that was saved.
+        """Returns the error for an array whose values differ from the saved ones.
 
         Args:
-          others: how many more have.
+          others: number of further arrays that differ.
         """
         more = f" (nor are {others} more arrays)" if others else ""
         files = self._arrays[name].files
         sizes = self._metadata.base["files"]
-        # Another size says which of several files was changed; the same size says nothing.
+        # A changed size shows which of several files was changed; an equal size shows nothing.
         resized = [x for x in files if x in sizes and _stamp(self.folder / x)[0] != sizes[x]]
         where = " or ".join(resized or files)
-        return self._error(f"where {name!r} (in {where}) is not what the run had{more}")
+        return self._error(f"where {name!r} (in {where}) differs from what the run had{more}")
 
     def _error(self, what: str) -> BaseWeightsError:
         left = f"checkpoint {self._step} leaves {len(self.names)} frozen arrays in {self.folder}"

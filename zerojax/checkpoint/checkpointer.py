@@ -40,18 +40,18 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Restored:
-    """One checkpoint, read back."""
+    """Checkpoint that was read back."""
 
     step: int
     state: PyTree
-    """Same tree, shapes, dtypes and shardings as the abstract state that was asked for."""
+    """Same tree, shapes, dtypes and shardings as the requested abstract state."""
 
     data_state: dict[str, Any]
     config: dict[str, Any]
     plan: dict[str, Any]
 
     arrays: dict[str, str]
-    """As `Metadata.arrays`: what the checkpoint has, also of what was not asked for."""
+    """As `Metadata.arrays`: all arrays in the checkpoint, including those not requested."""
 
     base: dict[str, str]
     """Name -> fingerprint of the arrays that were read from another folder."""
@@ -64,12 +64,13 @@ class Checkpointer:
     With several processes, all must call every method except `steps`, `latest_step` and `metadata`,
     in the same order and with the same arguments, on a shared file system.
 
-    One process writes into a folder (of several of one run: the first, for all). It holds the
-    folder from `check_writable` or the first save on, until `close` or its end; another one is
-    refused meanwhile, and `zerojax.runtime.folder_lock` says when it is not. Readers need no leave.
+    Only one process writes into a folder: the first process of a run, for all of them. It locks the
+    folder from `check_writable` or the first save until `close` or the end of the process.
+    Meanwhile another writer gets an error; `zerojax.runtime.folder_lock` documents the exceptions.
+    Readers need no lock.
 
-    Use it as a context manager: `close` waits for the write in flight, which is lost when the
-    interpreter exits first (the earlier checkpoints are not).
+    Use it as a context manager: `close` waits for the write in flight, which is lost if the
+    interpreter exits first (earlier checkpoints are not).
     """
 
     def __init__(
@@ -80,14 +81,15 @@ class Checkpointer:
         asynchronous: bool = True,
         fingerprints: bool = True,
     ) -> None:
-        """Creates and deletes nothing before the first save, so a running folder may be read.
+        """Creates and deletes nothing before the first save, so the folder of a running job may be
+        read.
 
         Args:
           path: folder of a mounted file system; created by the first save.
           keep: number of newest checkpoints to keep, or a `Retention`.
           asynchronous: False: `save` returns only when the checkpoint is visible.
-          fingerprints: whether the devices sum up what is saved, so that a restore can tell whether
-            it is what comes back.
+          fingerprints: whether devices compute fingerprints of saved arrays, so that a restore can
+            compare the arrays with what was saved.
 
         Raises:
           ValueError: the path is a URL, or `keep` is below 1.
@@ -110,23 +112,24 @@ class Checkpointer:
         self._closed = False
 
     def take_notes(self) -> list[str]:
-        """What was found wrong since the last call, a sentence each; also told as warnings."""
+        """Returns the problems found since the last call, one sentence each; also issued as
+        warnings."""
         notes, self._candidates.notes = self._candidates.notes, []
         return notes
 
     def steps(self) -> tuple[int, ...]:
-        """The saved steps, oldest first. A write in progress is not among them."""
+        """Returns the saved steps, oldest first, without a write in progress."""
         try:
             return folders.list_steps(self.path)
         except OSError as error:
             raise MachineError(f"checkpoint folder cannot be listed: {reason(error)}") from error
 
     def latest_step(self) -> int | None:
-        """The newest saved step, or None when there is none."""
+        """Returns the newest saved step, or None if there is none."""
         return max(self.steps(), default=None)
 
     def metadata(self, step: int | None = None) -> Metadata:
-        """What is stored beside the arrays of a step (None: the newest). Reads no arrays.
+        """Reads the metadata of a step (None: the newest), without arrays.
 
         Raises:
           CheckpointError: no such step, damaged, or of a newer format.
@@ -135,14 +138,14 @@ class Checkpointer:
         return read_metadata(folders.step_folder(self.path, step))
 
     def check_writable(self, state_bytes: int = 0) -> None:
-        """Finds out, before a run starts, whether its checkpoints can be written.
+        """Checks before a run starts that its checkpoints can be written.
 
         Args:
-          state_bytes: size of one unsharded state; 0 leaves the free space unchecked.
+          state_bytes: size of one unsharded state; 0 skips the check of free space.
 
         Raises:
           FolderInUseError: another process writes into the folder.
-          CheckpointError: it cannot be created or written, or has too little space.
+          CheckpointError: the folder cannot be created or written, or has too little space.
         """
         error: CheckpointError | None = None
         if is_first_process():
@@ -156,11 +159,12 @@ class Checkpointer:
         agreement.raise_together(error)
 
     def _hold_folder(self) -> None:
-        """Takes the folder for this process, or sees that it is still held. In the first process.
+        """Locks the folder for this process, or checks that the lock is still held. In the first
+        process.
 
         Raises:
-          FolderInUseError: another process has it.
-          OSError: what the system says.
+          FolderInUseError: another process holds the lock.
+          OSError: from the operating system.
         """
         try:
             if self._hold is None:
@@ -184,7 +188,8 @@ class Checkpointer:
     ) -> None:
         """Saves a state; returns when `state` may be donated, the rest happens in the background.
 
-        Waits first for the previous save; its failure is raised here, and nothing is saved then.
+        Waits first for the previous save. If that failed, its error is raised here and nothing is
+        saved.
 
         Args:
           step: batches consumed; above every saved step.
@@ -192,10 +197,10 @@ class Checkpointer:
           data_state: position of the data source; JSON values; the same on all processes.
           config: the resolved configuration; JSON values.
           plan: the plan; JSON values.
-          write_pieces: writes what `state` has as `ShapeDtypeStruct`s into the folder that it is
-            given, with a `checkpoint.store.pieces.PieceWriter`; done before this method returns.
-          base: arrays of `state` that were read from a folder and are not written, but read from
-            there again. Where its files or the arrays have changed meanwhile, all are written, with
+          write_pieces: writes the arrays that `state` has as `ShapeDtypeStruct`s into the given
+            folder, with a `checkpoint.store.pieces.PieceWriter`; done before this method returns.
+          base: arrays of `state` that were read from a folder, and are read from there again
+            instead of being written. If its files or the arrays have changed, all are written, with
             a warning.
 
         Raises:
@@ -243,19 +248,19 @@ class Checkpointer:
             hold_folder=self._hold_folder,
             started=concurrent.futures.Future(),
         )
-        # All of it runs in the writer's thread, so that a Ctrl-C here interrupts only the waiting:
-        # the save goes on, and `close` waits for it.
+        # The whole save runs in the writer's thread, so a Ctrl-C here interrupts only the waiting:
+        # the save continues, and `close` waits for it.
         self._pending = self._writer.submit(write, save)
         if not save.started.result() or not self.asynchronous:
             self.wait()
 
     def _is_unchanged(self, base: BaseWeights, leaves: Mapping[str, jax.Array]) -> bool:
-        """Whether files and arrays of frozen weights are as they were; the same everywhere."""
+        """Returns True on all processes if files and arrays of frozen weights are unchanged."""
         change = base.change() if is_first_process() else None
         sums = fingerprints_of({name: leaves[name] for name in base.arrays})
         differing = [name for name in base.arrays if sums[name] != base.fingerprints[name]]
         if change is None and differing:
-            change = f"{differing[0]!r} is not what was read from there any more"
+            change = f"{differing[0]!r} differs from what was read from there"
         if change is not None:
             self._candidates.note(f"{base.folder}: {change}, so this checkpoint holds all weights")
         return agreement.from_process_0(int(change is None)) == 1
@@ -264,7 +269,7 @@ class Checkpointer:
         """Waits until the last save is visible.
 
         Raises:
-          CheckpointError: it failed. Told once; the next save starts afresh.
+          CheckpointError: the save failed. Raised once; the next save starts from scratch.
         """
         if self._pending is None:
             return
@@ -277,7 +282,8 @@ class Checkpointer:
     def close(self) -> None:
         """Waits for the last save and ends the writer's thread. May be called twice.
 
-        A first Ctrl-C during the wait is raised after the save has finished, a second one at once.
+        A first Ctrl-C during the wait is raised after the save has finished, a second one
+        immediately.
 
         Raises:
           CheckpointError: the last save failed.
@@ -294,33 +300,33 @@ class Checkpointer:
                 self._release()
 
     def _release(self) -> None:
-        """Lets others write into the folder."""
+        """Releases the lock on the folder."""
         if self._hold is None:
             return
         if self._attempts:
-            # Threads of a failed save may have gone on writing after it was removed.
+            # Threads of a failed save may have continued to write after it was removed.
             with contextlib.suppress(OSError, FolderTakenError):
-                self._hold.keep()  # else what lies there is another's
+                self._hold.keep()  # otherwise another process owns the folder
                 folders.remove_leftovers(self.path)
         self._hold.release()
 
     def finish_alone(self, seconds: float) -> str | None:
-        """Closes without a word to other processes: for one that fails while they go on.
+        """Closes without communication, for a process that fails while the others continue.
 
-        A save in flight is given time, since this process's part of it may be all it needs.
+        Waits for a save in flight, since it may need only this process's part.
 
         Args:
-          seconds: how long at most.
+          seconds: longest wait.
 
         Returns:
-          What is wrong with the save in flight, or None.
+          The problem with the save in flight, or None.
         """
         self._closed = True
         self._writer.shutdown(wait=False)
         pending, self._pending = self._pending, None
         if pending is not None and not concurrent.futures.wait([pending], seconds).done:
             self._given_up.set()  # the interpreter waits for the writer's thread
-            return f"the save in flight is given up: it was not done within {seconds:g} s"
+            return f"the save in flight is cancelled: it was not done within {seconds:g} s"
         self._release()
         failure = None if pending is None else pending.exception()
         return None if failure is None else str(failure)
@@ -353,29 +359,29 @@ class Checkpointer:
         passed_over: Collection[str] = (),
         pretrained: str | os.PathLike[str] | None = None,
     ) -> Restored:
-        """Reads a state into the shardings of `abstract`, whatever mesh it was saved on.
+        """Reads a state into the shardings of `abstract`, from a checkpoint of any mesh.
 
-        What comes back is compared with what was saved. With `step=None` a damaged step is passed
-        over for the one before it, with a warning; its folder is renamed `N.damaged` by the next
-        save, so that the step can be saved again and its files can be looked at.
+        The arrays are compared with what was saved. With `step=None` a damaged step is skipped and
+        the step before it is used, with a warning. The next save renames its folder to `N.damaged`,
+        so that the step can be saved again and its files can be inspected.
 
         Args:
           abstract: tree of `ShapeDtypeStruct` with shardings, canonical (unpadded) shapes.
-          step: a saved step; None: the newest that is whole.
-          subset: True: `abstract` may lack leaves of the checkpoint, which are then not read
-            (for example only `{"params": ...}`, to generate text).
-          unread: names of leaves that are not read now: an `checkpoint.pieces.Unread` in the place
-            of each reads any part of it later.
-          optional: names of leaves that the checkpoint may lack, all of them or none. What
-            `abstract` has stays in their places then.
-          optional_groups: more such names, each group of which is there or not.
-          passed_over: names of leaves that the checkpoint may have although `abstract` has not; one
-            that ends with a slash is the beginning of such names.
-          pretrained: the folder with the frozen weights that a checkpoint does not hold; None: the
+          step: a saved step; None: the newest undamaged one.
+          subset: True: `abstract` may lack leaves of the checkpoint, which are then not read (for
+            example only `{"params": ...}`, to generate text).
+          unread: names of leaves that are not read now: a `checkpoint.stored_arrays.Unread`
+            replaces each one and reads any part of it later.
+          optional: names of leaves that may be missing from the checkpoint, all of them or none.
+            Missing ones keep their entry of `abstract`.
+          optional_groups: more such names; each group may be missing independently.
+          passed_over: names of leaves that the checkpoint may have although `abstract` does not; a
+            name that ends with a slash is a prefix.
+          pretrained: the folder with the frozen weights that a checkpoint does not store; None: the
             one that they were read from.
 
         Raises:
-          BaseWeightsError: they are not there as they were. No other step is taken then.
+          BaseWeightsError: those weights are missing or changed. No other step is tried then.
           CheckpointError: no such step; damaged; saved by another model (names the first differing
             leaf); or of a newer format.
           TypeError: a leaf of `abstract` has no sharding.
@@ -426,9 +432,9 @@ class Checkpointer:
         )
 
     def usable_step(self) -> int | None:
-        """The newest step whose metadata and small files are whole; None: nothing is saved.
+        """Returns the newest step with intact metadata and small files; None if nothing is saved.
 
-        Steps above it are passed over from now on, with a warning.
+        Steps above it are skipped from now on, with a warning.
 
         Raises:
           CheckpointError: all saved steps are damaged, or the newest is of a newer format.
@@ -437,25 +443,25 @@ class Checkpointer:
         return self._candidates.usable()
 
     def kept_steps(self) -> dict[str, dict[str, Any]]:
-        """{name: {"step": number, ...}} of the steps that are kept beside the newest.
+        """Returns {name: {"step": number, ...}} of the steps that are kept by name.
 
         Raises:
-          MachineError: the file that says so cannot be read.
+          MachineError: the file with the names cannot be read.
         """
         return kept_steps(self.path)
 
     def keep_step(self, name: str, step: int, about: Mapping[str, Any] | None = None) -> None:
-        """Keeps a saved step under a name, in place of the one that had it, until another gets it.
+        """Keeps a saved step under a name, and releases the step that had the name.
 
         Collective over all processes.
 
         Args:
           name: such as "best".
-          step: saved, or under way; it is waited for.
-          about: JSON-able; what `kept_steps` is to say of it.
+          step: saved, or being saved (waits for it).
+          about: JSON-able; additional entries for `kept_steps`.
 
         Raises:
-          CheckpointError: there is no such step, or it cannot be noted.
+          CheckpointError: there is no such step, or the name cannot be stored.
         """
         self.wait()
         error = None
@@ -471,9 +477,8 @@ class Checkpointer:
     def check_step(
         self, step: int | None = None, *, pretrained: str | os.PathLike[str] | None = None
     ) -> None:
-        """Refuses at once what `restore` would refuse for its metadata or its small files.
-
-        So it does where the folder of frozen weights lacks some.
+        """Raises now what `restore` would raise for its metadata, small files or frozen weights'
+        folder.
 
         Raises:
           CheckpointError: as `restore`.
@@ -492,15 +497,15 @@ class Checkpointer:
     def verify(
         self, step: int | None = None, *, pretrained: str | os.PathLike[str] | None = None
     ) -> Verification:
-        """Reads all of a step and compares it with what was saved. For one process; needs no model.
+        """Reads a whole step and compares it with what was saved. For one process; needs no model.
 
         Args:
           step: a saved step; None: the newest.
-          pretrained: as `restore` takes it.
+          pretrained: as in `restore`.
 
         Raises:
-          CheckpointError: no such step; of a newer format; or not readable for another reason than
-            damage, which is in the result.
+          CheckpointError: no such step; of a newer format; or unreadable for a reason other than
+            damage. Damage is in the result.
         """
         self.wait()
         step = self._candidates.existing(step)
@@ -508,7 +513,7 @@ class Checkpointer:
         return verify_step(folder, step, pretrained=pretrained)
 
     def _make_room(self, step: int, state_bytes: int) -> tuple[int, int]:
-        """Refuses a step that is not new; renames damaged ones that were passed over.
+        """Checks that a step is new, and renames damaged steps that were skipped.
 
         Returns:
           The step, and a number that no other writer of this folder has.
@@ -532,8 +537,8 @@ class Checkpointer:
                 error = failure
             except OSError as failure:
                 error = MachineError(
-                    f"step {step} was not saved in {self.path}: a damaged step there cannot be"
-                    f" renamed: {reason(failure)}; rename or remove its folder"
+                    f"step {step} was not saved in {self.path}: a damaged step there cannot be "
+                    f"renamed: {reason(failure)}; rename or remove its folder"
                 )
         agreement.raise_together(error)
         return step, agreement.from_process_0(self._hold.number if self._hold is not None else -1)

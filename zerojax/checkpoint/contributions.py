@@ -1,4 +1,4 @@
-"""Contributions of each process to a save, collected by the first process over the shared folder.
+"""Collects the results of each process's part of a save, through files in the shared folder.
 
 Nothing is sent between devices: a save runs in the background of training.
 """
@@ -28,8 +28,8 @@ from zerojax.runtime.bounded_json import loads, read_bytes
 from zerojax.runtime.user_files import replace_text
 
 LIMIT = 1800.0
-"""Seconds that the first process waits for the others after it has written its own part. One that
-has died ends the run long before."""
+"""Seconds that the first process waits for the others after it has written its own part. A process
+that dies ends the run long before."""
 
 _PAUSE = 0.01, 1.0
 _NOTE = re.compile(r"written\.process_(\d+)\.(?:json|errno_(\d+))")
@@ -37,13 +37,13 @@ _NOTE = re.compile(r"written\.process_(\d+)\.(?:json|errno_(\d+))")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Contribution:
-    """What one process has written.
+    """Result of one process's part of a save.
 
     Attributes:
       checksums: of its files.
       sums: of its shards.
-      error: why there is nothing of it; None: all is well.
-      disk_full: whether that was for lack of space.
+      error: the reason for a failure; None after success.
+      disk_full: whether the failure was for lack of space.
     """
 
     checksums: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -53,20 +53,20 @@ class Contribution:
 
 
 def report_written(folder: Path, process: int, part: Contribution) -> None:
-    """Tells the first process that everything of this one is on disk.
+    """Reports to the first process that all data of this process is on disk.
 
     Raises:
-      OSError: what the system says.
+      OSError: from the operating system.
     """
     replace_text(_path(folder, process), json.dumps(dataclasses.asdict(part)))
 
 
 def report_failure(folder: Path, process: int, error: BaseException) -> None:
-    """Tells the first process why there will be nothing of this one, if that can be told at all.
+    """Reports to the first process why this process failed, if the report can be written.
 
-    Where a disk has no space for a sentence it may have some for the name of an empty file.
+    A disk without space for a sentence may have space for the name of an empty file.
     """
-    with contextlib.suppress(OSError):  # also: the first process has given up and removed it all
+    with contextlib.suppress(OSError):  # also if the first process has removed the folder
         report_written(
             folder, process, Contribution(error=reason(error), disk_full=is_disk_full(error))
         )
@@ -77,11 +77,11 @@ def report_failure(folder: Path, process: int, error: BaseException) -> None:
 
 
 def raise_failures(folder: Path) -> None:
-    """Raises what another process says of its failure, if one does; waits for none.
+    """Raises the failure that another process has reported, if any; does not wait.
 
     Raises:
-      MachineError: it has failed.
-      OSError: it has no space; or what the system says here.
+      MachineError: another process has failed.
+      OSError: another process has no space, or an error of the operating system here.
     """
     for process, name in _notes(folder).items():
         _raise_failure(process, _read(folder, name))
@@ -94,18 +94,18 @@ def collect(
     limit: float = LIMIT,
     sleep: Callable[[float], Any] = time.sleep,
 ) -> list[Contribution]:
-    """Waits for these processes and takes their notes out of the folder.
+    """Waits for the reports of these processes and removes them from the folder.
 
     Args:
-      folder: where they leave them.
+      folder: the folder of the reports.
       processes: their numbers.
       limit: seconds.
-      sleep: waits; returns True where there is no point in waiting any longer.
+      sleep: waits; returns True to stop waiting.
 
     Raises:
-      MachineError: one of them has failed, or says nothing for too long. GivenUpError: it was not
-        to be waited for any longer.
-      OSError: one has no space; or what the system says here.
+      MachineError: a process has failed, or reports nothing within `limit`.
+      GivenUpError: `sleep` asked to stop waiting.
+      OSError: a process has no space, or an error of the operating system here.
     """
     parts, pause = [], _PAUSE[0]
     deadline = time.monotonic() + limit
@@ -135,9 +135,9 @@ def _path(folder: Path, process: int) -> Path:
 
 
 def _notes(folder: Path) -> dict[int, str]:
-    """Process -> name of what it has left.
+    """Returns process -> name of its report.
 
-    The folder is listed, since a network file system may remember that a file was not there.
+    Lists the folder, because a network file system may cache that a file did not exist.
     """
     found = filter(None, map(_NOTE.fullmatch, os.listdir(folder)))
     return {int(match[1]): match[0] for match in found}

@@ -14,7 +14,7 @@ _OF_THE_MACHINE = {
     *(errno.EACCES, errno.EPERM, errno.ENOMEM, errno.EMFILE, errno.ENFILE),
     *(errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENOTCONN),
 }
-# How TensorStore 0.1 ends the text of an operating system error.
+# Format of operating system errors in TensorStore 0.1 messages.
 _OS_ERROR_IN_TEXT = re.compile(r"os_error_code='(\d+)'")
 
 
@@ -22,14 +22,14 @@ class CheckpointError(RuntimeError):
     """A checkpoint cannot be written or read; the text names the value, limit and remedy.
 
     Attributes:
-      is_bad_input: whether what the user gave is at fault, and not what has become of the machine.
+      is_bad_input: whether the cause is the user's input and not the state of the machine.
     """
 
     is_bad_input = True
 
 
 class DiskFullError(CheckpointError):
-    """There is too little space for a checkpoint; those that are there are intact."""
+    """Too little space for a checkpoint; existing checkpoints are intact."""
 
     is_bad_input = False
 
@@ -39,49 +39,48 @@ class FolderInUseError(CheckpointError):
 
 
 class MachineError(CheckpointError):
-    """A disk, a file server or this machine kept a checkpoint from being written or read.
+    """A disk, a file server or this machine prevented a checkpoint from being written or read.
 
-    The same command may well do later, here or elsewhere, so whoever restarts runs should try.
+    The same command may succeed later, here or elsewhere, so tools that restart runs should retry.
     """
 
     is_bad_input = False
 
 
 class BaseWeightsError(CheckpointError):
-    """Frozen weights that a checkpoint leaves in their folder are not there as they were.
+    """Frozen weights that a checkpoint does not store are missing or changed in their folder.
 
-    What lies in the checkpoint may be whole, so that it is no damage of it: no other step is taken
-    in its place.
+    The files in the checkpoint may be intact, so this is not damage, and no other step is tried.
     """
 
 
 class GivenUpError(MachineError):
-    """This process has stopped because another one has failed, which says why."""
+    """This process stopped because another one failed; the other process has the reason."""
 
 
 class DamagedError(CheckpointError):
-    """What lies in a checkpoint's folder is not what was saved there."""
+    """The contents of a checkpoint's folder differ from what was saved."""
 
     is_bad_input = False
 
 
 class DivergedError(CheckpointError):
-    """Devices that should hold the same values do not, so there is no one state to be saved."""
+    """Devices that should hold equal values differ, so there is no single state to save."""
 
     is_bad_input = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Damage:
-    """One thing that is wrong with a saved step.
+    """One problem of a saved step.
 
     >>> str(Damage(file="arrays/d/1", what="is missing"))
     'arrays/d/1 is missing'
 
     Attributes:
       what: the rest of a sentence whose subject is the file or the leaf.
-      file: relative to the folder of the step; None: no single file is at fault.
-      leaf: name of the array whose values are wrong; None: the file may hold several, or none.
+      file: relative to the folder of the step; None if it is not a single file.
+      leaf: name of the array whose values are wrong; None if the file may hold several or none.
     """
 
     what: str
@@ -95,15 +94,15 @@ class Damage:
 
 
 def reason(error: BaseException) -> str:
-    """Why an operation failed, in one line.
+    """Returns why an operation failed, in one line.
 
-    Orbax wraps the true reason several times ("incompatible handler", exception groups) and
-    TensorStore reports operating system errors only as text, so the whole chain is searched: first
+    Orbax wraps the original error several times ("incompatible handler", exception groups) and
+    TensorStore reports operating system errors only as text. So the whole chain is searched, first
     for an operating system error, then for the innermost exception.
 
     Returns:
       For example `"no space left on device"` or `"ValueError: shape (3,) ..."`, at most 240
-      characters.
+        characters.
     """
     chain = list(_chain(error))
     for link in chain:
@@ -121,22 +120,21 @@ def reason(error: BaseException) -> str:
 
 
 def os_error_code(error: BaseException) -> int | None:
-    """The number with which the operating system refused, if it did: the outermost in the chain."""
+    """Returns the operating system's error number, the outermost in the chain, or None."""
     codes = (_os_error_code(link) for link in _chain(error))
     return next((code for code in codes if code is not None), None)
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether the operating system refused for lack of space or quota."""
+    """Returns True if the operating system reported a lack of space or quota."""
     codes = {_os_error_code(link) for link in _chain(error)}
     return bool(codes & {errno.ENOSPC, errno.EDQUOT})
 
 
 def is_damage(error: BaseException) -> bool:
-    """Whether a failed read says something about the files, and not about this machine now.
+    """Returns True if a failed read indicates damaged files and not a problem of this machine.
 
-    Missing rights, too little memory or a file server that does not answer leave a checkpoint what
-    it was.
+    Missing permissions, too little memory or an unreachable file server do not change a checkpoint.
     """
     text = " ".join(str(link) for link in _chain(error))
     if isinstance(error, MemoryError) or any(words in text for words in _NO_MEMORY):
@@ -153,7 +151,7 @@ def _os_error_code(error: BaseException) -> int | None:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error, then its causes, outermost first; the first member stands for a group."""
+    """Yields the error and then its causes, outermost first; of a group only the first member."""
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:

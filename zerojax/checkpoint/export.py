@@ -1,4 +1,4 @@
-"""Export of a step's parameters to safetensors files, one array at a time."""
+"""Exports a step's parameters to safetensors files, one array at a time."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from zerojax.optim.weight_codes import WeightCodes, codes_of_plan
 
 AVERAGE = "opt_state/ema/"
 PREFIXES = {"params/": "", AVERAGE: "", "frozen/": "", "extras/": "extras."}
-"""What of a state a model is made of, and what its names begin with in the files. Of parameters and
-their average one is taken."""
+"""{prefix in a state: prefix in the files} of the arrays that make up a model. Either the
+parameters or their average are exported."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Exported:
-    """What was written.
+    """Result of an export.
 
     Attributes:
-      folder: where.
+      folder: its folder.
       files: names of the safetensors files.
       num_arrays, num_bytes: in them.
     """
@@ -62,24 +62,24 @@ def export(
 ) -> Exported:
     """Writes parameters, config.json and the tokenizer into a new folder.
 
-    Memory is that of the largest array. Every array is compared with its fingerprint on the way.
+    Needs host memory for the largest array. Every array is compared with its fingerprint.
 
     Args:
       saved: the step.
-      out: must not be there, or be empty; it gets its name when everything is in it.
-      dtype: of all floating-point arrays, such as "bfloat16"; None: as they were saved, and float32
-        where they were saved in codes.
-      shard_bytes: of one file at most, unless a single array is larger.
-      config: what becomes config.json besides the step; None: the settings in the checkpoint.
-      tokenizer: a file to be copied as it is.
-      weights: "ema": the average of the weights in place of the parameters.
+      out: must not exist, or be empty; the folder gets this name when it is complete.
+      dtype: of all floating-point arrays, such as "bfloat16"; None: the saved dtypes, and float32
+        for weights that were saved as codes.
+      shard_bytes: limit for one file, unless a single array is larger.
+      config: content of config.json besides the step; None: the settings in the checkpoint.
+      tokenizer: a file to copy unchanged.
+      weights: "ema": the average of the weights instead of the parameters.
 
     Raises:
-      DamagedError: the step is not what was saved. MachineError: it is not readable now.
-      CheckpointError: it is of a newer format, or has no parameters or no average, or one of a
-        dtype that the format does not have.
-      FileExistsError: something is at `out`.
-      OSError: what the disk says.
+      DamagedError: the step differs from what was saved. MachineError: it is not readable now.
+      CheckpointError: it is of a newer format, has no parameters or no average, or has an array of
+        a dtype that the format does not support.
+      FileExistsError: `out` exists.
+      OSError: from the disk.
     """
     metadata = saved.whole_metadata()
     saved_names: dict[str, str] = {}
@@ -116,13 +116,13 @@ def export(
 
 
 def model_arrays(saved: SavedStep, weights: Literal["trained", "ema"]) -> dict[str, str]:
-    """{name of an array in a step: its name in the model} of what a model is made of.
+    """Returns {name of an array in a step: its name in the model} for the arrays of a model.
 
     Args:
-      saved: the step; weights: as `export` takes them.
+      saved: the step; weights: as in `export`.
 
     Raises:
-      CheckpointError: an average is asked for, and there is none.
+      CheckpointError: the average is requested, but the step has none.
     """
     left_out = AVERAGE if weights == "trained" else "params/"
     prefixes = tuple(prefix for prefix in PREFIXES if prefix != left_out)
@@ -133,20 +133,20 @@ def model_arrays(saved: SavedStep, weights: Literal["trained", "ema"]) -> dict[s
 
 
 def saved_codes(saved: SavedStep) -> dict[str, WeightCodes]:
-    """{name of an array in a step: how its weights are coded}, as the plan there says."""
+    """Returns {name of an array in a step: its `WeightCodes`} from the plan of the step."""
     found = codes_of_plan(saved.whole_metadata().plan)
     return {f"frozen/{name}": codes for name, codes in found.items()}
 
 
 def as_decoded(leaf: Any, codes: WeightCodes | None) -> Any:
-    """The shape and dtype of the weights that an array stands for."""
+    """Returns the shape and dtype of the weights that an array encodes."""
     if codes is None:
         return leaf
     return jax.ShapeDtypeStruct(codes.true_shape(leaf.shape), np.float32)
 
 
 def without_average(step: str) -> str:
-    """A sentence for who asks for an average that a step does not have."""
+    """Returns the error message for a request of an average that a step does not have."""
     return (
         f"{step} has no ema: weights='ema' (--weights ema) is for runs that keep an average of "
         "their weights (optimizer.ema_decay, zerojax.with_ema); leave it out, or use 'trained'"
@@ -158,7 +158,7 @@ def _prefix(saved: str) -> str:
 
 
 def _name(saved: str) -> str:
-    """`params/blocks/kernel` -> `blocks.kernel`."""
+    """Converts a saved name: `params/blocks/kernel` -> `blocks.kernel`."""
     prefix = _prefix(saved)
     return PREFIXES[prefix] + saved.removeprefix(prefix).replace("/", ".")
 
@@ -185,16 +185,16 @@ def _write(
 
 
 def read_whole(saved: SavedStep, name: str, unread: Any, shape: Sequence[int]) -> np.ndarray:
-    """An array of a step; refuses one that is not what was saved.
+    """Reads an array of a step, and raises if it differs from what was saved.
 
     Args:
       saved: the step.
       name: of the array.
-      unread: what `open_arrays` has for it.
+      unread: its entry of `open_arrays`.
       shape: its own.
 
     Raises:
-      DamagedError: it is another, or cannot be read.
+      DamagedError: it differs, or cannot be read.
     """
     assert saved.metadata is not None
     try:
@@ -223,15 +223,15 @@ def _check(saved: SavedStep, name: str, sums: fingerprint_math.Sums) -> None:
 
 
 class Layers:
-    """A stack of a step, of which one layer is in memory at a time.
+    """Reader of a stacked array in a step that holds one layer in memory at a time.
 
-    Where the files have no layers by themselves (those written before 2026-11-22, or with small
-    ones), the whole stack is there until `close`.
+    If the files do not store layers separately (those written before 2026-11-22, or with small
+    layers), the whole stack stays in memory.
 
     Args:
       saved: the step.
       name: of the array.
-      unread: what `open_arrays` has for it.
+      unread: its entry of `open_arrays`.
       shape: its own.
     """
 
@@ -243,7 +243,7 @@ class Layers:
         self._sums: dict[int, fingerprint_math.Sums] = {}
 
     def layer(self, index: int) -> np.ndarray:
-        """Raises DamagedError with the last one, if the stack is not what was saved."""
+        """Returns one layer. After all were read, raises DamagedError if the stack was changed."""
         if self._read is None:
             assert self._whole is not None
             return self._whole[index]

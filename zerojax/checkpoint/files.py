@@ -1,9 +1,9 @@
 """Files of a checkpoint: sizes, checksums, and folders that appear once they are durable.
 
-A file belongs to the process whose number is in its name, as in `process_3`, all others to the
-first: that process has written it, so it also sums it up and sees that it reaches the disk.
+A file belongs to the process whose number is in its name, as in `process_3`; all others belong to
+the first process. A process writes its files, computes their checksums and syncs them to the disk.
 
-A step's folder may be reached through links. What is in it has to be folders and regular files:
+A step's folder may be reached through links. Inside, there must be only folders and regular files:
 anything else, links included, is damage, and is neither followed nor opened.
 """
 
@@ -27,7 +27,7 @@ from zerojax.config.regular_files import UnreadableError, kind_of, open_regular
 from zerojax.runtime.user_files import to_disk
 
 SMALL = 1 << 20
-"""Bytes up to which a file is always read to be checked; such files hold tables, not arrays."""
+"""Files of up to this many bytes are always read and checked; they hold tables, not arrays."""
 
 _BLOCK = 1 << 20
 _THREADS = 4
@@ -36,22 +36,22 @@ _PROCESS = re.compile(r"process_(\d+)")
 
 
 def names_below(folder: Path) -> list[str]:
-    """Every file in a folder and below, relative to it, sorted."""
+    """Returns every file in a folder and below, relative to it, sorted."""
     files = (Path(at, name) for at, _, names in os.walk(folder) for name in names)
     return sorted(str(file.relative_to(folder)) for file in files)
 
 
 def sizes_of(folder: Path) -> dict[str, int]:
-    """Name -> bytes of every file in a folder and below, sorted by name.
+    """Returns name -> bytes of every file in a folder and below, sorted by name.
 
-    Files that have gone since they were listed, as beside a run that is saving, are left out.
+    Skips files that were deleted after listing, as in the folder of a running save.
     """
     found = {name: _if_there(os.lstat, folder / name) for name in names_below(folder)}
     return {name: status.st_size for name, status in found.items() if status is not None}
 
 
 def last_change(folder: Path) -> float | None:
-    """When anything in a folder was last written, itself included; None: it is not there.
+    """Returns the last modification time in a folder, itself included; None if it does not exist.
 
     Returns:
       Seconds since the epoch.
@@ -62,7 +62,7 @@ def last_change(folder: Path) -> float | None:
 
 
 def names_of_process(names: Iterable[str], process: int, num_processes: int) -> list[str]:
-    """The files that a process answers for."""
+    """Returns the files that belong to a process."""
 
     def owner(name: str) -> int:
         found = _PROCESS.search(name)
@@ -73,11 +73,11 @@ def names_of_process(names: Iterable[str], process: int, num_processes: int) -> 
 
 
 def checksum(path: Path) -> str:
-    """CRC-32 of a file, 8 hexadecimal digits; read in blocks.
+    """Returns the CRC-32 of a file, 8 hexadecimal digits; reads it in blocks.
 
     Raises:
       UnreadableError: it is not a regular file.
-      OSError: what the system says.
+      OSError: from the operating system.
     """
     total, block = 0, bytearray(_BLOCK)
     view = memoryview(block)
@@ -88,13 +88,13 @@ def checksum(path: Path) -> str:
 
 
 def settle(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """Brings files to the disk and sums them up meanwhile, from the system's cache.
+    """Syncs files to the disk, and computes their checksums from the page cache meanwhile.
 
     Returns:
-      Name -> checksum; files that have gone since they were listed are left out.
+      Name -> checksum; files that were deleted after listing are left out.
 
     Raises:
-      OSError: what the system says.
+      OSError: from the operating system.
     """
     names = list(names)
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
@@ -107,14 +107,14 @@ def settle(folder: Path, names: Iterable[str]) -> dict[str, str]:
 
 
 def wrong_sizes(folder: Path, sizes: Mapping[str, int]) -> Iterator[Damage]:
-    """What is below a folder and no file, then the files that are missing or have other sizes.
+    """Yields entries below a folder that are not regular files, then missing files and wrong sizes.
 
     Args:
       folder: of a step.
-      sizes: name -> bytes; every name that of a file below the folder.
+      sizes: name -> bytes; every name is of a file below the folder.
 
     Raises:
-      OSError: what the system says, for a reason that is no damage.
+      OSError: from the operating system, for a reason other than damage.
     """
     there: dict[str, int] = {}
     for name, status in _entries(folder, ""):
@@ -131,12 +131,13 @@ def wrong_sizes(folder: Path, sizes: Mapping[str, int]) -> Iterator[Damage]:
 
 
 def _entries(folder: Path, before: str) -> Iterator[tuple[str, os.stat_result]]:
-    """(name, status) of all that is below a folder and no folder, sorted; follows no link."""
+    """Yields (name, status) of all entries below a folder except folders, sorted; follows no
+    link."""
     try:
         with os.scandir(folder) as scanned:
             entries = sorted(scanned, key=lambda entry: entry.name)
     except FileNotFoundError:
-        return  # as beside a run that is deleting it
+        return  # a running job may be deleting it
     for entry in entries:
         try:
             status = entry.stat(follow_symlinks=False)
@@ -149,10 +150,10 @@ def _entries(folder: Path, before: str) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def wrong_checksums(folder: Path, checksums: Mapping[str, str]) -> Iterator[Damage]:
-    """The files, in name order, whose bytes are not those that were written.
+    """Yields the files, in name order, whose bytes differ from those that were written.
 
     Raises:
-      OSError: a file cannot be read now, for a reason that is no damage.
+      OSError: a file cannot be read now, for a reason other than damage.
     """
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
         names = sorted(checksums)
@@ -185,20 +186,19 @@ def _if_there(function: Callable[[Path], T], path: Path) -> T | None:
 
 @contextlib.contextmanager
 def new_folder(out: Path, num_bytes: int, *, remedy: str | None) -> Iterator[Path]:
-    """A folder to write into, which becomes `out` at the end, or is removed after an error.
+    """Context manager with a draft folder that is renamed to `out` at the end, or removed on error.
 
     Args:
-      out: must not be there, or be an empty folder.
-      num_bytes: that will be written.
-      remedy: what else helps where there is no space for them, a clause that begins with "or";
-        None: nothing else.
+      out: must not exist, or be an empty folder.
+      num_bytes: size of what will be written.
+      remedy: a further remedy for too little space, a clause that begins with "or"; None: none.
 
     Raises:
-      FileExistsError: something is at `out`.
-      OSError: what the disk says.
+      FileExistsError: `out` exists.
+      OSError: from the disk.
     """
     if out.exists() and (not out.is_dir() or os.listdir(out)):
-        raise FileExistsError(f"{out} is there already; name a folder that is not")
+        raise FileExistsError(f"{out} already exists; name a folder that does not")
     out.parent.mkdir(parents=True, exist_ok=True)
     check_space(out.parent, num_bytes, remedy=remedy)
     draft = out.with_name(f"{out.name}.partial")

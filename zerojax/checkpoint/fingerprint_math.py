@@ -1,14 +1,15 @@
 """Fingerprint of an array: two 32-bit sums that detect changed bits under any sharding.
 
-Element i with bits b counts as m = mix(b xor key(i)), where `mix` maps 32 bits one to one; 64-bit
-elements count as two words. The sums are those of m, and of m times an odd weight of i, modulo
-2^32. They add up over disjoint parts, so a shard, a slice in a file and the whole array agree.
+Element i with bits b contributes m = mix(b xor key(i)), where `mix` is a bijection of 32-bit words;
+64-bit elements count as two words. The sums are those of m, and of m times an odd weight of i,
+modulo 2^32. They add up over disjoint parts, so a shard, a slice in a file and the whole array
+agree.
 
-What is proven: a change within one word changes its m, since xor and `mix` are one to one, so the
-first sum differs by something that is not 0 modulo 2^32, and the second too, an odd weight having
-an inverse. So every flip of a single bit is found. Of random damage to several words about one
-case in 2^59 is missed: the first sums agree in one of 2^32, and then the second in about one of
-2^27 when just two words differ, rarer otherwise. Elements that change places count as damage.
+Proof: xor and `mix` are bijections, so a change within one word changes its m. The first sum then
+differs by a value that is not 0 modulo 2^32, and so does the second, because an odd weight has an
+inverse. So every flip of a single bit is detected. Random damage to several words is missed in
+about one case in 2^59: the first sums agree in one of 2^32, and then the second in about one of
+2^27 if just two words differ, more rarely otherwise. Elements that swap places count as damage.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ _TWO_BITS = (ml_dtypes.int2, ml_dtypes.uint2)
 
 
 def add(*sums: Sums) -> Sums:
-    """The sums of parts that have no element in common."""
+    """Adds the sums of disjoint parts."""
     return sum(one[0] for one in sums) & _MASK, sum(one[1] for one in sums) & _MASK
 
 
 def as_text(sums: Sums) -> str:
-    """16 hexadecimal digits.
+    """Formats sums as 16 hexadecimal digits.
 
     >>> as_text((1, 255))
     '00000001000000ff'
@@ -49,16 +50,16 @@ def as_text(sums: Sums) -> str:
 
 
 def of_array(values: np.ndarray) -> Sums:
-    """The sums of a whole array on the host."""
+    """Returns the sums of a whole array on the host."""
     return of_part(values, (0,) * values.ndim, values.shape)
 
 
 def of_part(values: np.ndarray, start: Sequence[int], shape: Shape) -> Sums:
-    """The sums of a part of an array, on the host, in constant memory.
+    """Returns the sums of a part of an array, on the host, in constant memory.
 
     Args:
       values: the part, a box.
-      start: where it begins in each dimension.
+      start: index of its first element in each dimension.
       shape: of the whole array.
     """
     words = _num_words(values.dtype)
@@ -77,13 +78,13 @@ def of_part(values: np.ndarray, start: Sequence[int], shape: Shape) -> Sums:
 def traced(
     values: jax.Array, start: Sequence[Any], shape: Shape, *, on_cpu: bool = True
 ) -> jax.Array:
-    """The same sums inside a traced function: one read of the values.
+    """Computes the same sums inside a traced function, reading the values once.
 
     Args:
       values: the part.
-      start: where it begins in each dimension; may be traced.
+      start: index of its first element in each dimension; may be traced.
       shape: of the whole array.
-      on_cpu: what it is compiled for.
+      on_cpu: whether it is compiled for CPUs.
 
     Returns:
       uint32 of shape [2].
@@ -100,7 +101,7 @@ def traced(
     mixed = _mix(bits ^ key)
     weighted = mixed * weight
     if on_cpu:
-        # One reduction of two operands: 20 GB/s a core, where two reductions take 2.
+        # One reduction of two operands: 20 GB/s per core, while two reductions reach 2 GB/s.
         zero = jnp.uint32(0)
         sums = jax.lax.reduce(
             (mixed, weighted),
@@ -109,13 +110,14 @@ def traced(
             tuple(range(bits.ndim)),
         )
     else:
-        # XLA for GPUs makes one fusion of these two, and stores `bits ^ key` for the other way.
+        # XLA for GPUs fuses these two sums; with a reduction of two operands it stores `bits ^
+        # key`.
         sums = jnp.sum(mixed, dtype=jnp.uint32), jnp.sum(weighted, dtype=jnp.uint32)
     return jnp.stack(sums)
 
 
 def _mix(x: Any) -> Any:
-    """A map of 32 bits to 32 bits, one to one (the end of MurmurHash3)."""
+    """Maps 32 bits to 32 bits, a bijection (the finalizer of MurmurHash3)."""
     unsigned = np.uint32
     x = x ^ (x >> unsigned(16))
     x = x * unsigned(0x85EBCA6B)
@@ -126,10 +128,10 @@ def _mix(x: Any) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def _factors(shape: Shape) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(key, weight) of a step in each dimension.
+    """Returns (key, weight) increments of each dimension.
 
-    A key is the number of the element times an odd constant, so two elements of an array below 2^32
-    elements never share one. Weights step by unrelated even numbers (and start at 1).
+    A key is the index of the element times an odd constant, so two elements of an array below 2^32
+    elements never share one. Weights increase by unrelated even numbers (and start at 1).
     """
     keys, weights, stride = [], [], 1
     for number, size in enumerate(reversed(shape), 1):
@@ -144,7 +146,7 @@ def _mix_int(x: int) -> int:
 
 
 def _chunks(shape: Shape) -> Iterator[tuple[tuple[Any, ...], Shape]]:
-    """Boxes of at most `_CHUNK` elements that make up an array: (index, beginning)."""
+    """Yields boxes of at most `_CHUNK` elements that cover an array: (index, start)."""
     if 0 in shape:
         return
     dim, rest = 0, math.prod(shape)
@@ -154,7 +156,7 @@ def _chunks(shape: Shape) -> Iterator[tuple[tuple[Any, ...], Shape]]:
     if dim == 0:
         yield (...,), (0,) * len(shape)
         return
-    split = dim - 1  # one of each dimension before it, `count` of it, all of those behind
+    split = dim - 1  # box: one index per dimension before, `count` of it, all after
     count = max(1, _CHUNK // rest)
     for outer in np.ndindex(*shape[:split]):
         for first in range(0, shape[split], count):
@@ -163,7 +165,7 @@ def _chunks(shape: Shape) -> Iterator[tuple[tuple[Any, ...], Shape]]:
 
 
 def _positions(shape: Shape, start: Sequence[int], factors: Sequence[int]) -> np.ndarray:
-    """Sum over dimensions of (position times factor), modulo 2^32, for a box."""
+    """Returns the sum over dimensions of (position times factor), modulo 2^32, for a box."""
     total = np.zeros((1,) * len(shape), np.uint32)
     for dim, size in enumerate(shape):
         line = (np.arange(size, dtype=np.uint64) + np.uint64(start[dim])).astype(np.uint32)
@@ -177,7 +179,7 @@ def _num_words(dtype: np.dtype) -> int:
 
 
 def _bits(values: np.ndarray, words: int) -> np.ndarray:
-    """uint32 [..., words]; narrow elements are extended by zeros."""
+    """Returns the bits as uint32 [..., words]; narrow elements are zero-extended."""
     size = values.dtype.itemsize
     flat = np.asarray(values, order="C").reshape(-1)
     raw = flat.view({1: np.uint8, 2: np.uint16}.get(size, np.uint32))
@@ -188,7 +190,7 @@ def _bits(values: np.ndarray, words: int) -> np.ndarray:
 
 
 def _traced_bits(values: jax.Array) -> jax.Array:
-    """uint32 [..., words], as `_bits`."""
+    """Returns the bits as uint32 [..., words], as `_bits`, in a traced function."""
     if values.dtype == jnp.bool_:
         values = values.astype(jnp.uint8)
     if jnp.issubdtype(values.dtype, jnp.complexfloating):

@@ -1,7 +1,7 @@
 """Fingerprints of a state's arrays, computed on the devices that hold them.
 
-Every device sums up its own shard in a program without any communication, so that it may run
-beside a training step, wherever that waits; the host adds up what they found.
+Every device sums its own shard in a program without communication, so that the program can run next
+to a training step whenever that waits; the host adds the results.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class PendingFingerprints:
     """Sums that are being computed; the arrays may be donated meanwhile."""
 
     def __init__(self, leaves: Mapping[str, jax.Array]) -> None:
-        """Starts it, and returns at once except for arrays that lie in the host's memory."""
+        """Starts the computation; returns immediately, except for arrays in host memory."""
         self._sums = {name: _start(leaf) for name, leaf in leaves.items()}
 
     def result(self) -> Parts:
@@ -37,7 +37,7 @@ class PendingFingerprints:
 
 
 def whole(leaf: Any, parts: Mapping[int, Sums]) -> Sums:
-    """The sums of an array from those of its shards.
+    """Returns the sums of an array from those of its shards.
 
     Args:
       leaf: has the shape and the sharding of the array.
@@ -50,7 +50,7 @@ def whole(leaf: Any, parts: Mapping[int, Sums]) -> Sums:
 
 
 def differing_copies(leaf: Any, parts: Mapping[int, Sums]) -> tuple[int, int] | None:
-    """Two devices that hold the same part of an array with other bits; None when there are none."""
+    """Returns two devices that hold different copies of one part of an array, or None."""
     first: dict[Box, int] = {}
     for device, box in _boxes(leaf.sharding, leaf.shape).items():
         other = first.setdefault(box, device)
@@ -89,7 +89,8 @@ def _on_device(sharding: Sharding) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _program(sharding: NamedSharding | SingleDeviceSharding, shape: Shape) -> Any:
-    """A jitted function of an array that lies so: uint32 [devices, 2], a row on each device."""
+    """Builds a jitted function for arrays of this sharding: uint32 [devices, 2], one row per
+    device."""
     on_cpu = next(iter(sharding.device_set)).platform == "cpu"
     if isinstance(sharding, SingleDeviceSharding):
         return jax.jit(
@@ -101,7 +102,7 @@ def _program(sharding: NamedSharding | SingleDeviceSharding, shape: Shape) -> An
         start: list[Any] = [0] * x.ndim
         for dim, axes in enumerate(spec):
             if axes:
-                # In 32 bits, as positions are counted.
+                # 32 bits, like all positions.
                 start[dim] = jax.lax.axis_index(axes).astype(jnp.uint32) * np.uint32(x.shape[dim])
         return fingerprint_math.traced(x, start, shape, on_cpu=on_cpu)[None]
 
@@ -118,7 +119,7 @@ def _program(sharding: NamedSharding | SingleDeviceSharding, shape: Shape) -> An
 
 @functools.lru_cache(maxsize=4096)
 def _boxes(sharding: Sharding, shape: Shape) -> dict[int, Box]:
-    """Id of each device of all processes -> the part of the array that it has."""
+    """Returns id of each device of all processes -> its part of the array."""
     return {
         device.id: _box(index, shape)
         for device, index in sharding.devices_indices_map(shape).items()

@@ -1,11 +1,13 @@
-"""Folders of steps: each becomes visible, and disappears, by one rename.
+"""Folders of steps: each appears and disappears by one rename.
 
-path/20            a complete checkpoint: the name is nothing but the step
-path/30.partial-1  (some number) being written or given up: invisible, removed by the next save
-path/10.expired    being deleted: invisible, removed by the next save
-path/40.damaged    was not what had been saved: invisible, kept for people to look at
-path/writer.lock   says which process writes here, as long as it does
+path/20            a complete checkpoint: the name is the step number
+path/30.partial-1  (some number) being written, or abandoned: removed by the next save
+path/10.expired    being deleted: removed by the next save
+path/40.damaged    differed from what was saved: kept for inspection
+path/writer.lock   names the process that writes here, while it does
 (`zerojax.runtime.folder_lock`)
+
+Runs ignore all entries except complete checkpoints.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ _INVISIBLE = re.compile(r"\d+\.(partial-\d+|expired)")
 
 
 def list_steps(path: Path) -> tuple[int, ...]:
-    """The complete checkpoints in a folder, oldest first; none when the folder does not exist."""
+    """Returns the complete checkpoints in a folder, oldest first; none if the folder does not
+    exist."""
     try:
         names = os.listdir(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -33,29 +36,28 @@ def list_steps(path: Path) -> tuple[int, ...]:
 
 
 def step_folder(path: Path, step: int) -> Path:
-    """Where a complete checkpoint lies."""
+    """Returns the folder of a complete checkpoint."""
     return path / str(step)
 
 
 def partial_folder(path: Path, step: int, writer: int, attempt: int) -> Path:
-    """Where a checkpoint is written before it is complete.
+    """Returns the folder in which a checkpoint is written before it is complete.
 
-    Threads of a failed attempt may still be writing when the next attempt begins, and so may a
-    writer that was stopped for so long that another one took its place: each has a folder of its
-    own.
+    Threads of a failed attempt may still be writing when the next attempt begins. So may a writer
+    that was suspended for so long that another one replaced it. So each attempt has its own folder.
     """
     return path / f"{step}.partial-{writer:06d}{attempt:03d}"
 
 
 def make_partial(partial: Path) -> None:
-    """Creates a partial folder, empty; removes what interrupted saves have left beside it."""
+    """Creates a partial folder, empty; removes partial folders of interrupted saves next to it."""
     partial.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(partial.parent)
     partial.mkdir()
 
 
 def check_free(folder: Path, num_bytes: int) -> None:
-    """Refuses what the disk of a folder has no space for.
+    """Raises if the disk of a folder has too little space.
 
     Raises:
       OSError: ENOSPC.
@@ -65,14 +67,14 @@ def check_free(folder: Path, num_bytes: int) -> None:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Deletes the invisible folders; only for the one who saves here, with no save in flight."""
+    """Deletes partial and expired folders; only for the process that saves here, between saves."""
     for name in os.listdir(path):
         if _INVISIBLE.fullmatch(name):
             shutil.rmtree(path / name, ignore_errors=True)
 
 
 def commit(partial: Path, step: int) -> None:
-    """Gives a partial folder the name of a complete one, after all its bytes are on disk."""
+    """Syncs a partial folder to disk and renames it to a complete one."""
     for folder, _, names in os.walk(partial):
         for name in names:
             to_disk(os.path.join(folder, name))
@@ -82,14 +84,14 @@ def commit(partial: Path, step: int) -> None:
 
 
 def remove(path: Path, step: int) -> None:
-    """Deletes a complete checkpoint; an interruption never leaves a visible half."""
+    """Deletes a complete checkpoint; an interruption leaves no visible partial checkpoint."""
     expired = path / f"{step}.expired"
     os.rename(step_folder(path, step), expired)
     shutil.rmtree(expired)
 
 
 def set_aside(path: Path, step: int) -> Path:
-    """Gives a damaged checkpoint a name under which no run finds it; returns its new place."""
+    """Renames a damaged checkpoint so that no run uses it; returns its new path."""
     number = 1
     while (aside := path / f"{step}.damaged{f'-{number}' if number > 1 else ''}").exists():
         number += 1
@@ -99,7 +101,7 @@ def set_aside(path: Path, step: int) -> Path:
 
 
 def writable_error(path: Path, state_bytes: int) -> CheckpointError | None:
-    """What keeps a state of this many bytes from being saved in a folder, if anything.
+    """Returns the error that prevents saving a state of this size in a folder, or None.
 
     Creates the folder, and writes, syncs and deletes a small file in it.
     """
@@ -123,14 +125,14 @@ def writable_error(path: Path, state_bytes: int) -> CheckpointError | None:
 
 
 def unwritable(error: OSError) -> CheckpointError:
-    """What is said where nothing can be written into a folder."""
+    """Returns the error for a folder in which nothing can be written."""
     return CheckpointError(
-        f"checkpoints cannot be written: {reason(error)}; use a folder that you may write"
+        f"checkpoints cannot be written: {reason(error)}; use a folder with write permission"
     )
 
 
 def free_text(path: Path) -> str:
-    """Free space for an error text: `"1.5 GiB free"`."""
+    """Returns the free space for an error text: `"1.5 GiB free"`."""
     try:
         return f"{format_bytes(shutil.disk_usage(path).free)} free"
     except OSError:

@@ -1,6 +1,6 @@
-"""Read-only listing of a checkpoint folder: complete steps and everything else.
+"""Lists a checkpoint folder without changing it: complete steps and everything else.
 
-No array is read, so a running training is not disturbed.
+Reads no array, so a running training is not disturbed.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from zerojax.runtime.bounded_json import load
 
 _REST = re.compile(r"\d+\.(partial|expired|damaged)(-\d+)?")
 _WHY = {
-    "partial": "being written, or left by a save that was stopped; the run's next save removes it",
-    "expired": "no longer kept; its deletion was stopped; the run's next save removes it",
-    "damaged": "was not what had been saved, so a run went on from an earlier step",
+    "partial": "being written, or left by an interrupted save; the run's next save removes it",
+    "expired": "no longer kept; its deletion was interrupted; the run's next save removes it",
+    "damaged": "was not what had been saved, so a run continued from an earlier step",
 }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SavedStep:
-    """A complete checkpoint.
+    """Complete checkpoint.
 
     Attributes:
-      step, folder: which.
-      num_bytes: of all its files, as they are.
-      metadata: None where it cannot be read.
-      error: what is wrong with it as far as names and sizes tell; None: nothing.
+      step, folder: its number and folder.
+      num_bytes: of all its files, with their present sizes.
+      metadata: None if it cannot be read.
+      error: the problem shown by file names and sizes; None if there is none.
     """
 
     step: int
@@ -49,10 +49,10 @@ class SavedStep:
 
     @property
     def is_damaged(self) -> bool:
-        """Whether its files were read and are not those that were saved.
+        """Whether its files were read and differ from those that were saved.
 
-        False for what a newer zerojax has written, and wherever the system refused to read: that
-        says nothing about the files.
+        False for checkpoints of a newer zerojax, and if the operating system could not read them:
+        that says nothing about the files.
         """
         return isinstance(self.error, DamagedError) and not isinstance(
             self.error.__cause__, OSError
@@ -60,16 +60,16 @@ class SavedStep:
 
     @property
     def problem(self) -> str | None:
-        """What is wrong, without saying again of which checkpoint; None: nothing."""
+        """The problem, without the path of the checkpoint; None if there is none."""
         if self.error is None:
             return None
         return re.sub(rf"^checkpoint {re.escape(str(self.folder))} [^:]*: ", "", str(self.error))
 
     def whole_metadata(self) -> Metadata:
-        """Its metadata.
+        """Returns its metadata.
 
         Raises:
-          CheckpointError: something is wrong with the step.
+          CheckpointError: the step has a problem.
         """
         if self.error is not None:
             raise self.error
@@ -79,14 +79,14 @@ class SavedStep:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Leftover:
-    """A folder that no run resumes from.
+    """Folder that no run resumes from.
 
     Attributes:
-      folder: where.
+      folder: its path.
       kind: "partial", "expired" or "damaged".
       num_bytes: of all its files.
-      why: how it came to be, a clause.
-      changed: when one of its files was last written; seconds since the epoch.
+      why: the reason why it exists, a clause.
+      changed: time of the last write to one of its files; seconds since the epoch.
     """
 
     folder: Path
@@ -97,25 +97,27 @@ class Leftover:
 
 
 def find_checkpoints(run: str | os.PathLike[str]) -> tuple[Path, int | None]:
-    """(folder of checkpoints, the step meant, if one was) of what a user calls a run.
+    """Finds (folder of checkpoints, step or None) for the path that a user gave for a run.
 
     Args:
-      run: a run's folder, its folder of checkpoints, or that of one step.
+      run: a run's folder, its folder of checkpoints, or the folder of one step.
 
     Raises:
-      CheckpointError: there are none.
+      CheckpointError: there are no checkpoints.
     """
     path = user_path(run).absolute()
     if not path.is_dir():
-        raise CheckpointError(f"{run} is not a folder; give a run, such as runs/tiny_shakespeare")
+        raise CheckpointError(
+            f"{run} is not a folder; give the folder of a run, such as runs/tiny_shakespeare"
+        )
     if path.name.isdigit() and (path / FILE_NAME).exists():
         return path.parent, int(path.name)
     for candidate in (path, *_named_by_run(path), path / "checkpoints"):
         if candidate.is_dir() and (folders.list_steps(candidate) or leftovers(candidate)):
             return candidate, None
     raise CheckpointError(
-        f"{run} holds no checkpoints; give the folder of a run that has saved, or the folder its "
-        "checkpoints are in"
+        f"{run} holds no checkpoints; give the folder of a run that has saved, or the folder of "
+        "its checkpoints"
     )
 
 
@@ -125,16 +127,17 @@ def find_step(
     *,
     pretrained: str | os.PathLike[str] | None = None,
 ) -> SavedStep:
-    """A complete checkpoint of what a user calls a run.
+    """Finds a complete checkpoint of a run.
 
     Args:
-      run: as `find_checkpoints` takes it.
-      step: a saved step, or the name of a kept one, such as "best"; None: the one whose folder
+      run: as in `find_checkpoints`.
+      step: a saved step, or the name of a kept one, such as "best"; None: the step whose folder
         `run` is, else the newest.
-      pretrained: where frozen weights are that the checkpoint does not hold; None: where they were.
+      pretrained: folder of frozen weights that the checkpoint does not store; None: the original
+        one.
 
     Raises:
-      CheckpointError: there is none; names those that there are.
+      CheckpointError: there is none; lists the saved steps.
     """
     path, named = find_checkpoints(run)
     steps = saved_steps(path)
@@ -151,14 +154,14 @@ def find_step(
 
 
 def _named_by_run(path: Path) -> list[Path]:
-    """The folder of checkpoints that a run's settings name, if they do."""
+    """Returns the folder of checkpoints that a run's settings name, if any."""
     named = run_settings(path).get("checkpoint")
     place = named.get("path") if isinstance(named, dict) else None
     return [user_path(place)] if isinstance(place, str) else []
 
 
 def run_settings(path: Path) -> dict[str, Any]:
-    """The settings in a run's folder; {} where there are none to be read."""
+    """Returns the settings in a run's folder, or {} if they cannot be read."""
     try:
         settings = load(path / "config.json")
     except (OSError, ValueError):
@@ -167,13 +170,13 @@ def run_settings(path: Path) -> dict[str, Any]:
 
 
 def saved_steps(path: Path) -> list[SavedStep]:
-    """The complete checkpoints in a folder, oldest first."""
+    """Returns the complete checkpoints in a folder, oldest first."""
     found = (_saved_step(path, step) for step in folders.list_steps(path))
     return [one for one in found if one is not None]
 
 
 def _saved_step(path: Path, step: int) -> SavedStep | None:
-    """A step; None where a run has deleted or renamed it since it was listed."""
+    """Returns a step, or None if a run has deleted or renamed it after listing."""
     folder = folders.step_folder(path, step)
     metadata, error = None, None
     try:
@@ -192,7 +195,7 @@ def _saved_step(path: Path, step: int) -> SavedStep | None:
 
 
 def leftovers(path: Path) -> list[Leftover]:
-    """The folders beside the complete checkpoints that belong to some, sorted by name."""
+    """Returns the partial, expired and damaged folders next to the checkpoints, sorted by name."""
     found = []
     for name in sorted(os.listdir(path)):
         match = _REST.fullmatch(name)
@@ -210,7 +213,7 @@ def leftovers(path: Path) -> list[Leftover]:
 
 
 def open_arrays(folder: Path, metadata: Metadata) -> Mapping[str, Unread]:
-    """Every array of a step, to be read when it is needed, on the host and in any parts.
+    """Returns every array of a step as `Unread`, to be read on the host later, in any parts.
 
     Raises:
       DamagedError: the tables cannot be read.

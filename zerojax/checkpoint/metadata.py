@@ -1,13 +1,13 @@
-"""Metadata of a saved step: its seal, valid values, and comparison with the state to be restored.
+"""Metadata of a saved step: its seal, valid values, and comparison with the state to restore.
 
 The file is one readable JSON object. It is sealed: the last line is a checksum of all bytes before
-it, and within are checksums of the values, so that an edited one can be named; every later format
-of ours ends in the same line. A seal says that nobody changed the file by accident; the check of
-each field holds for files that somebody wrote on purpose, too.
+it, and the object contains checksums of its values, so that a changed value can be named. Every
+later format will end in the same line. A seal detects accidental changes; the check of each field
+also covers files that were changed on purpose.
 
-Keys that a reader does not know are ignored, so later versions may add some; `format` is raised
-only when an older reader would misread the checkpoint, or when a newer one may rely on more.
-Format 1 had neither seal, checksums nor fingerprints; format 2 has all arrays in the checkpoint.
+Readers ignore unknown keys, so later versions may add some. `format` is increased only when an
+older reader would misread the checkpoint, or when a newer one may rely on more. Format 1 had
+neither seal, checksums nor fingerprints; format 2 has all arrays in the checkpoint.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from zerojax.runtime.bounded_json import (
 )
 
 FORMAT = 3
-"""The newest that is read; written where arrays are left in another folder."""
+"""The newest readable format; written if arrays are left in another folder."""
 _WHOLE = 2
-"""Written where all arrays are in the checkpoint, so that older versions read it."""
+"""Written if all arrays are in the checkpoint, so that older versions read it."""
 FILE_NAME = "metadata.json"
 _PACKAGES = ("zerojax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint")
 SECTIONS = "sections"
@@ -50,7 +50,7 @@ _LAST_LINE = re.compile(rb',\n "checksum": "([0-9a-f]{8})"\n\}\n\Z')
 _NAMED_BY_LEAF = ("config", "data_state")
 _MOST = 3
 _LARGEST = 2**48
-"""Of one dimension, in elements, and of one array or file, in bytes: 256 TiB."""
+"""Limit of one dimension in elements, and of one array or file in bytes: 256 TiB."""
 _SIZE = "(?:0|[1-9][0-9]{0,17})"
 _ARRAY = re.compile(rf"([a-z][a-z0-9_]{{0,31}})\[({_SIZE}(?:,{_SIZE})*)?\]")
 _CHECKSUM = re.compile(r"[0-9a-f]{8}")
@@ -60,7 +60,7 @@ _MOST_DIMENSIONS = 32
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Metadata:
-    """Everything of one checkpoint except the arrays."""
+    """All contents of one checkpoint except the arrays."""
 
     step: int
     """Batches consumed when the state was saved."""
@@ -69,7 +69,7 @@ class Metadata:
     """Name -> dtype and unpadded shape, such as `"float32[64,64]"`, sorted by name."""
 
     files: dict[str, int]
-    """Bytes of every file of the arrays, relative to the folder of the step; added last."""
+    """Bytes of every file of the arrays, relative to the folder of the step; set last."""
 
     data_state: dict[str, Any]
     config: dict[str, Any]
@@ -85,21 +85,21 @@ class Metadata:
     num_processes: int
 
     fingerprints: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Name of an array -> its fingerprint (`fingerprint_math`), however it was sharded; empty:
-    none were taken."""
+    """Name of an array -> its fingerprint (`fingerprint_math`), independent of its sharding; empty
+    if none were computed."""
 
     checksums: dict[str, str] = dataclasses.field(default_factory=dict)
     """File -> CRC-32 of its bytes, 8 hexadecimal digits; the same files as in `files`."""
 
     base: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Arrays that were left in the folder that they were read from, as `BaseWeights.to_dict` has
-    them. {}: all are in the checkpoint."""
+    """Arrays that were left in the folder that they were read from, in the form of
+    `BaseWeights.to_dict`. {}: all arrays are in the checkpoint."""
 
     format: int = _WHOLE
 
 
 def describe(leaf: Any) -> str:
-    """dtype and shape of an array or `ShapeDtypeStruct`.
+    """Formats dtype and shape of an array or `ShapeDtypeStruct`.
 
     >>> describe(jax.ShapeDtypeStruct((2, 3), "float32"))
     'float32[2,3]'
@@ -108,7 +108,7 @@ def describe(leaf: Any) -> str:
 
 
 def as_abstract(description: str) -> jax.ShapeDtypeStruct:
-    """The inverse of `describe`.
+    """Parses the text of `describe`.
 
     >>> as_abstract("float32[2,3]")
     ShapeDtypeStruct(shape=(2, 3), dtype=float32)
@@ -128,13 +128,13 @@ def make_metadata(
     base: dict[str, Any] | None = None,
     fingerprints: dict[str, str] | None = None,
 ) -> Metadata:
-    """The metadata of a state that is about to be saved.
+    """Builds the metadata of a state that is about to be saved.
 
     Args:
       step: batches consumed.
-      leaves: {name: array}, also of those that are not written.
-      data_state, config, plan: as `Metadata` has them.
-      base: the arrays that are not written, as `Metadata.base` has them; None: all are written.
+      leaves: {name: array}, including arrays that are not written.
+      data_state, config, plan: as in `Metadata`.
+      base: the arrays that are not written, as in `Metadata.base`; None: all are written.
       fingerprints: of these arrays.
 
     Raises:
@@ -165,13 +165,13 @@ def write_metadata(folder: Path, metadata: Metadata) -> None:
     """Writes `metadata.json` into `folder`.
 
     Raises:
-      CheckpointError: it would be larger than what is read.
+      CheckpointError: the file would exceed the size that can be read.
     """
     content = seal({"format": metadata.format} | dataclasses.asdict(metadata)).encode("utf-8")
     if len(content) > MAX_BYTES:
         raise CheckpointError(
-            f"step {metadata.step} was not saved: its {FILE_NAME} would have {len(content)} bytes,"
-            f" and {MAX_BYTES} are read; keep less in data_state, config and plan"
+            f"step {metadata.step} was not saved: its {FILE_NAME} would have {len(content)} bytes, "
+            f"and the limit is {MAX_BYTES}; keep less in data_state, config and plan"
         )
     (folder / FILE_NAME).write_bytes(content)
 
@@ -180,7 +180,7 @@ def read_metadata(folder: Path) -> Metadata:
     """Reads `metadata.json` of one saved step.
 
     Raises:
-      DamagedError: no such file, not ours, or changed after it was written.
+      DamagedError: the file is missing, not written by zerojax, or changed after it was written.
       MachineError: not readable now. CheckpointError: of a newer format.
     """
     try:
@@ -230,24 +230,24 @@ def _damaged(folder: Path, what: str) -> DamagedError:
 def check_same_arrays(
     saved: Mapping[str, str], wanted: Mapping[str, Any], *, where: str, subset: bool
 ) -> None:
-    """Compares a saved state with the one asked for, before any array is read.
+    """Compares a saved state with the requested one, before any array is read.
 
     Args:
       saved: `Metadata.arrays`.
-      wanted: name -> anything with `.shape` and `.dtype`.
+      wanted: name -> any object with `.shape` and `.dtype`.
       where: the checkpoint, for the error text.
-      subset: allow the checkpoint to hold more than what is wanted.
+      subset: allow the checkpoint to hold more arrays than `wanted`.
 
     Raises:
       CheckpointError: names the run's random key or the first differing leaf in name order, what
-        both sides have, how many more differ, and what to do.
+        both sides have, how many more differ, and the remedy.
     """
     described = {name: describe(leaf) for name, leaf in wanted.items()}
     names = described.keys() if subset else described.keys() | saved.keys()
     different = sorted(name for name in names if described.get(name) != saved.get(name))
     if not different:
         return
-    # Models hold keys, too.
+    # Models may have keys of their own.
     other_keys = "rng" in different and "rng" in described and "rng" in saved
     name = "rng" if other_keys else different[0]
     ours, theirs = described.get(name), saved.get(name)
@@ -263,8 +263,8 @@ def check_same_arrays(
         raise CheckpointError(f"{where}: {what}{more}; {remedy}")
     if other_keys:
         raise CheckpointError(
-            f"{where}: {what}{more}: its random keys are of another kind; set the "
-            "jax_default_prng_impl under which it was saved ([2]: threefry2x32, [4]: rbg or "
+            f"{where}: {what}{more}: its random keys have another implementation; set the "
+            "jax_default_prng_impl with which it was saved ([2]: threefry2x32, [4]: rbg or "
             "unsafe_rbg), or use another checkpoint folder"
         )
     raise CheckpointError(
@@ -278,7 +278,8 @@ _CODED = {"uint8": "codes (nf4 or int8)"}
 
 
 def _remedy_of_frozen(name: str, saved: Mapping[str, str], wanted: Mapping[str, str]) -> str | None:
-    """What to do where a parameter is frozen on one side only, or is stored in another dtype.
+    """Returns the remedy for a parameter that is frozen on one side only, or stored in another
+    dtype.
 
     Args:
       name: of an array that differs; saved, wanted: {name: dtype and shape}.
@@ -293,8 +294,8 @@ def _remedy_of_frozen(name: str, saved: Mapping[str, str], wanted: Mapping[str, 
     if roles[0] != roles[1]:
         there, here = ("frozen" if found == "frozen" else "trained" for found in roles)
         return (
-            f"it is {there} there and {here} here: freeze what the run that saved it froze, or "
-            "begin a new run from its exported weights"
+            f"it is {there} there and {here} here: freeze the same parameters as the run that "
+            "saved it, or start a new run from its exported weights"
         )
     (dtype, shape), (own, own_shape) = (of[name].split("[") for of in (saved, wanted))
     if role == "params":
@@ -302,8 +303,8 @@ def _remedy_of_frozen(name: str, saved: Mapping[str, str], wanted: Mapping[str, 
     if "uint8" in (dtype, own) and (dtype, shape) != (own, own_shape):
         theirs = "in codes of another kind" if dtype == own else f"in {_CODED.get(dtype, dtype)}"
         return (
-            f"it is frozen, and stored there {theirs}: go on with the freeze_dtype of the run that "
-            "saved it (freeze_dtype in its plan or run.json)"
+            f"it is frozen, and stored there {theirs}: use the freeze_dtype of the run that saved "
+            "it (freeze_dtype in its plan or run.json)"
         )
     if dtype == own or shape != own_shape:
         return None
@@ -322,10 +323,10 @@ def _versions() -> dict[str, str]:
 
 
 def _check_json(value: Any, where: str, depth: int = 2) -> None:
-    """Refuses what JSON would lose or change, and what would not be read again.
+    """Raises for values that JSON would lose or change, or that could not be read again.
 
-    These are integer keys, arrays, non-finite numbers; text that is not Unicode, numbers of too
-    many digits, and what is nested too deeply.
+    These are integer keys, arrays, non-finite numbers, text that is not Unicode, numbers with too
+    many digits, and values that are nested too deeply.
     """
     if isinstance(value, dict | list | tuple) and depth > MAX_DEPTH:
         raise TypeError(f"{where[:80]}... is nested deeper than {MAX_DEPTH} levels")
@@ -362,25 +363,25 @@ def _check_text(text: str, where: str) -> None:
 
 
 def seal(body: Mapping[str, Any]) -> str:
-    """The text of a JSON object, sealed."""
+    """Returns the text of a JSON object with its seal."""
     text = json.dumps({**body, SECTIONS: dict(_checksums(body))}, indent=1)
     inside = text.removesuffix("\n}")
     return f'{inside},\n "checksum": "{_checksum(inside.encode())}"\n}}\n'
 
 
 def is_sealed(content: bytes) -> bool:
-    """Whether a file ends as sealed ones do, or did before it was damaged."""
+    """Returns True if a file ends with a seal, or did before it was damaged."""
     return _LAST_LINE.search(content) is not None or f'"{SECTIONS}": '.encode() in content
 
 
 def is_unbroken(content: bytes) -> bool:
-    """Whether the bytes of a sealed file are those that were written."""
+    """Returns True if the bytes of a sealed file are those that were written."""
     last = _LAST_LINE.search(content)
     return last is not None and last[1].decode() == _checksum(content[: last.start()])
 
 
 def changed_values(body: Mapping[str, Any]) -> list[str]:
-    """The values that do not match their checksums, at most three, such as "config.seed"."""
+    """Returns at most three values that do not match their checksums, such as "config.seed"."""
     saved = body.get(SECTIONS)
     if not isinstance(saved, dict):
         return []
@@ -390,7 +391,7 @@ def changed_values(body: Mapping[str, Any]) -> list[str]:
 
 
 def _checksums(body: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(name, checksum) of each value; of every leaf of what people edit."""
+    """Yields (name, checksum) of each value, and of every leaf of the sections that people edit."""
     for name, value in body.items():
         if name == SECTIONS:
             continue
@@ -412,10 +413,10 @@ def _checksum(content: bytes) -> str:
 
 
 def problem_with(body: Mapping[str, Any]) -> str | None:
-    """What is wrong with the fields of a checkpoint's metadata, as a clause; None: nothing.
+    """Returns the problem with the fields of a checkpoint's metadata, as a clause, or None.
 
     Args:
-      body: a whole object of metadata.json; fields that it lacks are not looked at.
+      body: a whole object of metadata.json; missing fields are not checked.
     """
     for name, is_right, kind in _FIELDS:
         if name in body and not is_right(body[name]):
@@ -447,12 +448,15 @@ def _problem_with_base(body: Mapping[str, Any]) -> str | None:
         return f"'base' is {quoted(base)} in place of an object with folder, files and arrays"
     folder, sizes, names = base["folder"], base["files"], base["arrays"]
     if not isinstance(folder, str) or not Path(folder).is_absolute() or "\0" in folder:
-        return f"'base' has the folder {quoted(folder)}, which is no absolute path"
+        return f"'base' has the folder {quoted(folder)}, which is not an absolute path"
     if not isinstance(sizes, dict) or not sizes:
         return f"'base' has the files {quoted(sizes)} in place of an object"
     for name, size in sizes.items():
         if not inside(name) or not _is_int(0)(size):
-            return f"'base' has {quoted(size)} for the file {quoted(name)}, which are no bytes"
+            return (
+                f"'base' has {quoted(size)} for the file {quoted(name)}, which is not a size of a "
+                "file in bytes"
+            )
     for name in names if isinstance(names, list) and names else [names]:
         if not isinstance(name, str) or name not in body.get("arrays", {}):
             return f"'base' has the array {quoted(name)}, which 'arrays' does not have"
@@ -462,7 +466,7 @@ def _problem_with_base(body: Mapping[str, Any]) -> str | None:
 
 
 def is_array(description: Any) -> bool:
-    """Whether this is dtype and shape of an array, as `metadata.describe` writes them.
+    """Returns True if this is dtype and shape of an array, as `metadata.describe` writes them.
 
     >>> is_array("float32[2,3]"), is_array("float33[2]"), is_array("float32[-1]")
     (True, False, False)
@@ -477,7 +481,7 @@ def is_array(description: Any) -> bool:
         return False
     if dtype.kind in "OSUMm" or not dtype.itemsize or len(shape) > _MOST_DIMENSIONS:
         return False
-    # Zeros count as ones, so that no dimension beside them is beyond what NumPy can hold.
+    # Zeros count as ones, so that other dimensions stay within what NumPy supports.
     return math.prod(max(1, size) for size in shape) * dtype.itemsize <= _LARGEST
 
 

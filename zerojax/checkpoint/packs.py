@@ -1,12 +1,12 @@
 """Packs: small arrays stacked into a few large ones, because each stored array has a fixed cost.
 
-232 arrays of 2.25 MB took 1.1 to 1.5 s of processor time to be saved and 0.7 to 1 s of waiting, the
-same bytes in 8 arrays 0.4 to 0.5 and 0.1 s (two cores that others used as well).
+Saving 232 arrays of 2.25 MB took 1.1 to 1.5 s of processor time and 0.7 to 1 s of waiting; the same
+bytes in 8 arrays took 0.4 to 0.5 and 0.1 s (two cores that were also used by others).
 
-Every device stacks its own shards, so nothing is sent; of a shard that several devices have, each
-takes a part. The table says which part of which array lies where: any mesh reads it. A pack is of
-one dtype: XLA on CPU copies what it stacks, where a conversion, also one of bits, becomes a loop
-over elements (44 against 87 ms of processor time for 65 MB).
+Every device stacks its own shards, so nothing is sent; of a shard with several copies, each device
+takes a part. The table stores the place of each part of each array, so that any mesh can read it. A
+pack has one dtype: XLA on CPU copies what it stacks, while a conversion, even of bits, becomes a
+loop over elements (44 against 87 ms of processor time for 65 MB).
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ FILE_NAME = "packs.json"
 PREFIX = "pack/"
 
 LARGEST = 1 << 20
-"""Bytes of a shard from which on an array is written by itself. What takes time is each shard: 232
-arrays of 2.25 MB on one device are saved in 0.94 s by themselves and in 1.1 s in packs, on eight
-devices in 1.8 and 1.1 s; stacking makes a save block for 0.2 to 0.3 s (522 MB, two cores)."""
+"""Shards of at least this many bytes are written separately. The cost is per shard: 232 arrays of
+2.25 MB on one device are saved in 0.94 s separately and in 1.1 s in packs, on eight devices in 1.8
+and 1.1 s; stacking makes a save block for 0.2 to 0.3 s (522 MB, two cores)."""
 
 PACK_BYTES = 64 << 20
-"""Of one pack, over all devices; what a reader holds of it in host memory. An array of more is
-written by itself, however small its shards are."""
+"""Bytes of one pack, over all devices; a reader holds one pack in host memory. A larger array is
+written separately, however small its shards are."""
 
 DEVICE_BYTES = 256 << 20
-"""What the packs take of a device's memory until they are on the host; more is not packed."""
+"""Device memory that packs use until they are on the host; further arrays are not packed."""
 
 _PLAIN = frozenset(
     ("float32", "int32", "uint32", "bfloat16", "float16", "int16", "uint16", "int8", "uint8")
 )
 _FORMAT = 1
 _MOST_BYTES = 256 << 20
-"""Of the table: 40 for each device that has a part of an array."""
+"""Limit of the table: 40 bytes for each device that has a part of an array."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """Elements of a block of an array, and where they lie in a pack.
+    """Elements of a block of an array, and their place in a pack.
 
     Attributes:
       start, shape: of the block, a box of the array.
@@ -72,7 +72,7 @@ class _Run:
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Where an array lies: in which pack, of how many elements, and its runs."""
+    """Place of an array: its pack, the elements of the pack, and its runs."""
 
     pack: str
     elements: int
@@ -81,7 +81,7 @@ class _Place:
 
 
 class Table:
-    """Which arrays lie in which packs."""
+    """Places of the arrays in packs."""
 
     def __init__(self, places: Mapping[str, _Place]) -> None:
         self._places = places
@@ -92,15 +92,15 @@ class Table:
         return frozenset(self._places)
 
     def pack_of(self, name: str) -> tuple[str, jax.ShapeDtypeStruct]:
-        """The pack that has an array, and its shape and dtype."""
+        """Returns the name of the pack that has an array, and the pack's shape and dtype."""
         place = self._places[name]
         return place.pack, jax.ShapeDtypeStruct((place.elements,), np.dtype(place.dtype))
 
     def part(self, name: str, pack: np.ndarray, box: Box) -> np.ndarray:
-        """A part of an array, in memory of its own.
+        """Returns a part of an array, in new memory.
 
         Raises:
-          ValueError: the table does not have all of it.
+          ValueError: the table lacks some of its elements.
         """
         place = self._places[name]
         result, is_there = np.empty(box[1], pack.dtype), np.zeros(box[1], bool)
@@ -131,11 +131,11 @@ class Table:
 
 
 def load_table(folder: Path) -> Table:
-    """The table of a step; of one without packs, an empty one.
+    """Reads the table of a step; empty for a step without packs.
 
     Raises:
-      ValueError: it is not what was written.
-      OSError: what the system says.
+      ValueError: the file differs from what was written.
+      OSError: from the operating system.
     """
     try:
         body = load(folder / FILE_NAME, max_bytes=_MOST_BYTES, follow=False)
@@ -151,10 +151,10 @@ def load_table(folder: Path) -> Table:
 
 
 def _as_place(name: str, entry: Any) -> _Place:
-    """The entry of an array in the table.
+    """Converts an entry of the table to a `_Place`.
 
     Raises:
-      ValueError: it is none, or tells of elements that cannot be.
+      ValueError: it is not a valid entry, or its elements are out of range.
     """
     try:
         pack, elements, dtype = entry["pack"], entry["elements"], entry["dtype"]
@@ -167,18 +167,21 @@ def _as_place(name: str, entry: Any) -> _Place:
     if not (isinstance(pack, str) and pack.startswith(PREFIX) and dtype in _PLAIN):
         raise ValueError(f"{FILE_NAME} has {quoted(pack)} of {quoted(dtype)} for {quoted(name)}")
     if not all(type(number) is int and 0 <= number <= 2**31 for number in numbers):
-        raise ValueError(f"{FILE_NAME} has places for {quoted(name)} that are no places")
+        raise ValueError(f"{FILE_NAME} has invalid places for {quoted(name)}")
     for run in runs:
         fits = run.first + run.count <= math.prod(run.shape) and run.offset + run.count <= elements
         if len(run.start) != len(run.shape) or not fits:
-            raise ValueError(f"{FILE_NAME} has places for {quoted(name)} that overlap an end")
+            raise ValueError(
+                f"{FILE_NAME} has places for {quoted(name)} beyond the end of a block or pack"
+            )
     return _Place(pack, elements, dtype, runs)
 
 
 def stack(arrays: Mapping[str, jax.Array]) -> tuple[dict[str, jax.Array], Table]:
-    """(what is to be written: packs, and arrays that are in none; the table of the packs).
+    """Returns (the arrays to write: packs, and arrays that are in none; the table of the packs).
 
-    The packs are made at once, so the arrays may be donated afterwards. Every process calls it.
+    The packs are copied immediately, so the arrays may be donated afterwards. Every process calls
+    it.
     """
     result, places = dict(arrays), {}
     for number, names in enumerate(_groups(arrays)):
@@ -195,7 +198,7 @@ def stack(arrays: Mapping[str, jax.Array]) -> tuple[dict[str, jax.Array], Table]
 
 
 def _groups(arrays: Mapping[str, jax.Array]) -> list[list[str]]:
-    """The names of each pack: of one mesh and one dtype, in order, two at least."""
+    """Returns the names of each pack: of one mesh and one dtype, in order, at least two."""
     full: list[list[str]] = []
     waiting: dict[tuple[Mesh, np.dtype], list[str]] = {}
     sizes: dict[tuple[Mesh, np.dtype], int] = {}
@@ -217,7 +220,7 @@ def _groups(arrays: Mapping[str, jax.Array]) -> list[list[str]]:
 
 
 def _mesh_of(array: jax.Array) -> Mesh | None:
-    """The mesh of an array that can be stacked."""
+    """Returns the mesh of an array that can be stacked, or None."""
     sharding = array.sharding
     if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
         return None
@@ -237,7 +240,7 @@ def _spec(array: jax.Array) -> P:
 
 
 def _unused(mesh: Mesh, spec: P) -> tuple[str, ...]:
-    """The axes of a mesh along which an array is the same."""
+    """Returns the axes of a mesh over which an array is replicated."""
     used: set[str] = set()
     for entry in spec:
         used |= {entry} if isinstance(entry, str) else set(entry or ())
@@ -246,7 +249,7 @@ def _unused(mesh: Mesh, spec: P) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=64)
 def _stacker(mesh: Mesh, specs: tuple[P, ...]) -> Any:
-    """A jitted function of arrays with these specs: their pack."""
+    """Builds a jitted function that stacks arrays with these specs into a pack."""
 
     def local(shards: list[jax.Array]) -> jax.Array:
         parts = []
@@ -271,7 +274,7 @@ def _stacker(mesh: Mesh, specs: tuple[P, ...]) -> Any:
 def _places(
     pack: str, names: Sequence[str], group: Sequence[jax.Array], packed: jax.Array
 ) -> dict[str, _Place]:
-    """What `_stacker` has put where."""
+    """Returns the places that `_stacker` gave to the arrays."""
     mesh = _mesh_of(group[0])
     assert mesh is not None
     result, before = {}, 0

@@ -1,4 +1,4 @@
-"""Deletion of checkpoints on request.
+"""Deletes checkpoints on request.
 
 The newest complete step is never deleted, nor, if none is complete, anything that could be
 recovered.
@@ -21,18 +21,18 @@ from zerojax.checkpoint.retention import Retention, kept_steps
 from zerojax.runtime.folder_lock import FolderTakenError, hold
 
 STALE_SECONDS = 3600.0
-"""A partial folder in which nothing was written for so long is not a save in progress."""
+"""A partial folder without writes for this long is not a save in progress."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Removal:
-    """A folder to be deleted.
+    """Folder to be deleted.
 
     Attributes:
-      folder: which.
+      folder: its path.
       step: of a complete checkpoint; None for anything else.
-      num_bytes: that its files take.
-      why: a clause.
+      num_bytes: size of its files.
+      why: the reason, a clause.
     """
 
     folder: Path
@@ -49,32 +49,32 @@ def removals(
     damaged: bool = False,
     now: float | None = None,
 ) -> list[Removal]:
-    """What is to be deleted from a folder of checkpoints; deletes nothing.
+    """Returns what would be deleted from a folder of checkpoints; deletes nothing.
 
     Args:
       path: the folder.
-      keep: the newest so many whole steps stay, those that `every` keeps, and those that the run
-        keeps by name, such as the best.
-      every: steps divisible by it stay; without `keep` the newest one also does.
-      damaged: also what no run resumes from: damaged steps, and what stopped saves have left; not
-        what cannot be read now, or only by a newer version.
-      now: seconds since the epoch; None: this moment.
+      keep: number of newest intact steps to keep, besides those that `every` keeps and those that
+        the run keeps by name, such as the best.
+      every: keep steps divisible by it; without `keep` the newest step also stays.
+      damaged: also delete what no run resumes from: damaged steps, and remains of interrupted
+        saves; not steps that cannot be read now, or only by a newer version.
+      now: seconds since the epoch; None: the present time.
 
     Raises:
-      ValueError: a number below 1, or nothing was asked for.
-      CheckpointError: damaged steps are to go, but none that is whole would stay.
+      ValueError: a number below 1, or no option was given.
+      CheckpointError: damaged steps would be deleted, but no intact step would remain.
     """
     if keep is None and every is None and not damaged:
-        raise ValueError("nothing to do: say which to keep (--keep N, --every K) or --damaged")
+        raise ValueError("nothing to do: pass what to keep (--keep N, --every K) or --damaged")
     saved, rests = saved_steps(path), leftovers(path) if damaged else []
     if damaged and all(one.error is not None for one in saved):
         lost = [one.folder for one in saved if one.is_damaged]
         lost += [rest.folder for rest in rests if rest.kind == "damaged"]
         if lost:
             raise CheckpointError(
-                f"no step in {path} is whole, so nothing is deleted: {lost[0].name} may be all that"
-                " is left of the run; bring back what keeps its steps from being read, or delete"
-                " the folders by hand"
+                f"no step in {path} is whole, so nothing is deleted: {lost[0].name} may be all "
+                "that is left of the run; fix what prevents reading its steps, or delete the "
+                "folders by hand"
             )
     whole = [one.step for one in saved if one.error is None]
     expired: tuple[int, ...] = ()
@@ -85,7 +85,7 @@ def removals(
     result = []
     for one in saved:
         if one.step in expired:
-            why = "older than what is to be kept"
+            why = "older than the steps to keep"
         elif damaged and one.is_damaged:
             why = f"damaged: {one.problem}"
         else:
@@ -103,18 +103,18 @@ def removals(
 
 @contextlib.contextmanager
 def alone_in(path: Path) -> Iterator[None]:
-    """A block in which no run writes into a folder of checkpoints: what it keeps is its own choice.
+    """Context manager that locks a folder of checkpoints against runs that write into it.
 
     Raises:
-      FolderInUseError: one does.
+      FolderInUseError: a run writes into it.
       MachineError: the folder cannot be written.
     """
     try:
         held = hold(path)
     except FolderTakenError as error:
         raise FolderInUseError(
-            f"nothing is deleted: {error}; a run that goes on deletes by itself what its "
-            "checkpoint.keep does not keep"
+            f"nothing is deleted: {error}; the run itself deletes steps that its checkpoint.keep "
+            "does not keep"
         ) from None
     except OSError as error:
         raise MachineError(f"nothing is deleted in {path}: {reason(error)}") from error
@@ -125,10 +125,10 @@ def alone_in(path: Path) -> Iterator[None]:
 
 
 def remove(path: Path, removal: Removal) -> None:
-    """Deletes one; an interruption never leaves a half of a complete checkpoint visible.
+    """Deletes one folder; an interruption leaves no visible partial checkpoint.
 
     Raises:
-      OSError: what the system says.
+      OSError: from the operating system.
     """
     if removal.step is not None and os.path.exists(removal.folder):
         folders.remove(path, removal.step)

@@ -1,4 +1,4 @@
-"""Restore of one step, compared with what was saved, and of an earlier one where that is damaged.
+"""Restores one step and compares it with what was saved; falls back to an earlier step if damaged.
 
 All processes agree on the result.
 """
@@ -32,7 +32,7 @@ from zerojax.checkpoint.saving import ARRAYS, PIECES, is_first_process
 from zerojax.checkpoint.stored_arrays import StoredArrays
 from zerojax.config.checks import warn_user
 
-_MOST = 3  # damaged files that one sentence names
+_MOST = 3  # number of damaged files in one message
 
 
 def read_step(
@@ -46,26 +46,27 @@ def read_step(
     passed_over: Collection[str] = (),
     pretrained: str | os.PathLike[str] | None = None,
 ) -> tuple[Metadata, dict[str, Any]]:
-    """What is stored beside the arrays, and the arrays. Collective over all processes.
+    """Reads metadata and arrays of a step. Collective over all processes.
 
-    Small files are always compared with their checksums, and all files when some arrays are not
-    read now; arrays that are read are compared with their fingerprints where they then lie.
+    Small files are always compared with their checksums, and all files are if some arrays are not
+    read now. Arrays that are read are compared with their fingerprints on their devices.
 
     Args:
       folder: of the step.
       wanted: name -> `ShapeDtypeStruct` with a sharding.
       subset: the checkpoint may hold more.
       unread: names that are not read now.
-      optional: names that the checkpoint may lack, all of them or none; of these what is `wanted`
-        comes back in place of arrays.
-      optional_groups: more such names, each group of which is there or not.
-      passed_over: names that the checkpoint may have although they are not wanted; one that ends
-        with a slash is the beginning of such names.
-      pretrained: where frozen weights are that the checkpoint does not hold; None: where they were.
+      optional: names that may be missing from the checkpoint, all of them or none; for missing ones
+        the entry of `wanted` is returned.
+      optional_groups: more such names; each group may be missing independently.
+      passed_over: names that the checkpoint may have although they are not wanted; a name that ends
+        with a slash is a prefix.
+      pretrained: folder of frozen weights that the checkpoint does not store; None: the original
+        one.
 
     Raises:
-      BaseWeightsError: such weights are not there.
-      DamagedError: what is there is not what was saved; names files and arrays.
+      BaseWeightsError: such weights are missing.
+      DamagedError: the contents differ from what was saved; names files and arrays.
       MachineError: not readable now.
       CheckpointError: saved by another model, or of a newer format.
     """
@@ -104,10 +105,10 @@ def read_step(
 
 
 def check_quickly(folder: Path) -> Metadata:
-    """Metadata, sizes and small files of a step; reads no arrays. For one process.
+    """Checks metadata, file sizes and small files of a step; reads no arrays. For one process.
 
     Raises:
-      DamagedError: something is wrong. MachineError: not readable now. CheckpointError: of a newer
+      DamagedError: a check failed. MachineError: not readable now. CheckpointError: of a newer
         format.
     """
     metadata = read_metadata(folder)
@@ -142,7 +143,7 @@ def _small(metadata: Metadata) -> dict[str, str]:
 def _check_fingerprints(
     folder: Path, metadata: Metadata, arrays: Mapping[str, jax.Array], base: BaseReader
 ) -> None:
-    """Compares arrays on their devices with what was saved; the same on all processes."""
+    """Compares arrays on their devices with what was saved; the same result on all processes."""
     known = {name: x for name, x in arrays.items() if name in metadata.fingerprints}
     if not known:
         return
@@ -168,13 +169,13 @@ def _check_fingerprints(
 
 
 def fingerprints_of(arrays: Mapping[str, jax.Array]) -> dict[str, str]:
-    """Name -> fingerprint, the same on all processes. Collective; waits for the arrays."""
+    """Returns name -> fingerprint, equal on all processes. Collective; waits for the arrays."""
     parts = _of_all_processes(PendingFingerprints(arrays).result())
     return {name: as_text(whole(leaf, parts[name])) for name, leaf in arrays.items()}
 
 
 def _of_all_processes(parts: Parts) -> Parts:
-    """The sums of all devices, on every process."""
+    """Gathers the sums of all devices on every process."""
     if jax.process_count() == 1:
         return parts
     devices = [device.id for device in jax.local_devices()]
@@ -197,7 +198,7 @@ def _of_all_processes(parts: Parts) -> Parts:
 
 
 def _failed_read(folder: Path, metadata: Metadata, failure: Exception) -> CheckpointError:
-    """What a failed read means: damage, unless all files are those that were written."""
+    """Returns the error of a failed read: damage, unless all files match their checksums."""
     if isinstance(failure, BaseWeightsError):
         return failure
     if not is_damage(failure):
@@ -211,13 +212,13 @@ def _failed_read(folder: Path, metadata: Metadata, failure: Exception) -> Checkp
     if found:
         return _damaged(folder, _listed(found))
     return CheckpointError(
-        f"checkpoint {folder} cannot be read, though all its files match their checksums:"
-        f" {reason(failure)}"
+        f"checkpoint {folder} cannot be read, although all its files match their checksums: "
+        f"{reason(failure)}"
     )
 
 
 def _damaged_files(folder: Path, metadata: Metadata) -> str:
-    """The rest of a sentence about arrays that are wrong."""
+    """Returns the end of a message about wrong arrays: the damaged files."""
     try:
         found = list(files.wrong_checksums(folder, metadata.checksums))
     except OSError as error:
@@ -247,22 +248,22 @@ def _unreadable(folder: Path, error: Exception) -> MachineError:
 
 
 class Candidates:
-    """The saved steps that a run may go on from.
+    """Saved steps that a run may resume from.
 
-    Process 0 looks and all others follow; every method is called by all of them.
+    Process 0 reads the folder and the others follow; all processes call every method.
 
     Attributes:
-      notes: what was found wrong, a sentence each; process 0 has them.
+      notes: problems found, one sentence each; only in process 0.
     """
 
     def __init__(self, path: Path, steps: Callable[[], tuple[int, ...]]) -> None:
-        """Takes the folder of the checkpoints, and what lists the steps there."""
+        """Takes the folder of the checkpoints, and a function that lists its steps."""
         self.notes: list[str] = []
         self._path, self._steps = path, steps
         self._damaged: set[int] = set()
 
     def existing(self, step: int | None) -> int:
-        """A saved step, None being the newest. Not collective.
+        """Returns a saved step; None means the newest. Not collective.
 
         Raises:
           CheckpointError: there is none.
@@ -278,7 +279,7 @@ class Candidates:
         return steps[-1] if step is None else step
 
     def first(self, step: int | None) -> int:
-        """The step to begin with.
+        """Returns the step to try first.
 
         Raises:
           CheckpointError: there is none.
@@ -295,10 +296,10 @@ class Candidates:
         return agreement.from_process_0(chosen)
 
     def below(self, lost: Mapping[int, str]) -> int:
-        """The step before damaged ones.
+        """Returns the newest step before damaged ones.
 
         Args:
-          lost: step -> what is wrong with it.
+          lost: step -> its problem.
 
         Raises:
           DamagedError: there is none.
@@ -310,7 +311,8 @@ class Candidates:
         return chosen
 
     def usable(self) -> int | None:
-        """The newest step that looks whole; passes over those above it. None: nothing is saved.
+        """Returns the newest step that looks intact, and skips those above it; None if nothing is
+        saved.
 
         Raises:
           CheckpointError: all are damaged, or the newest is of a newer format.
@@ -334,10 +336,10 @@ class Candidates:
         return None if found < 0 else found
 
     def check(self, step: int | None) -> None:
-        """Refuses a step that is not there or looks damaged; None: when no step will do.
+        """Raises if a step is missing or looks damaged; with None, if no saved step is usable.
 
         Raises:
-          CheckpointError: what is wrong.
+          CheckpointError: with the problem.
         """
         if step is None and self.usable() is not None:
             return
@@ -352,29 +354,29 @@ class Candidates:
         agreement.raise_together(error)
 
     def pass_over(self, lost: Mapping[int, str], instead: str) -> None:
-        """Warns of damaged steps, and remembers them."""
+        """Warns of damaged steps, and skips them from now on."""
         for step, text in sorted(lost.items(), reverse=True):
             self.note(f"{text}; {instead}; the next save renames its folder {step}.damaged")
         self._damaged.update(lost)
 
     def note(self, text: str) -> None:
-        """Warns, once for all processes."""
+        """Issues a warning, once for all processes."""
         if is_first_process():
             self.notes.append(text)
             warn_user(text, RuntimeWarning)
 
     def set_aside(self) -> None:
-        """Renames the steps that were passed over. Only in process 0.
+        """Renames the steps that were skipped. Only in process 0.
 
         Raises:
-          OSError: what the system says.
+          OSError: from the operating system.
         """
         for step in sorted(self._damaged.intersection(self._steps())):
             folders.set_aside(self._path, step)
         self._damaged.clear()
 
     def remedy(self, damaged: int) -> str:
-        """Names a step that would do: the newest earlier one that looks whole, or a later one."""
+        """Names a step to restore: the newest earlier one that looks intact, or a later one."""
         others = [step for step in self._steps() if step != damaged]
         for step in sorted(others, key=lambda step: (step > damaged, -step)):
             with contextlib.suppress(CheckpointError):

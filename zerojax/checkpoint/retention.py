@@ -1,7 +1,7 @@
-"""Retention: the saved steps that are kept, by number, or by name as the best one.
+"""Retention: which saved steps are kept, by number, or by name such as the best one.
 
-Names are in one small file in the folder of checkpoints, so that every save, of this process or a
-later one, and every deletion by hand, leaves these steps alone.
+Names are in one small file in the folder of checkpoints, so that every save, by this or a later
+process, and every deletion by hand, leaves these steps alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MAX_BYTES = 1 << 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Retention:
-    """A saved step is kept when any of the two rules wants it.
+    """Rules that keep saved steps: a step is kept if either rule applies.
 
     >>> Retention(last=2, every=100).expired([90, 100, 110, 120])
     (90,)
@@ -33,7 +33,7 @@ class Retention:
     """The newest `last` steps are kept; None keeps all. At least 1: the newest is never deleted."""
 
     every: int | None = None
-    """Steps divisible by `every` are kept for ever; None: no such steps."""
+    """Steps divisible by `every` are kept permanently; None: no such steps."""
 
     def __post_init__(self) -> None:
         for name in ("last", "every"):
@@ -46,7 +46,7 @@ class Retention:
                 raise ValueError(f"keep: {name}={value} is below 1; use 1 or more, or None")
 
     def expired(self, steps: Iterable[int]) -> tuple[int, ...]:
-        """The steps that neither rule keeps, oldest first."""
+        """Returns the steps that neither rule keeps, oldest first."""
         ordered = sorted(steps)
         if self.last is None:
             return ()
@@ -54,15 +54,15 @@ class Retention:
 
 
 def as_retention(keep: int | Retention) -> Retention:
-    """`3` stands for `Retention(last=3)`."""
+    """Converts a number to a `Retention`: `3` means `Retention(last=3)`."""
     return keep if isinstance(keep, Retention) else Retention(last=keep)
 
 
 def kept_steps(path: Path) -> dict[str, dict[str, Any]]:
-    """{name: {"step": number, ...}} of a folder of checkpoints.
+    """Returns {name: {"step": number, ...}} of a folder of checkpoints.
 
     Raises:
-      MachineError: the file is there and cannot be read, so that nobody knows what to keep.
+      MachineError: the file exists but cannot be read, so the steps to keep are unknown.
     """
     try:
         found = bounded_json.load(path / FILE_NAME, max_bytes=_MAX_BYTES)
@@ -70,18 +70,18 @@ def kept_steps(path: Path) -> dict[str, dict[str, Any]]:
         return {}
     except (OSError, ValueError) as error:
         raise MachineError(
-            f"{path / FILE_NAME} cannot be read ({reason(error)}); it says which steps to keep: "
-            "fix it, or remove it and keep none"
+            f"{path / FILE_NAME} cannot be read ({reason(error)}); it lists the steps to keep: fix "
+            "it, or remove it and keep none"
         ) from None
     if not isinstance(found, dict) or not all(
         isinstance(about, dict) and type(about.get("step")) is int for about in found.values()
     ):
-        raise MachineError(f"{path / FILE_NAME} holds no steps; remove it to keep none")
+        raise MachineError(f"{path / FILE_NAME} lists no valid steps; remove it to keep none")
     return found
 
 
 def named_step(kept: Mapping[str, Mapping[str, Any]], name: str) -> int:
-    """The step that is kept under a name.
+    """Returns the step that is kept under a name.
 
     Raises:
       CheckpointError: there is none.
@@ -89,14 +89,14 @@ def named_step(kept: Mapping[str, Mapping[str, Any]], name: str) -> int:
     if name not in kept:
         names = ", ".join(map(repr, sorted(kept))) or "none"
         raise CheckpointError(
-            f"no step is kept as {quoted(name)} (kept by name: {names}); give a number, or train "
-            "with callbacks=[zerojax.KeepBest()] to keep the best"
+            f"no step is kept as {quoted(name)} (kept by name: {names}); give a step number, or "
+            "train with callbacks=[zerojax.KeepBest()] to keep the best"
         )
     return kept[name]["step"]
 
 
 def keep_step(path: Path, name: str, step: int, about: Mapping[str, Any]) -> None:
-    """Keeps a saved step under a name, in place of the one that had it. For one process.
+    """Keeps a saved step under a name, and releases the step that had the name. For one process.
 
     Raises:
       MachineError: the file cannot be written.

@@ -1,10 +1,10 @@
 """One save, from arrays to a visible folder, safe against a kill at any moment.
 
-Orbax's threads wait for a signal that the folder is there before they write. Where making the
-folder is what failed, the signal never comes, and Python waits for them when it ends: the process
-hung there (seen where a folder was removed, and where two runs wrote into one). `end_stuck_threads`
-ends that wait. With several processes the signal comes through their group, and
-`runtime.shutdown.leave_group_when_over` ends it.
+Orbax's threads wait for a signal that the folder exists before they write. If creating the folder
+failed, the signal never comes, and Python waits for these threads at exit, so the process hangs
+(seen where a folder was removed, and where two runs wrote into one). `end_stuck_threads` ends that
+wait. With several processes the signal comes through their group, and
+`runtime.shutdown.leave_group_when_over` ends the wait.
 """
 
 from __future__ import annotations
@@ -57,45 +57,45 @@ ARRAYS, PIECES = "arrays", "pieces"
 _LOOK_SECONDS = 0.5
 POLL_SECONDS = 0.5
 STUCK_SECONDS = 2.0
-"""Making a folder takes less: after a failed save, a wait of this length will not end."""
+"""Creating a folder takes less time: after a failed save, a wait of this length will not end."""
 _FUNCTION, _PACKAGE = "blocking_key_value_get", "orbax"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Save:
-    """One save on its way to disk."""
+    """One save in progress."""
 
     metadata: Metadata
     partial: Path
-    """Where it is written before it is complete; lies in the folder of the checkpoints."""
+    """Folder in which it is written before it is complete; inside the folder of the checkpoints."""
 
     keep: Retention
     leaves: dict[str, jax.Array]
     state_bytes: int
     write_pieces: Callable[[Path], None] | None
-    """Writes the arrays that are nowhere in memory into a folder; returns when all are there."""
+    """Writes the arrays that are not in memory into a folder; returns when all are written."""
 
     fingerprints: bool
-    """Whether they are taken and stored."""
+    """Whether fingerprints are computed and stored."""
 
     hold_folder: Callable[[], None]
-    """Raises `FolderInUseError` in the first process where another writer has the folder by now."""
+    """Raises `FolderInUseError` in the first process if another writer has locked the folder."""
 
     given_up: threading.Event
     """Set when another process has failed, or this one ends without the others."""
 
     started: concurrent.futures.Future[bool]
-    """Done when the caller may donate the arrays; False when the save has failed before that."""
+    """Done when the caller may donate the arrays; False if the save failed before that."""
 
 
 def write(save: Save) -> list[str]:
-    """Does the whole of one save; runs in the checkpointer's thread.
+    """Runs one whole save, in the checkpointer's thread.
 
     Returns:
       Warnings for the user.
 
     Raises:
-      CheckpointError: nothing became visible; earlier checkpoints are intact.
+      CheckpointError: no checkpoint became visible; earlier checkpoints are intact.
     """
     try:
         writing, computation = _start(save)
@@ -117,15 +117,15 @@ def write(save: Save) -> list[str]:
 
 
 def is_first_process() -> bool:
-    """Whether this is the process that creates, names and deletes folders."""
+    """Returns True in the process that creates, names and deletes folders."""
     return jax.process_index() == 0
 
 
 def _start(save: Save) -> tuple[arrays.Write, PendingFingerprints]:
     """Creates the partial folder and copies the arrays to the host.
 
-    Before it copies it refuses what the disk has no space for: a run whose disk others fill up then
-    ends between two steps, with its last checkpoint whole.
+    Raises before copying if the disk has too little space: a run whose disk others fill up then
+    ends between two steps, with its last checkpoint intact.
     """
     error = None
     if is_first_process():
@@ -140,14 +140,14 @@ def _start(save: Save) -> tuple[arrays.Write, PendingFingerprints]:
     agreement.raise_together(error)
     writing, computation = None, None
     try:
-        # Before the copies, so that an accelerator works on it while they are made.
+        # Before the copies, so that an accelerator computes the fingerprints during the copies.
         computation = PendingFingerprints(save.leaves if save.fingerprints else {})
         writing = arrays.start_write(save.partial / ARRAYS, save.leaves)
         if save.write_pieces is not None:
             save.write_pieces(save.partial / PIECES)
     except Exception as failure:
         if writing is not None and jax.process_count() == 1:
-            with contextlib.suppress(Exception):  # `failure` is what is told
+            with contextlib.suppress(Exception):  # the message is about `failure`
                 writing.result()
         error = _lost(save, failure)
     agreement.raise_together(error)
@@ -184,17 +184,18 @@ def _finish(
 
 
 def _await(save: Save, writing: arrays.Write) -> None:
-    """Waits for this process's part, no longer than all others still write theirs.
+    """Waits for this process's part; stops if another process has failed.
 
-    Orbax waits for the word of every process, which never comes from one that has failed, be it for
-    lack of space or because its file server is gone. So all look at the folder meanwhile: a process
-    that fails tells the first one there, which then gives up and removes it. Whether it has is seen
-    by the table of packs: that was there before anything else, and does not come back as a folder
-    does where threads of a failed save go on writing.
+    Orbax waits for a message of every process, which never comes from a failed one, whether it had
+    no space or lost its file server. So all processes watch the folder meanwhile: a process that
+    fails writes its report there for the first process, which then cancels the save and removes the
+    folder. The other processes detect this by the missing table of packs: it is written before
+    anything else, and does not reappear, whereas the folder does if threads of a failed save
+    continue to write.
 
     Raises:
-      GivenUpError: another process has failed. MachineError, OSError: it says why. Else what went
-        wrong here.
+      GivenUpError: another process has failed. MachineError, OSError: with its reason. Otherwise
+        the error of this process.
     """
     if jax.process_count() == 1:
         writing.result()
@@ -209,38 +210,38 @@ def _await(save: Save, writing: arrays.Write) -> None:
 
     threading.Thread(target=wait, name="zerojax-write", daemon=True).start()
     while not concurrent.futures.wait([done], _LOOK_SECONDS).done:
-        # Asked first: a process leaves its note before the others learn that it has failed.
+        # Read first: a process writes its report before the others learn that it has failed.
         is_given_up = save.given_up.is_set()
         if is_first_process():
             raise_failures(save.partial)
         elif not (save.partial / TABLE).exists():
-            raise GivenUpError("process 0 has given up the save")
+            raise GivenUpError("process 0 has cancelled the save")
         if is_given_up:
             raise GivenUpError("not all processes have written their parts")
     done.result()
 
 
 def _cause(name: str) -> str:
-    """Why copies of an array differ, and what to do."""
+    """Returns why copies of an array differ, and the remedy."""
     if name.startswith("extras/"):
         return (
-            "what the model writes there is another value on each device, as from jax.pure_callback"
-            " or the time, or one of them has computed something wrong; make it the same"
-            " everywhere, or go on from an earlier step. `zerojax check` tries the model on virtual"
-            " devices and tells whether its state differs there, too"
+            "the model writes another value there on each device, as from jax.pure_callback or "
+            "the time, or one of them has computed something wrong; make the value equal "
+            "everywhere, or continue from an earlier step. `zerojax check` tries the model on "
+            "virtual devices and reports whether its state differs there, too"
         )
     return (
-        "one of them has computed something wrong; go on from an earlier step, without that device"
-        " if it happens again"
+        "one of them has computed something wrong; continue from an earlier step, without that "
+        "device if it happens again"
     )
 
 
 def _fingerprints(save: Save, parts: list[Contribution]) -> dict[str, str]:
-    """Name -> fingerprint, from what all processes have found.
+    """Returns name -> fingerprint, combined from all processes.
 
     Raises:
-      DivergedError: copies of an array differ. Which of them is written, or how much of each, is
-        not ours to say.
+      DivergedError: copies of an array differ. It is undefined which of them is written, or how
+        much of each.
     """
     found = {}
     for name, leaf in save.leaves.items():
@@ -271,7 +272,7 @@ def _commit(save: Save, checksums: dict[str, str], fingerprints: dict[str, str])
         fingerprints=save.metadata.fingerprints | fingerprints,
     )
     write_metadata(save.partial, metadata)
-    save.hold_folder()  # it may be another's by now, and so may what is visible in it
+    save.hold_folder()  # another process may have locked the folder and saved in it
     folders.commit(save.partial, step)
     texts = []
     expired = save.keep.expired(folders.list_steps(path))
@@ -290,7 +291,7 @@ def _commit(save: Save, checksums: dict[str, str], fingerprints: dict[str, str])
 
 
 def _lost(save: Save, error: BaseException) -> CheckpointError:
-    """Frees the space of a failed save and says what happened."""
+    """Frees the space of a failed save and returns its error."""
     _end_threads()
     if is_first_process():
         shutil.rmtree(save.partial, ignore_errors=True)
@@ -303,12 +304,12 @@ def _end_threads() -> None:
 
 
 def not_saved(path: Path, step: int, error: BaseException, state_bytes: int) -> CheckpointError:
-    """What is said of a save that has failed.
+    """Returns the error for a save that failed.
 
     Args:
       path: folder of the checkpoints.
-      step: that was to be saved.
-      error: why it was not.
+      step: the step of the save.
+      error: the reason.
       state_bytes: of one unsharded state.
     """
     text = f"step {step} was not saved in {path}: {reason(error)}"
@@ -332,7 +333,7 @@ class SaveFailed(Exception):
 
 @functools.cache
 def end_stuck_threads() -> None:
-    """From now on waits of Orbax's threads for a folder that nobody makes are ended."""
+    """Starts a thread that ends waits of Orbax's threads for a folder that is never created."""
     threading.Thread(target=_watch_threads, name="zerojax-stuck-threads", daemon=True).start()
 
 
@@ -345,18 +346,18 @@ def _watch_threads() -> None:
         for wait, began in since.items():
             if now - began >= STUCK_SECONDS:
                 _end_wait(wait[0], waits[wait])
-        del waits  # frames keep arrays
+        del waits  # frames keep arrays alive
         time.sleep(POLL_SECONDS)
 
 
 def _stuck_waits() -> list[tuple[int, FrameType, str]]:
-    """(thread, the frame of the waiting call, what it waits for) of Orbax's own threads."""
+    """Returns (thread, the frame of the waiting call, its key) of Orbax's own threads."""
     found = []
     others = threading.main_thread().ident, threading.get_ident()
     for thread, top in sys._current_frames().items():
         frame: Any = top if thread not in others else None
-        # A thread that runs may leave a frame while it is looked at: Python 3.11.7 was seen to give
-        # a dict in its place. A thread that waits, which is what is looked for, leaves none.
+        # A running thread may leave a frame while it is inspected: with Python 3.11.7 a dict was
+        # seen in its place. A waiting thread, which is what we search for, leaves none.
         while isinstance(frame, FrameType):
             code = frame.f_code
             if code.co_name == _FUNCTION and _PACKAGE in code.co_filename:
@@ -369,8 +370,9 @@ def _stuck_waits() -> list[tuple[int, FrameType, str]]:
 def _end_wait(thread: int, frame: FrameType) -> None:
     """Raises `SaveFailed` in a thread, and wakes it.
 
-    It is raised when the thread next runs Python code, so whatever it waits for is notified: any
-    key does that. Setting the key that it waits for would let it write the state once more.
+    The exception is raised when the thread next runs Python code, so its wait has to be notified:
+    setting any key does that. Setting the key that it waits for would let it write the state once
+    more.
     """
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(SaveFailed))
     client = frame.f_locals.get("self")

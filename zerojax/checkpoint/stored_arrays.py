@@ -1,6 +1,6 @@
-"""Arrays of a checkpoint, read whole or in part.
+"""Reads arrays of a checkpoint, whole or in part.
 
-Each lies alone, in a pack, in pieces, or in another folder: `BaseReader`.
+Each array is stored separately, in a pack, in pieces, or in another folder: `BaseReader`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from zerojax.checkpoint.store.pieces import PieceReader
 
 
 class Unread:
-    """An array of a checkpoint that was not read yet.
+    """Array of a checkpoint that has not been read yet.
 
     Attributes:
       shape, dtype: of the whole array.
@@ -37,45 +37,45 @@ class Unread:
         self._open, self._open_layers = open_array, open_layers
 
     def open(self) -> Callable[[Box], np.ndarray]:
-        """What reads any part of it, a box.
+        """Returns a function that reads any part of it, a box.
 
-        From Orbax's files the whole array comes at once, onto the host, collectively over all
-        processes; it is freed when what this returned is dropped. From pieces only the part comes.
+        Orbax's files are read as a whole array, onto the host, collectively over all processes; the
+        memory is freed when the returned function is. From pieces only the part is read.
         """
         return self._open()
 
     def open_layers(self) -> Callable[[int], np.ndarray] | None:
-        """What reads one index of the first dimension, and not much more; not collective.
+        """Returns a function that reads one index of the first dimension, or None; not collective.
 
-        None where the files hold several of them in one chunk: `open` costs less then.
+        None if the files hold several indices in one chunk: then `open` costs less.
         """
         return self._open_layers()
 
 
 class StoredArrays:
-    """The arrays of one checkpoint."""
+    """Reader of the arrays of one checkpoint."""
 
     def __init__(self, folder: Path, pieces: Path, base: BaseReader) -> None:
         """Opens the tables.
 
         Args:
           folder: Orbax's; pieces: of `checkpoint.store.pieces`, if there is one.
-          base: of the arrays that are not in the checkpoint.
+          base: reader of the arrays that are not in the checkpoint.
         """
         self._base = base
         self._folder = folder
         self._reader = PieceReader(pieces) if pieces.is_dir() else None
         self._table = packs.load_table(folder.parent)
-        self._pack: tuple[str, np.ndarray] | None = None  # the one that was read last
+        self._pack: tuple[str, np.ndarray] | None = None  # the last one that was read
 
     def read(
         self, wanted: Mapping[str, Any], *, unread: Collection[str], subset: bool
     ) -> dict[str, Any]:
-        """The arrays with these names, and `Unread` for those that are to be read later.
+        """Returns the arrays with these names, and `Unread` for those to be read later.
 
         Args:
           wanted: name -> `ShapeDtypeStruct` with a sharding.
-          unread: names.
+          unread: names to be read later.
           subset: the checkpoint may hold more.
         """
         in_pieces = frozenset() if self._reader is None else self._reader.names
@@ -91,7 +91,7 @@ class StoredArrays:
         for name in sorted(now.keys() & in_packs, key=lambda name: (self._pack_of(name), name)):
             result[name] = self._from_pack(name, now[name])
         self._pack = None
-        for name in sorted(now.keys() & in_base):  # last: may fail in one process, alone
+        for name in sorted(now.keys() & in_base):  # last: may fail in a single process
             result[name] = self._from_base(name, now[name])
         for name, leaf in wanted.items():
             if name in unread:
@@ -100,7 +100,7 @@ class StoredArrays:
         return result
 
     def _from_pieces(self, name: str, leaf: Any) -> jax.Array:
-        """Every device's part, one in host memory at a time."""
+        """Reads every device's part from pieces, one in host memory at a time."""
         reader = self._reader
         assert reader is not None
         return array_of_parts(
@@ -108,14 +108,15 @@ class StoredArrays:
         )
 
     def _from_base(self, name: str, leaf: Any) -> jax.Array:
-        """As `_from_pieces`; what devices in a row hold alike is read once."""
+        """Reads every device's part from another folder; equal parts of consecutive devices
+        once."""
         last: tuple[Box, np.ndarray] | None = None
 
         def part(index: Any) -> np.ndarray:
             nonlocal last
             box = box_of(index, leaf.shape)
             if last is None or last[0] != box:
-                last = None  # first, so that two are never there
+                last = None  # frees the old part before the next is read
                 last = box, self._base.read(name, box)
                 return last[1]
             return last[1].copy()
@@ -134,10 +135,10 @@ class StoredArrays:
         return self._table.pack_of(name)[0]
 
     def _read_pack(self, name: str) -> np.ndarray:
-        """The pack that has an array, whole. Collective; the last one is kept."""
+        """Reads the whole pack that has an array. Collective; keeps the last pack."""
         pack, leaf = self._table.pack_of(name)
         if self._pack is None or self._pack[0] != pack:
-            self._pack = None  # first, so that two are never there
+            self._pack = None  # frees the old pack before the next is read
             self._pack = pack, arrays.read_on_host(self._folder, pack, leaf)
         return self._pack[1]
 

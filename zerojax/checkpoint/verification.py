@@ -1,4 +1,4 @@
-"""Complete verification of a saved step, file by file and array by array.
+"""Verifies a saved step completely, file by file and array by array.
 
 All damage is reported, not only the first. One process suffices.
 """
@@ -35,15 +35,15 @@ _PART_BYTES = 64 << 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verification:
-    """What was found.
+    """Result of a verification.
 
     Attributes:
-      step, folder: which checkpoint.
+      step, folder: of the checkpoint.
       num_leaves: arrays that were compared with their fingerprints.
       num_files: files that were compared with their checksums.
       num_bytes: of these files.
-      has_fingerprints: False: none were taken, so only files were compared.
-      damages: everything that is wrong, files first.
+      has_fingerprints: False if none were saved, so that only files were compared.
+      damages: all problems, files first.
     """
 
     step: int
@@ -56,22 +56,22 @@ class Verification:
 
     @property
     def is_good(self) -> bool:
-        """Whether everything is as it was saved."""
+        """Whether everything equals what was saved."""
         return not self.damages
 
 
 def verify_step(
     folder: Path, step: int, *, pretrained: str | os.PathLike[str] | None = None
 ) -> Verification:
-    """Reads all of a step, an array at a time, and the frozen weights that it leaves elsewhere.
+    """Reads a whole step, one array at a time, and the frozen weights that it does not store.
 
     Args:
       folder: of the step.
       step: its number.
-      pretrained: where such weights are; None: where they were.
+      pretrained: folder of these weights; None: the original one.
 
     Raises:
-      MachineError: not readable now, for another reason than damage. CheckpointError: of a newer
+      MachineError: not readable now, for a reason other than damage. CheckpointError: of a newer
         format.
     """
     try:
@@ -130,7 +130,7 @@ def _wrong_leaves(folder: Path, metadata: Metadata) -> Iterator[Damage]:
 
 
 def _without_base(base: BaseReader) -> Damage | None:
-    """What is wrong with the folder of frozen weights as a whole."""
+    """Returns the problem with the folder of frozen weights as a whole, or None."""
     try:
         base.check()
     except BaseWeightsError as error:
@@ -153,7 +153,7 @@ def _fingerprint(read: Callable[[Box], np.ndarray], leaf: jax.ShapeDtypeStruct) 
 
 
 def parts_of(shape: Shape, itemsize: int) -> Iterator[Box]:
-    """Boxes of whole rows that make up an array, each of about 64 MiB."""
+    """Yields boxes of whole rows that cover an array, each of about 64 MiB."""
     if not shape:
         yield (), ()
         return

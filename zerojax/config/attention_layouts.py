@@ -1,7 +1,7 @@
-"""Block layouts of attention: which blocks of keys each block of queries sees, as settings.
+"""Settings of block-sparse attention: which blocks of keys each block of queries attends to.
 
-The five layouts and their parameters are those of DeepSpeed's sparse attention. Their tables are
-made by `zerojax.models.sparse_layouts`.
+The five layouts and their parameters are those of DeepSpeed's sparse attention.
+`zerojax.models.sparse_layouts` builds their tables.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ Direction = Literal["bidirectional", "unidirectional"]
 
 @dataclass(frozen=True, kw_only=True)
 class BlockLayout:
-    """What all layouts have. Rows and columns of a table are blocks of queries and of keys.
+    """Base of all layouts. Rows and columns of a table are blocks of queries and of keys.
 
-    `attention="unidirectional"` leaves out blocks after the diagonal one, as far as DeepSpeed's
-    layout of that name does; inside a block tokens see later ones unless attention is `causal`.
+    `attention="unidirectional"` excludes blocks after the diagonal one, to the extent that
+    DeepSpeed's layout of that name does; inside a block tokens see later ones unless attention is
+    `causal`.
     """
 
     mode: ClassVar[str]
@@ -37,7 +38,7 @@ class BlockLayout:
         self._check()
 
     def _check(self) -> None:
-        """Raises ConfigError where fields do not fit together."""
+        """Raises ConfigError if fields do not fit together."""
 
     @property
     def is_per_head(self) -> bool:
@@ -52,22 +53,22 @@ _COUNTS |= {"num_sliding_window_blocks"}
 @names_keywords()
 @dataclass(frozen=True, kw_only=True)
 class FixedLayout(BlockLayout):
-    """Windows of neighbouring blocks, some blocks of which everybody sees (arXiv:1904.10509)."""
+    """Windows of neighbouring blocks, with some blocks visible to all (arXiv:1904.10509)."""
 
     mode: ClassVar[str] = "fixed"
 
     different_layout_per_head: bool = False
-    """Whether heads have layouts of their own; needed for several global patterns."""
+    """Whether heads have separate layouts; required for several global patterns."""
     num_local_blocks: int = 4
-    """Blocks of a window; a block sees those of its own window."""
+    """Blocks of a window; a block attends to those of its own window."""
     num_global_blocks: int = 1
-    """Blocks at the end of each window that the blocks of other windows see."""
+    """Blocks at the end of each window that the blocks of other windows attend to."""
     attention: Direction = "bidirectional"
-    """unidirectional: global blocks are seen from their own block on, and windows up to it."""
+    """unidirectional: no block attends to later global blocks or to later blocks of its window."""
     horizontal_global_attention: bool = False
-    """Whether global blocks also see all blocks; bidirectional alone."""
+    """Whether global blocks also attend to all blocks; only with bidirectional."""
     num_different_global_patterns: int = 1
-    """Head h takes pattern h modulo this; pattern p has its global blocks p places earlier."""
+    """Head h uses pattern h modulo this; pattern p has its global blocks p positions earlier."""
 
     def _check(self) -> None:
         if self.num_local_blocks % self.num_global_blocks:
@@ -96,26 +97,28 @@ class FixedLayout(BlockLayout):
 @names_keywords()
 @dataclass(frozen=True, kw_only=True)
 class VariableLayout(BlockLayout):
-    """Windows of chosen sizes, chosen global blocks, and random ones."""
+    """Windows of chosen sizes, chosen global blocks, and random blocks."""
 
     mode: ClassVar[str] = "variable"
 
     different_layout_per_head: bool = False
-    """Whether each head draws random blocks of its own."""
+    """Whether each head has its own random blocks."""
     num_random_blocks: int = 0
-    """Blocks that each block sees besides, drawn from all blocks, later ones included."""
+    """Random blocks that each block also attends to, drawn from all blocks, including later
+    ones."""
     local_window_blocks: tuple[int, ...] = (4,)
-    """Blocks of the first window, the second and so on; the last number is that of all further."""
+    """Blocks of the first window, the second and so on; the last number applies to all further
+    ones."""
     global_block_indices: tuple[int, ...] = (0,)
-    """Blocks that all blocks see; beyond the sequence they are left out."""
+    """Blocks that all blocks attend to; indices beyond the sequence are ignored."""
     global_block_end_indices: tuple[int, ...] | None = None
-    """One end for each index, exclusive: global blocks are those from the index to it."""
+    """One end for each index, exclusive: the blocks from the index to its end are global."""
     attention: Direction = "bidirectional"
-    """unidirectional: global blocks are seen from their own block on, and windows up to it."""
+    """unidirectional: no block attends to later global blocks or to later blocks of its window."""
     horizontal_global_attention: bool = False
-    """Whether global blocks also see all blocks; bidirectional alone."""
+    """Whether global blocks also attend to all blocks; only with bidirectional."""
     seed: int = 0
-    """Of the random blocks: they are DeepSpeed's after `random.seed(seed)`."""
+    """Seed of the random blocks, which equal DeepSpeed's after `random.seed(seed)`."""
 
     def _check(self) -> None:
         check_at_least(self, 0, "num_random_blocks")
@@ -129,23 +132,24 @@ class VariableLayout(BlockLayout):
 @names_keywords()
 @dataclass(frozen=True, kw_only=True)
 class BigBirdLayout(BlockLayout):
-    """A sliding window, the first blocks for all, and random blocks (arXiv:2007.14062)."""
+    """A sliding window, global first blocks, and random blocks (arXiv:2007.14062)."""
 
     mode: ClassVar[str] = "bigbird"
 
     different_layout_per_head: bool = False
-    """Whether each head draws random blocks of its own."""
+    """Whether each head has its own random blocks."""
     num_random_blocks: int = 1
-    """Blocks that each block sees besides; unidirectional: drawn from those up to its own, all of
-    them where there are fewer."""
+    """Random blocks that each block also attends to; unidirectional: drawn from the blocks up to
+    its own, all of them if there are fewer."""
     num_sliding_window_blocks: int = 3
-    """Width of the window around each block, its own included; an even width counts as one more."""
+    """Width of the window around each block, including the block; an even width counts as one
+    more."""
     num_global_blocks: int = 1
-    """First blocks of the sequence: all see them, and they see all."""
+    """Number of first blocks of the sequence that all blocks attend to, and that attend to all."""
     attention: Direction = "bidirectional"
     """unidirectional: no block after the diagonal one."""
     seed: int = 0
-    """Of the random blocks: they are DeepSpeed's after `random.seed(seed)`."""
+    """Seed of the random blocks, which equal DeepSpeed's after `random.seed(seed)`."""
 
     def _check(self) -> None:
         check_at_least(self, 0, "num_random_blocks")
@@ -154,18 +158,20 @@ class BigBirdLayout(BlockLayout):
 @names_keywords()
 @dataclass(frozen=True, kw_only=True)
 class BSLongformerLayout(BlockLayout):
-    """A sliding window and global blocks, both ways (arXiv:2004.05150, in blocks)."""
+    """A sliding window and global blocks in both directions (arXiv:2004.05150, in blocks)."""
 
     mode: ClassVar[str] = "bslongformer"
 
     different_layout_per_head: bool = False
-    """Without effect: all heads have one layout. Read because DeepSpeed has it."""
+    """No effect: all heads have one layout. Accepted because DeepSpeed has it."""
     num_sliding_window_blocks: int = 3
-    """Width of the window around each block, its own included; an even width counts as one more."""
+    """Width of the window around each block, including the block; an even width counts as one
+    more."""
     global_block_indices: tuple[int, ...] = (0,)
-    """Blocks that all blocks see and that see all; beyond the sequence they are left out."""
+    """Blocks that all blocks attend to and that attend to all; indices beyond the sequence are
+    ignored."""
     global_block_end_indices: tuple[int, ...] | None = None
-    """One end for each index, exclusive: global blocks are those from the index to it."""
+    """One end for each index, exclusive: the blocks from the index to its end are global."""
     attention: Direction = "bidirectional"
     """unidirectional: no block after the diagonal one."""
 
@@ -176,12 +182,13 @@ class BSLongformerLayout(BlockLayout):
 @names_keywords()
 @dataclass(frozen=True, kw_only=True)
 class SlidingWindowLayout(BlockLayout):
-    """A sliding window alone; DeepSpeed calls it local sliding window."""
+    """Only a sliding window; DeepSpeed's local sliding window."""
 
     mode: ClassVar[str] = "sliding_window"
 
     num_sliding_window_blocks: int = 3
-    """Width of the window around each block, its own included; an even width counts as one more."""
+    """Width of the window around each block, including the block; an even width counts as one
+    more."""
     attention: Direction = "unidirectional"
     """unidirectional: the half of the window up to the block itself."""
 
@@ -199,10 +206,10 @@ LAYOUTS: dict[str, type[BlockLayout]] = {
 
 
 def layout_of_mode(values: Mapping[str, Any]) -> BlockLayout | None:
-    """The layout of {"mode": ..., its parameters}; None for "dense".
+    """Builds the layout of {"mode": ..., its parameters}, or returns None for "dense".
 
     Raises:
-      ConfigError: an unknown mode or parameter, or values that the layout does not take.
+      ConfigError: an unknown mode or parameter, or values that are not valid for the layout.
     """
     if not isinstance(values, Mapping):
         raise ConfigError(f"expected a mode and its parameters, got {quoted(values)}")
@@ -222,50 +229,49 @@ def layout_of_mode(values: Mapping[str, Any]) -> BlockLayout | None:
 
 
 def values_of_layout(layout: BlockLayout | None) -> dict[str, Any] | None:
-    """A layout as JSON, which `layout_of_mode` reads; None for none."""
+    """Returns a layout as JSON, which `layout_of_mode` reads; None without a layout."""
     return None if layout is None else {"mode": layout.mode, **to_dict(layout)}
 
 
 @names_keywords()
 @dataclass(frozen=True, kw_only=True)
 class LayoutConfig:
-    """A block-sparse layout of attention by its mode, as DeepSpeed's sparse_attention is written.
+    """Block-sparse layout of attention selected by its mode, as in DeepSpeed's sparse_attention.
 
-    A key that is null has the default of its mode's layout; one that the mode does not have is
-    refused.
+    A null key has the default of its mode's layout; a key that the mode does not have is an error.
     """
 
     mode: Literal["dense", "fixed", "variable", "bigbird", "bslongformer", "sliding_window"] = (
         "dense"
     )
-    """dense: every token may see all. The others are the layouts of `zerojax.config`, such as
+    """dense: every token may attend to all. The others are the layouts of `zerojax.config`, such as
     BigBirdLayout."""
     block: int | None = None
     """Tokens of a block."""
     different_layout_per_head: bool | None = None
-    """Whether heads have layouts of their own."""
+    """Whether heads have separate layouts."""
     attention: Direction | None = None
-    """unidirectional: no blocks after the diagonal one, as far as the layout says so."""
+    """unidirectional: no blocks after the diagonal one, to the extent defined by the layout."""
     num_local_blocks: int | None = None
     """Blocks of a window (fixed)."""
     num_global_blocks: int | None = None
-    """Blocks that all see: of each window (fixed), the first of the sequence (bigbird)."""
+    """Global blocks: of each window (fixed), or the first of the sequence (bigbird)."""
     horizontal_global_attention: bool | None = None
-    """Whether global blocks see all, too (fixed, variable)."""
+    """Whether global blocks also attend to all blocks (fixed, variable)."""
     num_different_global_patterns: int | None = None
-    """Places of the global blocks in a window, by head (fixed)."""
+    """Number of different positions of the global blocks in a window, by head (fixed)."""
     num_random_blocks: int | None = None
-    """Random blocks that each block sees (variable, bigbird)."""
+    """Random blocks that each block attends to (variable, bigbird)."""
     local_window_blocks: tuple[int, ...] | None = None
-    """Blocks of the windows one after the other (variable)."""
+    """Blocks of each window in order (variable)."""
     global_block_indices: tuple[int, ...] | None = None
-    """Blocks that all see, or where ranges of them begin (variable, bslongformer)."""
+    """Global blocks, or first blocks of global ranges (variable, bslongformer)."""
     global_block_end_indices: tuple[int, ...] | None = None
-    """Where these ranges end, exclusive (variable, bslongformer)."""
+    """Ends of these ranges, exclusive (variable, bslongformer)."""
     num_sliding_window_blocks: int | None = None
     """Width of the window around each block (bigbird, bslongformer, sliding_window)."""
     seed: int | None = None
-    """Of random blocks (variable, bigbird)."""
+    """Seed of random blocks (variable, bigbird)."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
@@ -281,7 +287,7 @@ class LayoutConfig:
 
     @property
     def layout(self) -> BlockLayout | None:
-        """The layout; None where every token may see all."""
+        """The layout; None if every token may attend to all."""
         return layout_of_mode(self._given())
 
 
@@ -290,7 +296,8 @@ def _check_horizontal(layout: Any) -> None:
         refuse(
             "horizontal_global_attention",
             True,
-            "shows global blocks later ones; use attention bidirectional, or set it to false",
+            "lets global blocks attend to later ones; use attention bidirectional, or set it "
+            "to false",
         )
 
 
@@ -304,7 +311,8 @@ def _check_indices(layout: Any) -> None:
         refuse(
             "global_block_end_indices",
             list(ends),
-            f"has {len(ends)} entries, and global_block_indices {len(starts)}; give one end each",
+            f"has {len(ends)} entries, but global_block_indices has {len(starts)}; give one "
+            "end for each index",
         )
     for start, end in zip(starts, ends, strict=True):
         if start >= end:

@@ -1,6 +1,7 @@
-"""Validation of option values and keywords; each error has the value and the limit.
+"""Validates option values and keywords; each error has the value and the limit.
 
-A misspelt keyword is answered with the nearest valid name, and warnings point at the user's line.
+For a misspelled keyword the error names the nearest valid name, and warnings point at the user's
+line.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from zerojax.config.loader import ConfigError, user_path
 
 F = TypeVar("F", bound=Callable[..., Any])
 MAX_SIZE = 2**31 - 1
-"""Of a dimension, a batch or a run's steps: devices index and count with 32 bits."""
+"""Limit of a dimension, a batch or a run's steps: devices index and count with 32 bits."""
 MAX_LAYERS = 10_000
 MAX_CPU_DEVICES = 1024
-"""Virtual ones: JAX starts so many in two seconds, and takes ten times as long for 4,096."""
+"""Virtual devices: JAX starts this many in two seconds, and needs ten times as long for 4,096."""
 _MAX_NAME = 100
 _NOT_THE_USERS = ("zerojax", "jax", "flax", "contextlib", "functools")
-"""Modules whose frames may stand between a warning and the user's line."""
+"""Modules whose frames may be between a warning and the user's line."""
 
 
 def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
-    """Warns at the line of the user's code that led here."""
+    """Issues a warning at the line of the user's code that led to it."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and _module_of(frame) in _NOT_THE_USERS:
         frame, level = frame.f_back, level + 1
@@ -45,12 +46,12 @@ def _module_of(frame: types.FrameType) -> str:
 
 
 def refuse(name: str, value: Any, reason: str) -> None:
-    """Raises the error of a field: the value, and what is wrong with it."""
+    """Raises ConfigError for a field: the value, and the problem with it."""
     raise ConfigError(f"{quoted(value)} {reason}", (name,))
 
 
 def check_whole_number(name: str, value: Any, limit: int, most: int | None = None) -> None:
-    """Refuses an argument that is not a whole number from `limit` to `most`; None passes."""
+    """Raises if an argument is not an integer from `limit` to `most`; None passes."""
     if value is None:
         return
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):
@@ -65,7 +66,7 @@ def check_whole_number(name: str, value: Any, limit: int, most: int | None = Non
 
 
 def check_folder(name: str, value: str | None) -> None:
-    """Refuses a URL in place of a folder; None passes."""
+    """Raises for a URL instead of a folder; None passes."""
     if value is not None and "://" in value:
         refuse(
             name,
@@ -76,7 +77,7 @@ def check_folder(name: str, value: str | None) -> None:
 
 
 def expand_folders(config: Any, *names: str) -> None:
-    """Puts home folders in the place of `~` in fields of a frozen dataclass; None stays None."""
+    """Expands `~` in fields of a frozen dataclass; None stays None."""
     for name in names:
         value = getattr(config, name)
         if value is not None:
@@ -85,10 +86,10 @@ def expand_folders(config: Any, *names: str) -> None:
 
 
 def as_patterns(name: str, value: Any) -> tuple[str, ...]:
-    """One regular expression or several, as a tuple.
+    """Converts one or several regular expressions to a tuple.
 
     Raises:
-      TypeError: something that is not text.
+      TypeError: an item that is not text.
     """
     patterns = (value,) if isinstance(value, str) or not isinstance(value, Iterable) else value
     patterns = tuple(patterns)
@@ -101,13 +102,13 @@ def as_patterns(name: str, value: Any) -> tuple[str, ...]:
 
 
 def check_kind(name: str, value: Any, kinds: Any, wanted: str) -> None:
-    """Refuses an argument that is none of `kinds`; None passes."""
+    """Raises if an argument is not of type `kinds`; None passes."""
     if value is not None and not isinstance(value, kinds):
         raise TypeError(f"{name} is a {type(value).__name__}; give {wanted}")
 
 
 def check_at_least(config: Any, limit: int, *names: str) -> None:
-    """Refuses a field below a limit; None passes."""
+    """Raises if a field is below a limit; None passes."""
     for name in names:
         value = getattr(config, name)
         if value is not None and not value >= limit:
@@ -115,16 +116,16 @@ def check_at_least(config: Any, limit: int, *names: str) -> None:
 
 
 def check_size(config: Any, *names: str, least: int = 1, most: int = MAX_SIZE) -> None:
-    """Refuses a field outside of [least, most]; None passes."""
+    """Raises if a field is outside of [least, most]; None passes."""
     check_at_least(config, least, *names)
     for name in names:
         value = getattr(config, name)
         if value is not None and value > most:
-            refuse(name, value, f"is above {most}, the largest that is taken; use a smaller number")
+            refuse(name, value, f"is above {most}, the largest allowed value; use a smaller number")
 
 
 def check_positive(config: Any, *names: str) -> None:
-    """Refuses a field that is not above 0; None passes."""
+    """Raises if a field is not above 0; None passes."""
     for name in names:
         value = getattr(config, name)
         if value is not None and not value > 0:
@@ -132,7 +133,7 @@ def check_positive(config: Any, *names: str) -> None:
 
 
 def check_finite(config: Any) -> None:
-    """Refuses numbers of a dataclass that are infinite or NaN, which no file of a run holds."""
+    """Raises if a number of a dataclass is infinite or NaN, which run files cannot store."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if isinstance(value, float) and not math.isfinite(value):
@@ -140,7 +141,7 @@ def check_finite(config: Any) -> None:
 
 
 def check_fraction(config: Any, *names: str, below_one: bool = False) -> None:
-    """Refuses a field outside of [0, 1], or of [0, 1)."""
+    """Raises if a field is outside of [0, 1], or of [0, 1)."""
     for name in names:
         value = getattr(config, name)
         if value is not None and not (0 <= value < 1 or (value == 1 and not below_one)):
@@ -148,7 +149,7 @@ def check_fraction(config: Any, *names: str, below_one: bool = False) -> None:
 
 
 def check_regex(name: str, pattern: str) -> None:
-    """Refuses text that is not a regular expression."""
+    """Raises if text is not a regular expression."""
     try:
         re.compile(pattern)
     except re.error as error:
@@ -158,14 +159,14 @@ def check_regex(name: str, pattern: str) -> None:
 def names_keywords(
     *, also: Collection[str] = (), elsewhere: Mapping[str, str] | None = None
 ) -> Callable[[F], F]:
-    """A decorator under which an unknown keyword is answered with the nearest known one.
+    """Returns a decorator that names the nearest valid keyword in errors for unknown keywords.
 
     The function or class keeps its signature, for `inspect` and for type checkers; a class is
-    returned as it is, with another `__init__`.
+    returned itself, with another `__init__`.
 
     Args:
-      also: keywords that stand in the place of `**options`.
-      elsewhere: {keyword: what to write instead} of keywords that belong to another place.
+      also: valid keywords that are part of `**options`.
+      elsewhere: {keyword: what to write instead} for keywords that belong to another place.
     """
 
     def decorate(target: F) -> F:
@@ -206,7 +207,7 @@ def unknown_keyword(
     known: Collection[str],
     elsewhere: Mapping[str, str] = types.MappingProxyType({}),
 ) -> str:
-    """The sentence for a keyword that a function does not have.
+    """Returns the error message for a keyword that a function does not have.
 
     Args:
       name: of the function.

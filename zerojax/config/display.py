@@ -1,8 +1,7 @@
-"""Display of untrusted text and values: no control characters, bounded length.
+"""Displays untrusted text and values without control characters and with bounded length.
 
-A name in a model, a path or a value of a configuration may hold the bytes that move a terminal's
-cursor, clear its screen or set its title, and characters that reverse the order in which text is
-shown.
+A name in a model, a path or a value of a configuration may contain bytes that move a terminal's
+cursor, clear its screen or set its title, or characters that reverse the order of displayed text.
 """
 
 from __future__ import annotations
@@ -13,18 +12,18 @@ from collections.abc import Iterator
 from typing import Any, TextIO
 
 MAX_VALUE = 80
-"""Characters of a value that is quoted in a sentence."""
+"""Limit of characters of a value that is quoted in a sentence."""
 MAX_MESSAGE = 4000
-"""Characters of a whole message."""
+"""Limit of characters of a whole message."""
 _MESSAGE_END = 1000
 _MAX_DEPTH = 4
 _MAX_BITS = 512
-"""Of an integer that is written out; Python itself refuses to write 4,300 digits."""
+"""Limit of bits of an integer that is shown with its digits; Python itself refuses 4,300 digits."""
 _BRACKETS = {dict: "{}", list: "[]", tuple: "()", set: "{}", frozenset: ("frozenset({", "})")}
 
 # C0 and C1 controls with DEL; marks, embeddings, overrides and isolates of direction (Unicode
-# Standard Annex 9); separators of lines and paragraphs, which some terminals obey; byte order
-# marks; surrogates, which no stream takes; tags.
+# Standard Annex 9); line and paragraph separators, which some terminals interpret; byte order
+# marks; surrogates, which streams cannot encode; tags.
 _CONTROLS = (
     "\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff"
     "\U000e0000-\U000e007f"
@@ -34,12 +33,12 @@ _UNSAFE_IN_PAGE = re.compile(f"(?![\n\t])[{_CONTROLS}]")
 
 
 def printable(text: object, *, is_page: bool = False) -> str:
-    r"""The text with control characters as escapes, such as `\x1b`, `\n` and `\u202e`.
+    r"""Returns the text with control characters as escapes, such as `\x1b`, `\n` and `\u202e`.
 
     Args:
-      text: a name, a path, a sentence; what is not text is turned into one.
+      text: a name, a path, a sentence; other objects are converted with `str`.
       is_page: whether line feeds and tabs stay, as in a page of several lines. Names within it
-        should have gone through this function before, so that none adds a line.
+        should have passed through this function before, so that none adds a line.
     """
     text = text if isinstance(text, str) else str(text)
     return (_UNSAFE_IN_PAGE if is_page else _UNSAFE).sub(_escape, text)
@@ -50,33 +49,33 @@ def _escape(match: re.Match[str]) -> str:
 
 
 def show(*values: object, end: str = "\n", file: TextIO | None = None, flush: bool = False) -> None:
-    """As `print`, with control characters as escapes: what a command of ours prints."""
+    """Prints like `print`, with control characters as escapes; used by all commands."""
     text = " ".join(map(str, values))
     print(printable(text, is_page=True), end=end, file=file, flush=flush)
 
 
 def as_html(text: object) -> str:
-    """The text in a page of HTML: no tags, no control characters."""
+    """Returns the text for a page of HTML: no tags, no control characters."""
     return html.escape(printable(text, is_page=True))
 
 
 def cut(text: str, limit: int) -> str:
-    """The text, or its first `limit` characters and how many there are."""
+    """Returns the text, or its first `limit` characters with the total number."""
     return text if len(text) <= limit else f"{text[:limit]}... ({len(text):,} characters)"
 
 
 def shorten(text: str) -> str:
-    """A message of at most about `MAX_MESSAGE` characters, with its end: there is the remedy."""
+    """Shortens a message to about `MAX_MESSAGE` characters; keeps its end, which has the remedy."""
     if len(text) <= MAX_MESSAGE:
         return text
     return f"{cut(text, MAX_MESSAGE - _MESSAGE_END)} ... {text[-_MESSAGE_END:]}"
 
 
 def quoted(value: Any, limit: int = MAX_VALUE) -> str:
-    """As `repr`, but of about `limit` characters at most, whatever the value holds.
+    """Returns the `repr` of a value, limited to about `limit` characters.
 
-    Lists and mappings are not walked further than they are shown, so that one which holds itself,
-    or shares its parts a million times, costs no more than another.
+    Lists and mappings are read only as far as they are shown, so a list that contains itself, or
+    repeats its parts a million times, costs no more than any other.
     """
     text = ""
     for piece in _pieces(value, limit, 0):
@@ -87,7 +86,7 @@ def quoted(value: Any, limit: int = MAX_VALUE) -> str:
 
 
 def _pieces(value: Any, limit: int, depth: int) -> Iterator[str]:
-    """The parts of a `repr`, one after the other, so that the caller stops when it has enough."""
+    """Yields the parts of a `repr` in order, so that the caller can stop early."""
     kind = type(value)
     if isinstance(value, str):
         yield repr(str(value[: limit + 1]))
@@ -114,5 +113,5 @@ def _pieces(value: Any, limit: int, depth: int) -> Iterator[str]:
 def _repr(value: Any) -> str:
     try:
         return repr(value)
-    except Exception:  # of a class that is not ours
+    except Exception:  # of a foreign class
         return f"<{type(value).__name__}>"

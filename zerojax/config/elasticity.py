@@ -2,10 +2,11 @@
 
 Arithmetic only; imports no JAX.
 
-The arithmetic is DeepSpeed's (`deepspeed/elasticity/elasticity.py`, versions 0.1 and, where whole
-nodes come and go, 0.2), so that a run started there goes on here with the same batch: candidates
-are each micro-batch size, and their least common multiple, times the largest highly composite
-number that stays below the limit; the candidate that most numbers of devices can cut is taken.
+The arithmetic is DeepSpeed's (`deepspeed/elasticity/elasticity.py`, version 0.1 and, for devices
+that join and leave in whole nodes, 0.2), so that a run started there continues here with the same
+batch. Candidates are each micro-batch size, and their least common multiple, times the largest
+highly composite number that stays below the limit; the candidate that most numbers of devices can
+divide is chosen.
 """
 
 import functools
@@ -21,13 +22,13 @@ _MAX_SHOWN = 12
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticBatch:
-    """The batch of an elastic run.
+    """Batch of an elastic run.
 
     Attributes:
       global_batch_size: rows of a step, on every number of devices.
-      device_counts: the numbers of devices that can cut it, smallest first.
+      device_counts: the numbers of devices that can divide it, smallest first.
       devices_per_shard: devices that share the rows of one data shard (context x stage x model).
-      micro_batch_sizes: rows of a data shard that may go through the model at once.
+      micro_batch_sizes: allowed numbers of rows of a data shard per forward pass.
     """
 
     global_batch_size: int
@@ -36,26 +37,28 @@ class ElasticBatch:
     micro_batch_sizes: tuple[int, ...]
 
     def micro_batch_size(self, num_devices: int) -> int:
-        """Rows of a data shard that go through the model at once: the largest size that divides.
+        """Returns the rows of a data shard per forward pass: the largest size that divides its
+        rows.
 
         Raises:
-          ConfigError: this number of devices cannot cut the batch; names the nearest that can.
+          ConfigError: this number of devices cannot divide the batch; names the nearest that can.
         """
         if num_devices not in self.device_counts:
             shown = ", ".join(map(str, self.device_counts[:_MAX_SHOWN]))
             more = len(self.device_counts) - _MAX_SHOWN
             nearest = min(self.device_counts, key=lambda count: abs(count - num_devices))
             raise ConfigError(
-                f"{num_devices} devices cannot cut the elastic batch of {self.global_batch_size} "
-                f"rows into micro-batches of {' or '.join(map(str, self.micro_batch_sizes))}; use "
-                f"{nearest}, or one of {shown}{f' and {more} more' if more > 0 else ''}",
+                f"{num_devices} devices cannot divide the elastic batch of "
+                f"{self.global_batch_size} rows into micro-batches of "
+                f"{' or '.join(map(str, self.micro_batch_sizes))}; use {nearest}, or one of "
+                f"{shown}{f' and {more} more' if more > 0 else ''}",
                 ("elasticity",),
             )
         rows = self.global_batch_size * self.devices_per_shard // num_devices
         return max(size for size in self.micro_batch_sizes if rows % size == 0)
 
     def num_microbatches(self, num_devices: int) -> int:
-        """Parts that the rows of every data shard are cut into.
+        """Returns the number of microbatches of every data shard.
 
         Raises:
           ConfigError: see `micro_batch_size`.
@@ -69,8 +72,8 @@ class ElasticBatch:
 class ElasticityConfig:
     """One global batch for many numbers of devices. The defaults are DeepSpeed's.
 
-    The batch is chosen once, from these settings alone; how it is cut follows from the devices that
-    are there. So the same losses come out on all of them, up to rounding.
+    The batch is chosen once, from these settings only; its division into microbatches follows from
+    the available devices. So losses are equal for all numbers of devices, up to rounding.
     """
 
     enabled: bool = False
@@ -104,20 +107,21 @@ class ElasticityConfig:
             )
 
     def choose_batch(self, devices_per_shard: int = 1) -> ElasticBatch:
-        """The batch, and the numbers of devices that can cut it.
+        """Returns the batch, with the numbers of devices that can divide it.
 
         Args:
           devices_per_shard: devices that share the rows of a data shard (context x stage x model).
 
         Raises:
-          ConfigError: nodes that cannot be cut so, or no number of devices within the limits.
+          ConfigError: nodes that data shards do not divide, or no number of devices within the
+            limits.
         """
-        # What comes and goes: a node, or the devices of one data shard.
+        # The unit that joins and leaves: a node, or the devices of one data shard.
         unit = self.devices_per_node or devices_per_shard
         if unit % devices_per_shard:
             raise ConfigError(
-                f"{unit} is not divisible by stage x model ({devices_per_shard}), so that a data "
-                f"shard would lie on two nodes; use a multiple of {devices_per_shard}",
+                f"{unit} is not divisible by stage x model ({devices_per_shard}), so a data shard "
+                f"would be on two nodes; use a multiple of {devices_per_shard}",
                 ("elasticity", "devices_per_node"),
             )
         shards = unit // devices_per_shard
@@ -127,7 +131,7 @@ class ElasticityConfig:
         if limits[0] > limits[1] or sizes[-1] > largest:
             raise ConfigError(
                 f"no number of devices from {self.min_devices} to {self.max_devices}, in steps of "
-                f"{unit}, can cut a batch of at most {self.max_global_batch_size} rows into "
+                f"{unit}, can divide a batch of at most {self.max_global_batch_size} rows into "
                 f"micro-batches of {' or '.join(map(str, sizes))}; raise max_devices or "
                 "max_global_batch_size",
                 ("elasticity",),
@@ -150,7 +154,8 @@ class ElasticityConfig:
 def _best(
     largest: int, sizes: tuple[int, ...], limits: tuple[int, int], prefer_larger: bool
 ) -> tuple[int, tuple[int, ...]]:
-    """(batch, the numbers of units that can cut it) of the candidate that most can cut."""
+    """Returns (batch, numbers of units that can divide it) of the candidate with most such
+    numbers."""
     bases = {base for base in (*sizes, math.lcm(*sizes)) if base <= largest}
     candidates = {base * _highly_composite(largest // base) for base in bases}
     found = [(batch, _counts(batch, sizes, limits)) for batch in candidates]
@@ -159,7 +164,7 @@ def _best(
 
 
 def _counts(batch: int, sizes: tuple[int, ...], limits: tuple[int, int]) -> tuple[int, ...]:
-    """The numbers between the limits whose shares of a batch consist of whole micro-batches."""
+    """Returns the numbers within limits whose shares of a batch are whole micro-batches."""
     whole = {n for size in sizes if batch % size == 0 for n in _divisors(batch // size)}
     return tuple(sorted(n for n in whole if limits[0] <= n <= limits[1]))
 
@@ -173,9 +178,9 @@ def _divisors(number: int) -> Iterator[int]:
 
 @functools.cache
 def _highly_composite(limit: int) -> int:
-    """The largest number up to `limit` (>= 1) with more divisors than any smaller one.
+    """Returns the largest number up to `limit` (>= 1) with more divisors than any smaller one.
 
-    Such a number is a product of the first primes with exponents that do not rise.
+    Such a number is a product of the first primes with non-increasing exponents.
     """
     best = (1, 1)  # divisors, number
     for number, divisors in _falling_products(1, 1, 64, limit, (2, 3, 5, 7, 11, 13, 17, 19, 23)):
@@ -187,7 +192,7 @@ def _highly_composite(limit: int) -> int:
 def _falling_products(
     number: int, divisors: int, exponent: int, limit: int, primes: tuple[int, ...]
 ) -> Iterator[tuple[int, int]]:
-    """(number, its divisors) of all products up to a limit whose exponents do not rise."""
+    """Yields (number, its divisors) of all products up to a limit with non-increasing exponents."""
     yield number, divisors
     if not primes:
         return

@@ -1,4 +1,4 @@
-"""Options of a mixture of experts: how many, how tokens choose, how the choice is balanced."""
+"""Options of a mixture of experts: their number, the choice of tokens, and the load balance."""
 
 from __future__ import annotations
 
@@ -12,59 +12,60 @@ from zerojax.config.loader import coerce_fields
 @names_keywords()
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-    """A mixture of experts in place of each layer's MLP (arXiv:1701.06538, arXiv:2401.04088).
+    """A mixture of experts instead of each layer's MLP (arXiv:1701.06538, arXiv:2401.04088).
 
-    A router gives each token a score for each expert; the token goes through the experts of its
-    highest scores, and their results are added, times the scores. No token is dropped.
+    A router gives each token a score for each expert; the token is processed by the experts with
+    the highest scores, and their results are added, weighted by the scores. No token is dropped.
     """
 
     num_experts: int = 0
-    """Experts of each layer; 8 to 128 are usual. 0: an MLP that all tokens go through."""
+    """Experts of each layer; 8 to 128 are usual. 0: an MLP that processes all tokens."""
     experts_per_token: int = 2
-    """Experts that each token goes through, of those with the highest scores; 2 to 8 are usual."""
+    """Experts that process each token, those with its highest scores; 2 to 8 are usual."""
     expert_dim: int | None = None
     """Hidden width of one expert, a gated MLP. null: mlp_dim of the model."""
     shared_dim: int = 0
-    """Hidden width of one more gated MLP that every token goes through, whose result is added as it
-    is (DeepSeek's shared experts, arXiv:2401.06066). 0: none."""
+    """Hidden width of one more gated MLP that processes every token; its result is added unweighted
+    (DeepSeek's shared experts, arXiv:2401.06066). 0: none."""
     scores: Literal["softmax", "sigmoid"] = "softmax"
     """How the router's logits become scores: softmax over all experts, or sigmoid of each."""
     num_groups: int = 1
-    """Groups of neighbouring experts, of which a token first chooses some by the sum of the two
-    highest scores in each (DeepSeek-V3's n_group, arXiv:2412.19437), so that it goes to few
+    """Groups of neighbouring experts. A token first chooses some groups by the sum of the two
+    highest scores in each (DeepSeek-V3's n_group, arXiv:2412.19437), so that it is sent to few
     devices. 1: it chooses among all experts."""
     groups_per_token: int = 1
     """Groups that a token chooses its experts from."""
     renormalize: bool = True
-    """Divide the scores of the experts that a token goes through by their sum (Mixtral)."""
+    """Divide the scores of a token's experts by their sum (Mixtral)."""
     scale: float = 1.0
-    """The scores are multiplied by it, at last (DeepSeek's routed_scaling_factor)."""
+    """Factor of the scores, applied last (DeepSeek's routed_scaling_factor)."""
     balance: Literal["layers", "hugging_face"] = "layers"
-    """What keeps experts equally busy, added to the loss. layers: for each layer, number of experts
-    times the sum over experts of (share of choices) x (mean score), which is 1 where all are
-    equally busy (arXiv:2101.03961). hugging_face: once, over the tokens of all layers together,
-    times experts_per_token, as transformers computes it."""
+    """Auxiliary loss that keeps experts equally busy. layers: for each layer, number of experts
+    times the sum over experts of (share of choices) x (mean score), which is 1 if all are equally
+    busy (arXiv:2101.03961). hugging_face: once, over the tokens of all layers together, times
+    experts_per_token, as transformers computes it."""
     balance_weight: float | None = None
-    """Factor of that. null: 0.01 as in arXiv:2101.03961, with bias_rate 0. 0: nothing is added."""
+    """Factor of the auxiliary loss. null: 0.01 as in arXiv:2101.03961, with bias_rate 0. 0: no
+    auxiliary loss."""
     z_weight: float = 0.0
     """Factor of the mean square of the router's log-sum-exp, which keeps its logits small
-    (arXiv:2202.08906 has 0.001). 0: nothing is added."""
+    (arXiv:2202.08906 uses 0.001). 0: not added."""
     bias_rate: float | None = None
-    """What keeps experts equally busy without a loss (arXiv:2408.15664): each expert has a bias,
-    which is added to its scores for the choice alone, and after each step is raised by so much
-    where the expert had fewer tokens than the mean, lowered where it had more. 0.001 is usual
-    (DeepSeek-V3); 0: biases stay as they are. null: none."""
+    """Balances experts without a loss (arXiv:2408.15664): each expert has a bias, which is added to
+    its scores only for the choice. After each step the bias is raised by this amount if the expert
+    had fewer tokens than the mean, and lowered if it had more. 0.001 is usual (DeepSeek-V3); 0:
+    biases stay constant. null: no biases."""
 
     capacity_factor: float | None = None
     """In training each expert takes at most capacity_factor times the mean load of each sequence,
-    rounded up; later tokens of the sequence go without it (GShard, arXiv:2006.16668). Time and
-    memory then do not depend on the load. 1.25 is usual. null: no token goes without its experts.
-    """
+    rounded up; later tokens of the sequence skip the expert (GShard, arXiv:2006.16668). Time and
+    memory then do not depend on the load. 1.25 is usual. null: no token skips its experts."""
     products: Literal["batched", "grouped", "loop"] = "batched"
-    """How experts multiply. batched: one product of all experts, with room for 1.25 times the mean
-    load of each, on any device. grouped: a kernel for Hopper GPUs multiplies the tiles of rows that
-    there are, in bfloat16 or float16, widths in multiples of 64; no GPU has timed it. loop: these
-    tiles one after the other, on any device; slow, for tests."""
+    """Implementation of the experts' matrix products. batched: one product of all experts, with
+    room for 1.25 times the mean load of each, on any device. grouped: a kernel for Hopper GPUs
+    multiplies only the occupied tiles of rows, in bfloat16 or float16, widths in multiples of
+    64; not yet timed on a GPU. loop: these tiles one after the other, on any device; slow, for
+    tests."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
@@ -85,12 +86,13 @@ class MoEConfig:
             refuse(
                 changed[0],
                 getattr(self, changed[0]),
-                "is of a mixture, and there are no experts; set num_experts, or leave it out",
+                "belongs to a mixture of experts, but there are no experts; set num_experts, "
+                "or leave it out",
             )
 
     @property
     def weight_of_balance(self) -> float:
-        """`balance_weight`, or what null stands for."""
+        """`balance_weight`, or the value that null means."""
         if self.balance_weight is not None:
             return self.balance_weight
         return 0.01 if self.bias_rate is None else 0.0

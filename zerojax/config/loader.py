@@ -1,4 +1,4 @@
-"""Loader of configurations from YAML and KEY=VALUE text, with file and line in each error."""
+"""Loads configurations from YAML and KEY=VALUE text, with file and line in each error."""
 
 import contextlib
 import dataclasses
@@ -25,9 +25,9 @@ Key = tuple[str, ...]
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """The safe loader, in C where PyYAML was built with it: ten times as fast.
+    """PyYAML's safe loader, in C if PyYAML was built with it: ten times as fast.
 
-    YAML 1.1 reads 1e-3 and 5e8 as text; YAML 1.2, and this, read them as numbers.
+    YAML 1.1 reads 1e-3 and 5e8 as text; YAML 1.2, and this loader, read them as numbers.
     """
 
 
@@ -38,27 +38,28 @@ _Loader.add_implicit_resolver(
 )
 
 MAX_CHARACTERS = 2**20
-"""Of a configuration's text."""
+"""Limit of a configuration's text."""
 MAX_DEPTH = 64
-"""Of sections and lists inside of one another."""
+"""Limit of nested sections and lists."""
 MAX_NODES = 100_000
-"""Of sections, lists and values, with each alias (*name) counted as all that it stands for."""
+"""Limit of sections, lists and values, with each alias (*name) counted as its expansion."""
 MAX_DIGITS = 100
-"""Of an integer; larger ones are no size, count or seed, and take Python quadratic time."""
+"""Limit of an integer's digits; larger ones are not sizes, counts or seeds, and take Python
+quadratic time."""
 _TEXT_TAG, _MERGE_TAG = "tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"
 _INTEGER_TAG = "tag:yaml.org,2002:int"
 _COMMAND_LINE = "command line"
 _MAX_NAME = 100
-"""Characters of a key that is looked for among known ones or shown."""
+"""Limit of characters of a key that is compared with known ones or shown."""
 
 
 class ConfigError(ValueError):
-    """A mistake in a configuration: what was given, why it cannot be, what to write instead.
+    """An error in a configuration: the value, why it is not possible, what to write instead.
 
     Args:
       message: the sentence, without the key in front.
-      key: path of the field, outermost first; empty when the mistake has no field.
-      where: "file.yaml:12" or "command line"; empty when the value came from Python.
+      key: path of the field, outermost first; empty if the error has no field.
+      where: "file.yaml:12" or "command line"; empty if the value came from Python.
     """
 
     def __init__(self, message: str, key: Key = (), where: str = ""):
@@ -74,17 +75,18 @@ class ConfigError(ValueError):
 
 
 class NotYaml(ConfigError):
-    """A text that YAML does not read."""
+    """A text that is not valid YAML."""
 
 
 class CommandText(str):
-    """Text typed on the command line: its type is not decided until the field is known."""
+    """Text typed on the command line; its type is decided when the field is known."""
 
     __slots__ = ()
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """A configuration as JSON-able dicts, lists, numbers and text; `from_dict` undoes it."""
+    """Converts a configuration to JSON-able dicts, lists, numbers and text; inverse of
+    `from_dict`."""
 
     def plain(value: Any) -> Any:
         if dataclasses.is_dataclass(value):
@@ -118,13 +120,13 @@ def load_dataclass(
     *,
     defaults: Mapping[str, Any] | None = None,
 ) -> T:
-    """Reads a YAML file, lays KEY=VALUE overrides over it, and builds `cls`.
+    """Reads a YAML file, applies KEY=VALUE overrides, and builds `cls`.
 
     Args:
       cls: a dataclass whose fields may be dataclasses.
       path: YAML file; None starts from the defaults.
-      overrides: "mesh.zero=3", or "zero=3" where one field nearest to the top has that name.
-      defaults: values used where neither the file nor an override says anything.
+      overrides: "mesh.zero=3", or "zero=3" if one field nearest to the top has that name.
+      defaults: values for fields that neither the file nor an override sets.
 
     Raises:
       ConfigError: with the key, the value, the nearest known key, and file:line.
@@ -149,7 +151,7 @@ def load_dataclass(
 
 
 def _culprit(build: Callable[..., Any], overrides: Sequence[str]) -> str | None:
-    """The override without which a configuration is right that is wrong with all of them."""
+    """Returns the override that makes a valid configuration invalid, or all if none alone does."""
 
     def is_right(chosen: Sequence[str]) -> bool:
         try:
@@ -169,10 +171,11 @@ def _without(items: Sequence[str], index: int) -> Sequence[str]:
 
 
 def coerce_fields(config: Any) -> None:
-    """Gives every field of a frozen dataclass its declared type, in place, from __post_init__.
+    """Converts every field of a frozen dataclass to its declared type, in place, from
+    __post_init__.
 
     Raises:
-      ConfigError: naming the field, the type it wants and the value it got.
+      ConfigError: naming the field, its type and the value.
     """
     for name, hint in _hints(type(config)).items():
         try:
@@ -183,7 +186,7 @@ def coerce_fields(config: Any) -> None:
 
 
 def is_null(value: Any) -> bool:
-    """Whether `value` is None, or the text for it on a command line."""
+    """Returns True if `value` is None, or the text for it on a command line."""
     typed = isinstance(value, CommandText) and value.lower() in ("none", "null", "~")
     return value is None or typed
 
@@ -225,7 +228,7 @@ def _check_keys(cls: type, values: Any, prefix: Key = (), root: type | None = No
 
 
 def _nearest(name: str, cls: type, prefix: Key, root: type) -> str:
-    """The end of an unknown-key sentence: the key that was probably meant, or all there are."""
+    """Returns the end of an unknown-key message: the probable key, or all known keys."""
     here = [*_hints(cls)]
     if match := _closest(name, here):
         return f"did you mean '{'.'.join((*prefix, match))}'?"
@@ -236,13 +239,14 @@ def _nearest(name: str, cls: type, prefix: Key, root: type) -> str:
 
 
 def _closest(name: str, known: Sequence[str]) -> str | None:
-    name = name[:_MAX_NAME]  # comparing takes the product of both lengths
+    name = name[:_MAX_NAME]  # comparing costs the product of both lengths
     initials = [k for k in known if "".join(word[0] for word in k.split("_")) == name]
     return next(iter(initials + difflib.get_close_matches(name, known, 1, 0.6)), None)
 
 
 def _resolve(cls: type, text: str) -> Key:
-    """The full key an override means: itself, or the one nearest to the top that ends in it."""
+    """Returns the full key of an override: itself, or the key nearest to the top that ends in
+    it."""
     key = tuple(text.split("."))
     leaves = [*_leaves(cls)]
     if key in leaves or any(leaf[: len(key)] == key for leaf in leaves):
@@ -288,12 +292,12 @@ def _apply(cls: type, override: str, values: dict[str, Any], where: dict[Key, st
     node[key[-1]] = new
     for place in [place for place in where if place[: len(key)] == key]:
         if not isinstance(new, dict) or _is_set(typed, place[len(key) :]):
-            del where[place]  # what the file said of it
+            del where[place]  # the file's line no longer applies
     where[key] = _COMMAND_LINE
 
 
 def _is_set(values: Any, key: Key) -> bool:
-    """Whether nested dicts have a key; of an empty one, that there are some."""
+    """Returns True if nested dicts have a key; for an empty key, if the dict is not empty."""
     for name in key:
         if not isinstance(values, dict) or name not in values:
             return False
@@ -314,13 +318,15 @@ def _section_hint(cls: type, key: Key, value: str) -> str:
 
 
 def user_path(value: str | os.PathLike[str]) -> Path:
-    """Makes a path of what a user wrote: `~` and `~name` at its start are home folders.
+    """Makes a path from user input: `~` and `~name` at its start are home folders.
 
     Raises:
-      ConfigError: nobody has such a home folder, or a zero byte.
+      ConfigError: no such home folder, or a zero byte.
     """
     if "\0" in os.fspath(value):
-        raise ConfigError(f"{quoted(str(value))} holds a zero byte, and no path does; leave it out")
+        raise ConfigError(
+            f"{quoted(str(value))} contains a zero byte, which paths cannot have; leave it out"
+        )
     try:
         return Path(value).expanduser()
     except RuntimeError:
@@ -347,7 +353,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[Key, str]]:
 
 
 def read_text(path: Path, *, encoding: str = "utf-8") -> str:
-    """The text of a configuration file, read no further than such a file may reach.
+    """Reads a configuration file, up to the length limit.
 
     Raises:
       ConfigError: it is longer than `MAX_CHARACTERS`.
@@ -360,29 +366,29 @@ def read_text(path: Path, *, encoding: str = "utf-8") -> str:
 
 
 def check_length(text: str, source: str) -> None:
-    """Refuses a text longer than `MAX_CHARACTERS`."""
+    """Raises if a text is longer than `MAX_CHARACTERS`."""
     if len(text) > MAX_CHARACTERS:
         raise ConfigError(
-            f"more than {MAX_CHARACTERS:,} characters, which no configuration has; give the path "
+            f"more than {MAX_CHARACTERS:,} characters, too long for a configuration; give the path "
             "of a configuration file",
             where=source,
         )
 
 
 def read_yaml(text: str, source: str) -> tuple[Any, dict[Key, str]]:
-    """The value of a YAML text (None if there is none), and where each of its keys stands.
+    """Returns the value of a YAML text (None if empty), and the line of each of its keys.
 
-    Its length, the depth of its nesting and what its aliases stand for are bounded before anything
-    is built from it: nine lines of aliases can stand for more values than memory holds.
+    Its length, nesting depth and the expansion of its aliases are checked before anything is built
+    from it: nine lines of aliases can expand to more values than fit into memory.
 
     Args:
-      source: what the text is called in messages and places, such as its file's path.
+      source: name of the text in messages and places, such as its file's path.
 
     Returns:
       (value, {key path: "source:line"}).
 
     Raises:
-      ConfigError: not YAML, beyond the bounds, or a key that is given twice.
+      ConfigError: not YAML, beyond the limits, or a duplicate key.
     """
     where: dict[Key, str] = {}
     check_length(text, source)
@@ -404,10 +410,10 @@ def read_yaml(text: str, source: str) -> tuple[Any, dict[Key, str]]:
 
 
 def _check_depth_before(error: yaml.YAMLError, text: str, source: str) -> None:
-    """Refuses nesting beyond the bounds that precedes a syntax error.
+    """Raises for nesting beyond the limit that precedes a syntax error.
 
-    libyaml looks ahead and has a bound of its own, in some versions: it can fail at a later place
-    of the text than the one where the nesting becomes too deep. The parser in Python does not look
+    libyaml looks ahead and, in some versions, has its own limit: it can fail at a later place of
+    the text than the one where the nesting becomes too deep. The parser in Python does not look
     ahead.
     """
     mark = getattr(error, "problem_mark", None)
@@ -417,8 +423,8 @@ def _check_depth_before(error: yaml.YAMLError, text: str, source: str) -> None:
 
 
 def _check_events(text: str, source: str, loader: type) -> None:
-    """Refuses nesting and aliases beyond the bounds, from the stream of events."""
-    weights: dict[str, tuple[int, int]] = {}  # of what is anchored: nodes, levels below it
+    """Raises for nesting and aliases beyond the limits, from the stream of events."""
+    weights: dict[str, tuple[int, int]] = {}  # of anchored nodes: nodes, levels below
     opened: list[tuple[str | None, int, int]] = []  # anchor, nodes before it, levels below so far
     total = 0
     for event in yaml.parse(text, Loader=loader):
@@ -433,7 +439,9 @@ def _check_events(text: str, source: str, loader: type) -> None:
             below += 1
         elif isinstance(event, yaml.AliasEvent):
             if any(name == event.anchor for name, _, _ in opened):
-                problem = f"*{event.anchor} stands inside of what it names; write the values out"
+                problem = (
+                    f"*{event.anchor} is inside of the value that it names; write the values out"
+                )
                 raise ConfigError(problem, where=f"{source}:{event.start_mark.line + 1}")
             nodes, below = weights.get(event.anchor, (1, 0))
             total += nodes
@@ -445,14 +453,14 @@ def _check_events(text: str, source: str, loader: type) -> None:
             problem = f"nested more than {MAX_DEPTH} levels deep; write it flat"
             if total > MAX_NODES:
                 problem = (
-                    f"more than {MAX_NODES:,} values, each alias (*name) counted as all that it "
-                    "means; write out the few that are meant"
+                    f"more than {MAX_NODES:,} values, with each alias (*name) counted as its "
+                    "expansion; write out the few values that you need"
                 )
             raise ConfigError(problem, where=f"{source}:{event.start_mark.line + 1}")
 
 
 def _check_scalars(root: yaml.Node, source: str) -> None:
-    """Refuses single values with which PyYAML itself fails, such as 2024-99-99 or !!int x."""
+    """Raises for single values on which PyYAML itself fails, such as 2024-99-99 or !!int x."""
     waiting: list[Any] = [root]
     seen = set()
     trial = yaml.SafeLoader("")
@@ -487,7 +495,7 @@ def _record_lines(node: yaml.Node | None, key: Key, source: str, where: dict[Key
     for name, value in node.value:
         line = f"{source}:{name.start_mark.line + 1}"
         if not isinstance(name, yaml.ScalarNode):
-            raise ConfigError("a key is a name, not a list or a section", key, line)
+            raise ConfigError("a key has to be a name, not a list or a section", key, line)
         child = (*key, name.value)
         if child in where:  # PyYAML would silently keep the last one
             first = where[child].rpartition(":")[2]
@@ -497,10 +505,10 @@ def _record_lines(node: yaml.Node | None, key: Key, source: str, where: dict[Key
 
 
 def parse_text(text: str) -> Any:
-    """What a text typed on a command line means in YAML; itself where it means nothing.
+    """Returns the YAML value of a text typed on a command line, or the text if it is not YAML.
 
     Raises:
-      ConfigError: beyond the bounds of `read_yaml`.
+      ConfigError: beyond the limits of `read_yaml`.
     """
     text = str(text)
     try:
@@ -515,7 +523,7 @@ def parse_text(text: str) -> Any:
 
 
 def _convert(hint: Any, value: Any) -> Any:
-    """`value` as the type `hint`, or a ConfigError that says what was expected."""
+    """Converts `value` to the type `hint`, or raises ConfigError with the expected type."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return _convert_union(args, value)
@@ -528,7 +536,7 @@ def _convert(hint: Any, value: Any) -> Any:
     if isinstance(value, CommandText):
         value, is_typed = parse_text(value), True
         if origin is tuple and args[0] is str and isinstance(value, str):
-            value = [value]  # freeze=embed/.* is a list of one
+            value = [value]  # freeze=embed/.* is a list of one item
     if dataclasses.is_dataclass(hint):
         value = {} if is_null(value) else value
         return value if isinstance(value, hint) else from_dict(hint, value)  # type: ignore[arg-type]
@@ -591,7 +599,7 @@ def _convert_tuple(args: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
 
 
 def _convert_mapping(args: tuple[Any, ...], value: Mapping[Any, Any]) -> tuple[Any, ...]:
-    """A list of pairs may also be written {first: second}; mistakes are then placed at `first`."""
+    """Converts {first: second}, another form of a list of pairs; errors are placed at `first`."""
     pairs = []
     for pair in value.items():
         try:
@@ -602,7 +610,7 @@ def _convert_mapping(args: tuple[Any, ...], value: Mapping[Any, Any]) -> tuple[A
 
 
 def _convert_number(hint: Any, value: Any, *, is_typed: bool = False) -> Any:
-    """A number as its kind. Text is none, even if it reads like one, except on a command line."""
+    """Converts a number to its type. Text is not a number, except on a command line."""
     wanted = "an integer" if hint is int else "a number"
     number = value
     if isinstance(value, str) and len(value) <= MAX_DIGITS:

@@ -18,52 +18,52 @@ from zerojax.config.checks import (
 from zerojax.config.loader import ConfigError, coerce_fields, from_dict, parse_text
 
 DEVICE, HOST, NVME = TIERS = ("device", "host", "nvme")
-"""Tiers, nearest first: the accelerator's memory, pinned host memory, files on a disk."""
+"""Memory tiers, nearest first: the accelerator's memory, pinned host memory, files on a disk."""
 HOST_KIND = "pinned_host"
-"""What JAX calls the memory of the tier host; the only kind from which GPUs copy by themselves."""
+"""JAX's memory kind of the tier host; the only one from which GPUs copy without the CPU."""
 SLICE_ELEMENTS = 2**24
+"""Default of `OffloadConfig.slice_elements` if it is neither set nor measured."""
 MAX_VIRTUAL_SHARDS = 2**16
-"""What `OffloadConfig.slice_elements` is where nothing says or measures it."""
 
 Shares = tuple[tuple[str, float], ...]
 Rules = tuple[tuple[str, tuple[str | None, ...]], ...]
 PARTITIONS = ("uniform", "parameters", "flops")
-"""Names of ways to divide layers; `zerojax.plan.pipeline` does it."""
+"""Names of ways to divide layers into stages; implemented in `zerojax.plan.pipeline`."""
 
 
 @names_keywords()
 @dataclass(frozen=True, kw_only=True)
 class OffloadConfig:
-    """What of a run lies outside device memory. The default leaves everything on the device."""
+    """Parts of a run's state outside device memory. The default keeps everything on the device."""
 
     opt_state: str | Shares = DEVICE
-    """Memory of moments and float32 master weights: device, host (pinned memory), nvme (files
-    on a disk, see folder), or shares of them: {device: 0.4, host: 0.6}. The update moves them
-    to the device slice by slice and computes the same bits. With any value but device the
-    weights of forward and backward are stored besides, in the compute dtype."""
+    """Memory of moments and float32 master weights: device, host (pinned memory), nvme (files on a
+    disk, see folder), or shares of them: {device: 0.4, host: 0.6}. The update moves them to the
+    device slice by slice and computes the same bits. With any value but device, the weights of
+    forward and backward are stored separately, in the compute dtype."""
     params: Literal["device", "host"] = DEVICE
     """Memory of the layer weights that forward and backward read. host: weights are moved to
     the device layer by layer, and gradients back, so that device memory does not grow with
     depth. For models whose layers run in one scan."""
     activations: Literal["device", "host"] = DEVICE
-    """Memory of each layer's input until the backward pass. host: one activation per layer
-    leaves the device, and layers are recomputed in the backward pass."""
+    """Memory of each layer's input until the backward pass. host: one activation per layer is moved
+    to the host, and layers are recomputed in the backward pass."""
     update_in_backward: bool = False
-    """Update each layer as soon as its gradient exists, so that gradients are never stored; for
-    the largest models. Needs params: host, one microbatch, no clipping, and bf16 or fp32. A
-    non-finite gradient is found after the layers behind it have been updated."""
+    """Update each layer as soon as its gradient exists, so that gradients are never stored; for the
+    largest models. Needs params: host, one microbatch, no clipping, and bf16 or fp32. A non-finite
+    gradient is detected after the layers behind it have been updated."""
     folder: str | None = None
     """Folder for the files of nvme. null: next to the run's checkpoints."""
     durable: bool = False
-    """Keep two generations on disk, so that a killed run resumes from its last complete step,
-    for twice the disk space. false: it resumes from the last checkpoint."""
+    """Keep two generations on disk, so that a killed run resumes from its last complete step, for
+    twice the disk space. false: it resumes from the last checkpoint."""
     slice_elements: int | None = None
     """Elements of a parameter's shard that are moved and updated at once. The device holds two
-    slices of each array: 400 MB for Adam with 16 million elements. null: 16 million (2**24); a
-    quarter or twice as many where that is measured to be faster, see tune of the mesh."""
+    slices of each array: 400 MB for Adam with 16 million elements. null: 16 million (2**24), or a
+    quarter or twice as many if that is measured to be faster, see tune of the mesh."""
     min_elements: int = 2**16
-    """Elements. Parameters with smaller shards stay on the device: each costs a transfer and
-    saves nothing."""
+    """Elements. Parameters with smaller shards stay on the device: each would cost a transfer and
+    save almost no memory."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "opt_state", _normal_shares(self.opt_state))
@@ -77,33 +77,35 @@ class OffloadConfig:
                 "updates layers as they stream through the device; set params: host as well",
             )
         if self.durable and not self.on_disk:
-            refuse("durable", True, "concerns files on a disk; set opt_state: nvme, or leave it")
+            refuse(
+                "durable", True, "applies to files on a disk; set opt_state: nvme, or leave it out"
+            )
 
     @property
     def slice_limit(self) -> int:
-        """Elements of a slice, at most."""
+        """Largest number of elements of a slice."""
         return SLICE_ELEMENTS if self.slice_elements is None else self.slice_elements
 
     @property
     def shares(self) -> dict[str, float]:
-        """{tier: share of the optimizer's state}, nearest first; they add up to 1."""
+        """{tier: share of the optimizer's state}, nearest first; the sum is 1."""
         if isinstance(self.opt_state, str):
             return {self.opt_state: 1.0}
         return dict(self.opt_state)
 
     @property
     def moves_opt_state(self) -> bool:
-        """Whether any of the optimizer's state leaves the device."""
+        """Whether any of the optimizer's state is outside device memory."""
         return list(self.shares) != [DEVICE]
 
     @property
     def on_disk(self) -> bool:
-        """Whether any of it lies on a disk."""
+        """Whether any of the optimizer's state is on a disk."""
         return NVME in self.shares
 
     @property
     def on_host(self) -> bool:
-        """Whether anything lies in host memory."""
+        """Whether anything is in host memory."""
         return HOST in self.shares or HOST in (self.params, self.activations)
 
     @property
@@ -115,29 +117,30 @@ class OffloadConfig:
 @names_keywords()
 @dataclass(frozen=True, kw_only=True)
 class WireConfig:
-    """What devices send each other. The default sends every value as it is computed with."""
+    """Formats of values that devices send each other. By default values are sent in the dtype of
+    their computation."""
 
     weights: Literal["compute", "fp8", "int8", "delta_int8", "delta_int4"] = "compute"
-    """Weights that are gathered. compute: in the compute dtype. fp8: where they are read (zero=3),
-    those that the model uses as 8-bit floats alone (matmul_dtype=fp8) are rounded before they are
-    sent, not behind, for half the bytes and the same bits of every result. int8 (zero=1, 2, 3): as
-    integers with a scale for 256 of them, half the bytes of bfloat16; masters are exact, losses are
-    near those of exact weights, not equal. delta_int8, delta_int4 (zero=1, 2): every device keeps
-    the weights in the compute dtype, and codes of what they lack to the masters are sent once per
-    step, half or a quarter of the bytes of bfloat16; nearer than int8."""
+    """Format of gathered weights. compute: in the compute dtype. fp8: for weights that the model
+    uses only as 8-bit floats (matmul_dtype=fp8) and that zero=3 gathers, round before sending
+    instead of after; half the bytes and bit-equal results. int8 (zero=1, 2, 3): as integers with
+    one scale per 256 values, half the bytes of bfloat16; master weights are exact, losses are close
+    to those of exact weights, not equal. delta_int8, delta_int4 (zero=1, 2): every device keeps the
+    weights in the compute dtype, and codes of their difference from the master weights are sent
+    once per step, half or a quarter of the bytes of bfloat16; more accurate than int8."""
     gradients: Literal["reduce", "int8", "int4"] = "reduce"
-    """Gradients that are scattered (zero=1, 2, 3). reduce: in reduce_dtype. int8, int4: as integers
-    with a scale for 256 or 64 of them, added up in float32, in two levels where devices are in
-    several nodes: half or a quarter of the bytes of bfloat16. Losses are near those of exact sums,
-    not equal."""
+    """Format of reduce-scattered gradients (zero=1, 2, 3). reduce: in reduce_dtype. int8, int4: as
+    integers with one scale per 256 or 64 values, summed in float32, in two levels if devices are on
+    several nodes: half or a quarter of the bytes of bfloat16. Losses are close to those of exact
+    sums, not equal."""
     exact: tuple[str, ...] = ()
-    """Regular expressions on names of parameters whose gradients are sent in float32, and whose
-    weights are sent in the compute dtype."""
+    """Regular expressions on parameter names. Their gradients are sent in float32, and their
+    weights in the compute dtype."""
     secondary: bool = False
     """Secondary shards (hpZ of ZeRO++), zero=3 over several nodes: once per step the devices of a
-    node fetch all weights from the other nodes, each its part, and where weights are used the node
-    gathers these parts. Gradients go the same way back. Equal results, fewer bytes between nodes,
-    more memory: weights and summed gradients are cut over a node only during a step."""
+    node fetch all weights from the other nodes, each device its part, and the node gathers these
+    parts where weights are used. Gradients return the same way. Equal results, fewer bytes between
+    nodes, more memory: during a step weights and summed gradients are sharded only over a node."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
@@ -146,7 +149,7 @@ class WireConfig:
 
 
 def _normal_shares(value: Any) -> Any:
-    """One tier as text; several as ((tier, share), ...), nearest first."""
+    """Returns one tier as text, or several as ((tier, share), ...), nearest first."""
     if isinstance(value, str):
         text = str(value)
         if not text.startswith(("{", "[")):
@@ -191,17 +194,17 @@ def _check_tier(tier: Any) -> None:
 @names_keywords()
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """How the devices are laid out, and what each axis splits."""
+    """Axes of the device mesh, and what each axis splits."""
 
     data: int = -1
-    """Devices over which the batch and, with ZeRO, the state are split. -1: all devices that
-    the other axes leave."""
+    """Devices over which the batch and, with ZeRO, the state are split. -1: all devices that the
+    other axes do not use."""
     model: int = 1
     """Devices over which each matrix is split (tensor parallelism). 1: no split; a split pays
     only when a layer does not fit or the batch cannot be split further."""
     stage: int = 1
-    """Pipeline stages. 1: no pipeline, since stages idle while it fills and empties. A pipeline
-    pays where links are too slow for what zero=3 or `model` sends."""
+    """Pipeline stages. 1: no pipeline, since stages idle while it fills and empties. A pipeline is
+    worthwhile if links are too slow for the traffic of zero=3 or `model`."""
     pipeline_schedule: str | object = "1f1b"
     """Pipeline schedule: 1f1b, gpipe, interleaved, zb_h1, zb_v, or a CSV file; `zerojax
     schedule 1f1b --stages 4 --microbatches 8` draws it. 'pipeline_schedule=interleaved(2)' (in
@@ -209,30 +212,29 @@ class MeshConfig:
     stage does not grow with the number of microbatches. From Python also a
     zerojax.pipeline_schedules.Schedule. Unused without stage > 1."""
     partition: tuple[int, ...] | str = "uniform"
-    """Layers of each pipeline stage. uniform: equally many; flops: for the shortest step,
-    including the head; parameters: for the smallest largest stage, including embedding and
-    head; or a list with one entry per stage and chunk: 'partition=[3, 3, 2, 2]'. A stage with
-    fewer layers waits for the others; with zero > 1, model > 1 or layers without checkpoints it
-    computes padding."""
+    """Layers of each pipeline stage. uniform: equal numbers; flops: for the shortest step,
+    including the head; parameters: minimizes the largest stage, including embedding and head; or a
+    list with one entry per stage and chunk: 'partition=[3, 3, 2, 2]'. A stage with fewer layers
+    waits for the others; with zero > 1, model > 1 or layers without checkpoints it computes
+    padding."""
     stash: Literal["residuals", "input"] = "residuals"
-    """What a pipeline stage stores of a microbatch between forward and backward. residuals:
-    what the model's own checkpointing stores, so that nothing more is recomputed; input: only
-    the stage's input, for the least memory and one more forward pass."""
+    """What a pipeline stage stores of a microbatch between forward and backward. residuals: what
+    the model's own checkpointing stores, so that nothing more is recomputed; input: only the
+    stage's input, for the least memory and one more forward pass."""
     context: int = 1
     """Devices over which each sequence is split, for lengths whose activations do not fit one. ZeRO
     shards the state over data and context together. 1: no split. For the reference decoders."""
     context_parallel: Literal["auto", "ulysses", "ring", "allgather"] = "auto"
-    """How attention sees all of a split sequence. ulysses: each device some of the heads; ring:
-    keys and values go around; allgather: they are gathered. auto: what sends fewest bytes within a
-    node, between nodes the ring. Unused without context > 1."""
+    """Attention over a split sequence. ulysses: each device computes some of the heads; ring: keys
+    and values are passed from device to device; allgather: they are gathered. auto: the method that
+    sends the fewest bytes within a node, and ring between nodes. Unused without context > 1."""
     expert: int = 1
-    """Devices over which the experts of `zerojax.experts` are split; it divides their number. Rows
-    of the batch are split over them, too, and travel to their experts. ZeRO shards experts over
-    `data` alone and all else over data and expert together. 1: no split."""
+    """Devices over which the experts of `zerojax.experts` are split; it must divide their number.
+    Rows of the batch are also split over them and sent to their experts. ZeRO shards experts over
+    `data` only and all else over data and expert together. 1: no split."""
     node: int | None = None
-    """Devices of one node, in the order of the mesh, for what is sent in two levels
-    (wire.gradients, wire.secondary). null: the devices of one process; 8 where each GPU has a
-    process of its own."""
+    """Devices of one node, in the order of the mesh, for two-level communication (wire.gradients,
+    wire.secondary). null: the devices of one process; 8 if each GPU has its own process."""
     replica: int = 1
     """Copies of the ZeRO-sharded state: sharded inside a node, replicated across nodes. 1:
     sharded over all devices of `data`."""
@@ -250,49 +252,50 @@ class MeshConfig:
     sequence_sharding: bool = False
     """Also split norms and residuals over `model`, along the sequence. No effect at model=1."""
     deterministic: Literal["mesh"] | None = None
-    """mesh: the same bits on any number of devices that divides virtual_shards. The batch is
-    cut into that many pieces, which are computed one by one and summed in one order. null:
-    faster; bits repeat on the same mesh and differ in the last digits on another."""
+    """mesh: bit-equal results on any number of devices that divides virtual_shards. The batch is
+    cut into that many pieces, which are computed one by one and summed in a fixed order. null:
+    faster; results are bit-equal on the same mesh and differ in the last digits on another."""
     virtual_shards: int = 8
     """Pieces of the batch with deterministic=mesh, a power of two: the largest number of data
-    shards. More pieces are slower on few devices, since each is smaller. Another number changes
-    the last digits."""
+    shards. More pieces are slower on few devices, since each is smaller. Changing the number
+    changes the last digits."""
     roll: Literal["auto", "off"] = "auto"
-    """Layers that a Python loop calls run as one loop of the compiler, stored stacked. auto: where
-    at least four layers are the same program and are gathered, streamed, pipelined or recomputed
-    one by one; off: as they are written. Every name stays the model's own."""
+    """Run layers that a Python loop calls as one compiled loop over stacked parameters. auto: if at
+    least four layers have the same program and are gathered, streamed, pipelined or recomputed one
+    by one; off: as written. All names stay those of the model."""
     roll_remat: Literal["auto", "model", "none", "full", "attention", "dots", "elementwise"] = (
         "auto"
     )
-    """What the backward pass computes again of layers that are rolled: full, all of a layer from
-    its input; attention, all but its result; dots, all but matrix products; elementwise, what is
-    neither a product nor another costly operation; none, nothing; model, what the model's own
-    jax.checkpoint says; auto, as model, or elementwise where layers without checkpoints would keep
-    more than their weights take. Reference models have `model.remat` instead."""
+    """What the backward pass recomputes of rolled layers: full, the whole layer from its input;
+    attention, all but the attention result; dots, all but matrix products; elementwise, all
+    operations that are neither matrix products nor otherwise costly; none, nothing; model, as the
+    model's own jax.checkpoint says; auto, as model, or elementwise if layers without checkpoints
+    would store more than their weights. Reference models have `model.remat` instead."""
     unroll: bool = False
-    """Run the model's loops over layers (`jax.lax.scan` over stacked parameters, as reference
-    models have) as straight code. The step stacks no copies of what the backward pass needs: less
-    memory and fewer bytes moved, for a longer compilation. Not with zero=3, stage > 1, checkpoints
-    around layers or offload by layer, which need the loop."""
+    """Unroll the model's loops over layers (`jax.lax.scan` over stacked parameters, as in reference
+    models). The step then stacks no copies of the values for the backward pass: less memory and
+    fewer bytes moved, for a longer compilation. Not with zero=3, stage > 1, checkpoints around
+    layers or offload by layer, which need the loop."""
     kernels: Literal["auto", "xla", "mosaic_gpu", "interpret"] = "auto"
-    """What runs the statistics of gradients (with the loss scale) and the update. xla: the
+    """Implementation of the gradient statistics (with the loss scale) and the update. xla: the
     compiler's fusions; mosaic_gpu: this project's Pallas kernels, one for many arrays, or an error;
-    auto: the kernel where it moves fewer bytes; interpret: the kernels, slowly, on a CPU, for
-    tests. On GPUs that are here auto is measured before training, see `tune`. An optimizer's own
-    `impl` counts more."""
+    auto: the kernel if it moves fewer bytes; interpret: the kernels, slowly, on a CPU, for tests.
+    On available GPUs auto is measured before training, see `tune`. An optimizer's own `impl` takes
+    precedence."""
     tune: Literal["auto", "off"] = "auto"
-    """Whether `kernels: auto`, attention "auto" and slices of offloaded state of no given size are
-    measured on the GPUs of a run, in at most some ten seconds before its first step; what was
-    faster is kept for the next run. off: what counted bytes say."""
+    """Whether to measure the choices of `kernels: auto`, attention "auto" and the slice size of
+    offloaded state on the run's GPUs, in about ten seconds at most before its first step; the
+    faster choice is kept for the next run. off: choose by counted bytes."""
     offload: OffloadConfig = dataclasses.field(default_factory=OffloadConfig)
-    """What lies outside device memory; null leaves everything on the device."""
+    """State outside device memory; null keeps everything on the device."""
     lookup: Literal["gather", "owners"] = "gather"
-    """How rows of tables are read where a model reads nothing else of them (embeddings that are not
-    tied to a head) and ZeRO shards them. gather: as all parameters, the table is gathered, and its
-    gradient reduced. owners: rows come from the devices that have them, and the rows' gradients go
-    back (DeepSpeed's sparse_gradients); the plan says of which tables, and why not of others."""
+    """How rows of embedding tables are read, for tables that are used only for lookups (embeddings
+    that are not tied to a head) and that ZeRO shards. gather: like other parameters, the table is
+    gathered, and its gradient reduced. owners: rows are fetched from the devices that store them,
+    and their gradients sent back (DeepSpeed's sparse_gradients). The plan lists the tables, and the
+    reasons for others."""
     wire: WireConfig = dataclasses.field(default_factory=WireConfig)
-    """What devices send each other in fewer bits; null sends values as they are."""
+    """Compressed formats of communication; null sends values uncompressed."""
     rules: Rules | None = None
     """Tensor-parallel rules, first match wins: (regular expression on the parameter's name,
     mesh axis or null for each trailing dimension). null: the model's own
@@ -304,8 +307,9 @@ class MeshConfig:
         return self.context * self.stage * self.model
 
     def expert_on(self, num_devices: int) -> int:
-        """The degree of experts on another number of devices: the largest divisor of `expert` that
-        divides what the other axes leave. It divides the experts, since `expert` does.
+        """Returns the expert degree for another number of devices: the largest divisor of `expert`
+        that divides the devices left by the other axes. It divides the experts, since `expert`
+        does.
 
         >>> [MeshConfig(expert=8, model=2).expert_on(count) for count in (16, 8, 12, 2)]
         [8, 4, 2, 1]
@@ -342,7 +346,7 @@ class MeshConfig:
 
 
 def _check_schedule(schedule: Any) -> None:
-    # Classes of schedules are not known here: one is what has a table, also as `to_dict` writes it.
+    # Schedule classes are not imported here: a schedule has a table, also in the form of `to_dict`.
     has_table = hasattr(schedule, "table") or (
         isinstance(schedule, Mapping) and "table" in schedule
     )
@@ -375,7 +379,7 @@ def _check_partition(partition: tuple[int, ...] | str) -> None:
 
 
 def as_mesh_config(value: MeshConfig | Mapping[str, Any] | None) -> MeshConfig:
-    """A MeshConfig from itself, a mapping of its fields, or None (the defaults)."""
+    """Returns a MeshConfig from a MeshConfig, a mapping of its fields, or None (the defaults)."""
     if value is None:
         return MeshConfig()
     if isinstance(value, MeshConfig):

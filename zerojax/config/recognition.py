@@ -1,4 +1,4 @@
-"""Distinction of a DeepSpeed dict from the fields of a `MeshConfig`.
+"""Distinguishes a DeepSpeed dict from the fields of a `MeshConfig`.
 
 `tests/test_deepspeed.py` compares the names with the table of the translation; no name is in both.
 """
@@ -82,14 +82,14 @@ DEEPSPEED_KEYS = frozenset(
         "zero_optimization",
     ]
 )
-"""Keys at the top of a ds_config, old names included."""
+"""Top-level keys of a ds_config, including old names."""
 MESH_KEYS = frozenset(field.name for field in dataclasses.fields(MeshConfig))
 _MAX_NAME, _MAX_NAMES = 100, 100
-"""How much of a dict without a known key is compared with known names."""
+"""Limits of the comparison with known names, for a dict without a known key."""
 
 
 def is_deepspeed(values: Mapping[str, Any]) -> bool:
-    """Whether a dict has the keys of a ds_config; by the nearest name where it has none of either.
+    """Returns True if a dict has the keys of a ds_config; without known keys, by the nearest name.
 
     Raises:
       ConfigError: it has keys of both.
@@ -100,9 +100,8 @@ def is_deepspeed(values: Mapping[str, Any]) -> bool:
         mesh = ", ".join(of_mesh)
         raise ConfigError(
             f"{mesh} belongs to a MeshConfig, and {', '.join(of_deepspeed)} to a DeepSpeed "
-            "configuration; a dict is one of the two: "
-            f"take {mesh} out (zero=N is written as zero_optimization: {{stage: N}}), or give the "
-            "rest as keywords"
+            f"configuration; a dict can only be one of the two: take {mesh} out (zero=N is written "
+            f"as zero_optimization: {{stage: N}}), or pass the rest as keywords"
         )
     if of_deepspeed or of_mesh:
         return bool(of_deepspeed)
@@ -111,7 +110,7 @@ def is_deepspeed(values: Mapping[str, Any]) -> bool:
 
 
 def _likeness(names: list[str], known: frozenset[str]) -> float:
-    """How near the nearest of the names is to one that is known; 0: none is."""
+    """Returns the best similarity of a name to a known one; 0 if none is similar."""
     return max(
         (
             difflib.SequenceMatcher(None, name, match[0]).ratio()

@@ -1,6 +1,6 @@
-"""Regular files: opened for reading, while pipes, devices, sockets and folders are refused.
+"""Opens regular files for reading; raises for pipes, devices, sockets and folders.
 
-Reading such a thing would wait for its other end, or never come to an end.
+Reading one of those could wait for its other end, or never end.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _KINDS = {
     stat.S_IFLNK: "a symbolic link",
 }
 _OF_PROCESSES = ("/proc/", "/dev/fd/")
-"""Where the system names what a process has open already, such as `<(command)` of a shell."""
+"""Paths of files that a process has already open, such as `<(command)` of a shell."""
 
 
 class UnreadableError(ValueError):
-    """A file is not what is read here.
+    """A file that cannot be read as a regular file.
 
     Attributes:
       what: the rest of a sentence whose subject is the file, such as "is a named pipe, ...".
@@ -36,20 +36,20 @@ class UnreadableError(ValueError):
 def open_regular(path: str | os.PathLike[str], *, follow: bool = True) -> int:
     """Opens a regular file for reading, and nothing else.
 
-    Opening a pipe waits for its other end, and opening a device may do something, so the kind is
-    asked for first, and again of what was opened, in case the name was given away in between.
+    Opening a pipe waits for its other end, and opening a device may have side effects. So the type
+    is checked first, and again for the opened file, in case the name changed in between.
 
     Args:
       path: of the file.
-      follow: whether it may be a symbolic link, as in caches of Hugging Face. Folders on the way to
-        it always may.
+      follow: whether it may be a symbolic link, as in caches of Hugging Face. Parent folders always
+        may.
 
     Returns:
       A descriptor, to be closed.
 
     Raises:
       UnreadableError: it is not a regular file.
-      OSError: what the system says.
+      OSError: from the operating system.
     """
     check_regular(os.stat(path) if follow else os.lstat(path), path)
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
@@ -63,13 +63,13 @@ def open_regular(path: str | os.PathLike[str], *, follow: bool = True) -> int:
 
 
 def open_text(path: str | os.PathLike[str], *, encoding: str = "utf-8") -> TextIO:
-    """Opens a short text that a user may also give as `<(command)` or /dev/stdin.
+    """Opens a short text that a user may also pass as `<(command)` or /dev/stdin.
 
-    The caller bounds how much it reads: a device may be endless.
+    The caller limits how much it reads: a device may be endless.
 
     Raises:
-      UnreadableError: it is a pipe that has a name in a folder, a socket or a folder.
-      OSError: what the system says.
+      UnreadableError: it is a named pipe in a folder, a socket or a folder.
+      OSError: from the operating system.
     """
     kind = os.stat(path).st_mode
     is_open_already = os.path.realpath(path).startswith(_OF_PROCESSES)
@@ -79,15 +79,15 @@ def open_text(path: str | os.PathLike[str], *, encoding: str = "utf-8") -> TextI
 
 
 def check_regular(status: os.stat_result, path: str | os.PathLike[str]) -> None:
-    """Refuses what is not a regular file.
+    """Raises if a file is not a regular file.
 
     Raises:
-      UnreadableError: names the file and its kind.
+      UnreadableError: names the file and its type.
     """
     if not stat.S_ISREG(status.st_mode):
         raise UnreadableError(f"is {kind_of(status)}, not a regular file", path)
 
 
 def kind_of(status: os.stat_result) -> str:
-    """Tells what a file is that is no regular one: "a named pipe"."""
+    """Describes the type of a file that is not a regular one: "a named pipe"."""
     return _KINDS.get(stat.S_IFMT(status.st_mode), "of an unknown kind")

@@ -1,6 +1,6 @@
 """Options of a run: name, unit, default, and the reason of the default.
 
-The dataclasses are frozen and validated when made; they import no JAX and read no files.
+The dataclasses are frozen and validated when created; they import no JAX and read no files.
 """
 
 import dataclasses
@@ -72,7 +72,7 @@ class ModelConfig:
     name: Literal["gpt2", "llama"] = "gpt2"
     """Architecture."""
     vocab_size: int | None = None
-    """Rows of the embedding. null: what the tokenizer has."""
+    """Rows of the embedding. null: the tokenizer's vocabulary size."""
     max_seq_len: int = 256
     """Tokens. The longest sequence that the position embedding (gpt2) or the cache (llama)
     holds."""
@@ -90,17 +90,17 @@ class ModelConfig:
     """Dropout probability. 0, since most pretraining sees each token about once."""
     remat: Literal["none", "full", "attention", "dots"] = "none"
     """Activation checkpointing of each block: none stores all activations, dots stores matrix
-    products, full stores the block's input only, attention the input and the result of attention
-    (chunked or cudnn)."""
+    products, full stores only the block's input, attention stores the input and the result of
+    attention (chunked or cudnn)."""
     loss_chunk: int | None = 1024
-    """Tokens whose logits the loss holds at once; null holds all. With a vocabulary of 128
-    thousand, 8192 tokens and width 2048 the loss then needs 1.4 GB instead of 6.3 (compiled for
-    an H200), with the same products. Below about 1000 the accumulation of the head's gradient
-    limits the speed."""
+    """Tokens whose logits the loss computes at once; null: all. With a vocabulary of 128 thousand,
+    8192 tokens and width 2048 the loss then needs 1.4 GB instead of 6.3 (compiled for an H200),
+    with the same products. Below about 1000 the accumulation of the head's gradient limits the
+    speed."""
     mlp_chunk: int | None = None
-    """Tokens of a row whose hidden activations of the MLP a layer holds at once; null holds all.
-    For long rows: the products are the same, and those of the forward pass are computed again in
-    the backward pass, as under remat full."""
+    """Tokens of a row whose hidden MLP activations a layer computes at once; null: all. For long
+    rows: the products are the same, and those of the forward pass are recomputed in the backward
+    pass, as with remat full."""
     moe: MoEConfig = dataclasses.field(default_factory=MoEConfig)
     matmul_dtype: Literal["fp8"] | None = None
     """Dtype of the blocks' matrix products. null: the compute dtype of `precision`. fp8: 8-bit
@@ -108,15 +108,15 @@ class ModelConfig:
     keep their dtype. With precision fp32 the rest is float32, which is no faster but shows the
     effect of fp8 alone."""
     attention: Literal["auto", "xla", "chunked", "cudnn", "mosaic_gpu"] = "auto"
-    """Implementation of attention. xla holds the scores of all tokens of a row with all others;
-    chunked holds a block of them at a time, for long rows; cudnn is NVIDIA's fused kernel, which
-    stores none; mosaic_gpu is zerojax's own for Hopper, with packed texts and layouts, not timed
-    on a GPU yet. auto: cudnn on GPUs where it can (16-bit floats, no packed texts), else xla up to
-    4096 tokens, else chunked."""
+    """Implementation of attention. xla stores the scores of all pairs of tokens of a row; chunked
+    stores a block of them at a time, for long rows; cudnn is NVIDIA's fused kernel, which stores
+    none; mosaic_gpu is zerojax's own for Hopper, with packed texts and layouts, not timed on a GPU
+    yet. auto: cudnn on GPUs if it supports the case (16-bit floats, no packed texts), else xla up
+    to 4096 tokens, else chunked."""
     attention_layout: LayoutConfig = dataclasses.field(default_factory=LayoutConfig)
     attention_window: int | None = None
-    """Tokens that each one sees, itself included: a sliding window in all layers. null: all before
-    it."""
+    """Tokens that each token attends to, itself included: a sliding window in all layers. null: all
+    tokens before it."""
     tie_embeddings: bool | None = None
     """Whether the head reuses the embedding. null: true for gpt2, false for llama."""
     rope_theta: float = 10_000.0
@@ -129,14 +129,18 @@ class ModelConfig:
     sets the sizes; dropout, remat, loss_chunk, mlp_chunk, matmul_dtype, attention,
     attention_layout and lora are set here."""
     config: str | None = None
-    """config.json of Hugging Face, or its folder: the model that it describes, with new weights
+    """config.json of Hugging Face, or its folder: the model of this configuration, with new weights
     from the seed. It sets the sizes as `pretrained` does."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
         expand_folders(self, "pretrained", "config")
         if self.pretrained is not None and self.config is not None:
-            refuse("config", self.config, "cannot stand beside model.pretrained, which brings one")
+            refuse(
+                "config",
+                self.config,
+                "cannot be combined with model.pretrained, which has its own config",
+            )
         if self.sizes_file is not None:
             self._check_sizes_are_theirs()
         check_size(self, "vocab_size", "max_seq_len", "num_heads", "embed_dim", "num_kv_heads")
@@ -145,7 +149,7 @@ class ModelConfig:
         check_fraction(self, "dropout", below_one=True)
         check_positive(self, "rope_theta", "norm_eps")
         if self.embed_dim % self.num_heads:
-            # Rotary positions turn pairs of a head's features.
+            # Rotary positions rotate pairs of a head's features.
             unit = self.num_heads * (2 if self.name == "llama" else 1)
             near = self.embed_dim - self.embed_dim % unit or unit
             refuse(
@@ -162,7 +166,7 @@ class ModelConfig:
 
     @property
     def sizes_file(self) -> str | None:
-        """What sets the sizes in place of the fields here."""
+        """File or folder that sets the sizes instead of the fields here."""
         return self.pretrained or self.config
 
     def _check_sizes_are_theirs(self) -> None:
@@ -180,17 +184,17 @@ class ModelConfig:
 @names_keywords()
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Where tokens come from."""
+    """Source of the tokens."""
 
     path: str | None = None
-    """Text file, folder of text files, or what `zerojax data prepare` wrote. null: the
+    """Text file, folder of text files, or output folder of `zerojax data prepare`. null: the
     Shakespeare text inside the package."""
     mixture: tuple[MixturePart, ...] = ()
-    """In place of path: several sets of data, [{path: a, weight: 3}, {path: b, at_end: stop}]."""
+    """Instead of path: several sets of data, [{path: a, weight: 3}, {path: b, at_end: stop}]."""
     tokenizer: str = "bytes"
-    """"bytes" (256 tokens), "bpe:2048" (trained on the corpus), or a tokenizer file: ours, a
-    model's tokenizer.json, or its folder. With model.pretrained or model.config "bytes" means
-    that folder's tokenizer.json, if it has one."""
+    """"bytes" (256 tokens), "bpe:2048" (trained on the corpus), or a tokenizer file: of zerojax, a
+    model's tokenizer.json, or its folder. With model.pretrained or model.config "bytes" means that
+    folder's tokenizer.json, if it has one."""
     seq_len: int = 256
     """Tokens of one training example."""
     validation_fraction: float = 0.05
@@ -198,30 +202,35 @@ class DataConfig:
     shuffle_seed: int | None = None
     """Seed of the order of examples. null: `seed`."""
     pack: bool = False
-    """Tell the texts of a row apart: tokens see their own text alone, and no loss crosses from one
-    to the next. Needs a tokenizer with an id between two texts; bytes have none. Chats are packed
-    whole, whatever this says."""
+    """Separate the texts of a row: tokens attend only to their own text, and no loss crosses from
+    one to the next. Needs a tokenizer with an id between two texts; bytes have none. Chats are
+    always packed whole."""
     long_texts: Literal["refuse", "split", "drop"] = "refuse"
-    """Of chats that are longer than a row: an error, rows of their parts, or none of their rows."""
+    """Chats that are longer than a row: an error, split into several rows, or dropped."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
         expand_folders(self, "path", "tokenizer")
         check_size(self, "seq_len")
         if self.mixture and self.path is not None:
-            refuse("path", self.path, "stands beside data.mixture; write all paths in the mixture")
+            refuse(
+                "path",
+                self.path,
+                "cannot be combined with data.mixture; write all paths in the mixture",
+            )
         check_fraction(self, "validation_fraction", below_one=True)
 
 
 @names_keywords()
 @dataclass(frozen=True, kw_only=True)
 class ParameterGroup:
-    """What is different for the parameters that a regular expression finds."""
+    """Settings of the parameters that match a regular expression."""
 
     learning_rate_factor: float = 1.0
-    """Their learning rate is the optimizer's times this."""
+    """Factor of the optimizer's learning rate for them."""
     weight_decay: float | None = None
-    """In place of the optimizer's, where its mask lets a parameter decay; null: the optimizer's."""
+    """Replaces the optimizer's, for parameters that its mask allows to decay; null: the
+    optimizer's."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
@@ -234,7 +243,7 @@ class OptimizerConfig:
     """The optimizer and its learning-rate schedule. The defaults are those of GPT-3."""
 
     name: Literal["adamw", "lion", "sgd", "lamb", "adam8bit"] = "adamw"
-    """Optimizer; adam8bit is AdamW with one-byte moments."""
+    """Optimizer; adam8bit is AdamW with 8-bit moments."""
     learning_rate: float = 3e-4
     """Peak of the schedule."""
     beta1: float = 0.9
@@ -248,10 +257,10 @@ class OptimizerConfig:
     nesterov: bool = False
     """Nesterov momentum, for sgd only."""
     groups: tuple[tuple[str, ParameterGroup], ...] = ()
-    """{regular expression on the parameter's name: {learning_rate_factor: 0.1, weight_decay:
-    0}}. The first match counts; what a group does not set is as for all parameters."""
+    """{regular expression on the parameter's name: {learning_rate_factor: 0.1, weight_decay: 0}}.
+    The first match counts; settings that a group omits are as for all parameters."""
     impl: Literal["auto", "xla", "mosaic_gpu", "interpret"] = "auto"
-    """Implementation of the update. auto: the kernel where a measurement favours it; xla or
+    """Implementation of the update. auto: the kernel if a measurement favours it; xla or
     mosaic_gpu: that one, or an error; interpret: the kernel on the CPU, slowly, for tests."""
     clip_norm: float | None = 1.0
     """Limit of the global gradient norm; null: no clipping."""
@@ -266,11 +275,11 @@ class OptimizerConfig:
     decay_fraction: float = 0.2
     """For wsd only: the fraction of the run spent in the decay."""
     ema_decay: float | None = None
-    """Decay of an exponential moving average of the weights, 4 bytes per parameter beside the
-    optimizer's state; 0.999 averages over about 1,000 updates. null: none."""
+    """Decay of an exponential moving average of the weights, 4 bytes per parameter in addition to
+    the optimizer's state; 0.999 averages over about 1,000 updates. null: none."""
     ema_warmup: bool = True
-    """The average decays by at most (1 + t) / (10 + t) at update t, so that it soon forgets the
-    first weights."""
+    """Limit the average's decay at update t to (1 + t) / (10 + t), so that it soon forgets the
+    initial weights."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
@@ -280,7 +289,9 @@ class OptimizerConfig:
         check_at_least(self, 0, "weight_decay")
         check_size(self, "warmup_steps", least=0)
         if self.ema_decay is None and not self.ema_warmup:
-            refuse("ema_warmup", False, "is for an average of the weights; set ema_decay as well")
+            refuse(
+                "ema_warmup", False, "applies to an average of the weights; set ema_decay as well"
+            )
         for pattern, _ in self.groups:
             check_regex("groups", pattern)
 
@@ -304,7 +315,7 @@ class RunConfig:
     watch: WatchConfig = dataclasses.field(default_factory=WatchConfig)
     elasticity: ElasticityConfig = dataclasses.field(default_factory=ElasticityConfig)
     precision: ComputeDtype | None = None
-    """Dtype of forward and backward; norms and losses are float32 either way. null: bf16, on CPU
+    """Dtype of forward and backward; norms and losses are always float32. null: bf16, on CPU
     devices fp32."""
     reduce_dtype: ComputeDtype | None = None
     """Dtype of gradients in reductions over devices. null: that of `precision`."""
@@ -317,17 +328,16 @@ class RunConfig:
     """Dtype of the optimizer's stored moments; its arithmetic is float32."""
     freeze_dtype: FrozenDtype | None = None
     """Dtype of stored parameters that are not trained (`freeze`, all but adapters). null: that of
-    `precision`, in which they are computed with; where param_dtype is bf16, bf16. nf4, int8:
-    kernels are rounded to codes of 4 or 8 bits (0.53 and 1.03 bytes a weight), the rest is stored
-    as with null."""
+    `precision`, in which they are used; bf16 if param_dtype is bf16. nf4, int8: kernels are stored
+    as codes of 4 or 8 bits (0.53 and 1.03 bytes per weight), the rest as with null."""
     loss_scale: LossScale = dataclasses.field(default_factory=LossScale)
-    """How the loss is scaled in fp16; nothing else takes one."""
+    """Scaling of the loss in fp16; other precisions have none."""
     global_batch_size: int = 32
     """Examples per optimizer step, over all devices and microbatches."""
     num_microbatches: int | None = None
-    """Parts of the batch that are computed one after the other, so that activations fit; the
-    result does not change. null: 1, or with pipeline stages as many as the batch allows, up to
-    4 per stage."""
+    """Parts of the batch that are computed one after the other, so that activations fit; the result
+    does not change. null: 1, or with pipeline stages as many as the batch allows, up to 4 per
+    stage."""
     steps: int = 300
     """Batches to train on."""
     eval_every: int | None = 100
@@ -364,9 +374,8 @@ class RunConfig:
         scaled = "fp16" in (self.precision, self.reduce_dtype)
         if self.loss_scale != LossScale() and not scaled:
             raise ConfigError(
-                f"only fp16 has a loss scale, and precision is {self.precision or 'not set'}; "
-                "leave it out or "
-                "set precision=fp16",
+                f"only fp16 has a loss scale, but precision is {self.precision or 'not set'}; "
+                "leave it out or set precision=fp16",
                 ("loss_scale",),
             )
         if self.data.seq_len > self.model.max_seq_len and self.model.sizes_file is None:
@@ -392,18 +401,18 @@ class RunConfig:
             refuse(
                 "global_batch_size",
                 given,
-                f"is not what elasticity chooses; set it to {chosen} or leave it out, or change "
-                "elasticity.max_global_batch_size",
+                f"differs from the value that elasticity chooses; set it to {chosen} or leave it "
+                "out, or change elasticity.max_global_batch_size",
             )
 
     def _elastic_batch(self) -> ElasticBatch:
         return self.elasticity.choose_batch(self.mesh.devices_per_shard)
 
     def mesh_on(self, num_devices: int) -> MeshConfig:
-        """The mesh of an elastic run on these devices: experts over as many as divide them, and
-        `wire.secondary` where they are several nodes of `mesh.node`.
+        """Returns the mesh of an elastic run on these devices: experts over as many devices as
+        divide them, and `wire.secondary` only if they are several nodes of `mesh.node`.
 
-        The same object where `elasticity` is not enabled, or `mesh.data` is given.
+        The same object if `elasticity` is not enabled, or `mesh.data` is set.
         """
         if not self.elasticity.enabled or self.mesh.data != -1:
             return self.mesh
@@ -414,12 +423,14 @@ class RunConfig:
         return dataclasses.replace(mesh, node=None, wire=wire)
 
     def on_devices(self, num_devices: int) -> "RunConfig":
-        """These settings with the batch, its parts and the mesh of an elastic run on these devices.
+        """Returns these settings with the batch, microbatches and mesh of an elastic run on these
+        devices.
 
-        The same object where `elasticity` is not enabled.
+        The same object if `elasticity` is not enabled.
 
         Raises:
-          ConfigError: so many devices cannot cut the batch, or num_microbatches says otherwise.
+          ConfigError: this number of devices cannot divide the batch, or num_microbatches
+            contradicts it.
         """
         if not self.elasticity.enabled:
             return self
@@ -429,7 +440,8 @@ class RunConfig:
             refuse(
                 "num_microbatches",
                 self.num_microbatches,
-                f"is not what elasticity chooses on {num_devices} devices ({parts}); leave it out",
+                f"differs from the value that elasticity chooses on {num_devices} devices "
+                f"({parts}); leave it out",
             )
         return dataclasses.replace(
             self,
@@ -441,12 +453,12 @@ class RunConfig:
 
 @names_keywords()
 def load(cls: type[T], path: str | Path | None = None, overrides: Sequence[str] = ()) -> T:
-    """The configuration in a YAML file with KEY=VALUE overrides laid over it.
+    """Loads the configuration in a YAML file and applies KEY=VALUE overrides.
 
     Args:
       cls: RunConfig, or any dataclass of this module.
       path: YAML file; None: the defaults.
-      overrides: "mesh.zero=3"; "zero=3" where only one field has that name.
+      overrides: "mesh.zero=3"; "zero=3" if only one field has that name.
 
     Raises:
       ConfigError: with the key, the value, the nearest known key, and file:line.

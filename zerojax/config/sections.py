@@ -1,4 +1,4 @@
-"""Options of one concern each: adapters, mixtures, loss scale, watchdog, checkpoints and logs."""
+"""Smaller groups of options: adapters, mixtures, loss scale, watchdog, checkpoints and logs."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from zerojax.config.checks import (
 from zerojax.config.loader import ConfigError, coerce_fields
 
 ADAPTERS_ONLY = (r"^(?!(?:.*/)?lora/[ab]$)",)
-"""For `freeze=`: every parameter that is not of an adapter."""
+"""For `freeze=`: every parameter that does not belong to an adapter."""
 LARGEST_SCALE = 2.0**64
-"""Scales lie between 1 / LARGEST_SCALE and LARGEST_SCALE: float32 has to hold the loss times the
-scale, and one over the loss weight times the scale, both with room to spare."""
+"""Scales are between 1 / LARGEST_SCALE and LARGEST_SCALE: float32 has to represent the loss times
+the scale, and 1 / (loss weight times scale), both with a margin."""
 MIN_STEP_SECONDS = 600.0
-"""What PyTorch gives an NCCL collective."""
+"""PyTorch's default timeout of an NCCL collective."""
 LONGEST_STEPS = 3.0
 MIN_STOP_SECONDS, MAX_STOP_SECONDS = 60.0, 600.0
 STOP_STEPS = 3.0
-"""When a signal comes one step may be on the devices and the next one be given to them; several
-processes may agree on the one after that."""
+"""At a signal one step may be running on the devices and the next one may be dispatched; several
+processes may agree on the step after that."""
 
 
 @names_keywords()
@@ -42,8 +42,8 @@ class LoraConfig:
     """Rank of the adapters; 8 is usual. An adapter has rank x (inputs + outputs) parameters. 0:
     no adapters. With adapters all other parameters are frozen."""
     alpha: float = 16.0
-    """alpha / rank scales the adapter's output. It is fixed, so that a learning rate keeps its
-    meaning at another rank."""
+    """alpha / rank scales the adapter's output. The default does not depend on the rank, so that a
+    learning rate can be reused with another rank."""
     dropout: float = 0.0
     """Dropout probability of the input of A."""
     targets: tuple[str, ...] = ("attention/", "mlp/")
@@ -65,26 +65,26 @@ class LoraConfig:
 
     @property
     def scale(self) -> float:
-        """What an adapter's output is multiplied by."""
+        """Factor of an adapter's output."""
         return self.alpha / self.rank if self.rank else 0.0
 
     @property
     def freeze(self) -> tuple[str, ...]:
-        """For `freeze=`: everything but the adapters stays as it is; nothing without adapters."""
+        """For `freeze=`: everything but the adapters; empty without adapters."""
         return ADAPTERS_ONLY if self.rank else ()
 
 
 @names_keywords()
 @dataclass(frozen=True, kw_only=True)
 class MixturePart:
-    """One set of data of a mixture, and its share of the rows."""
+    """One set of data of a mixture, with its share of the rows."""
 
     path: str
     """As data.path."""
     weight: float = 1.0
-    """Rows of this set are weight / sum of all weights of the rows; at least 1/1,024 of them."""
+    """This set's share of the rows is weight / sum of all weights; at least 1/1,024."""
     at_end: Literal["repeat", "stop"] = "repeat"
-    """What follows when all its rows were given: its next epoch, or only rows of the others."""
+    """After its last row: repeat starts its next epoch, stop uses only rows of the others."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
@@ -95,28 +95,28 @@ class MixturePart:
 @names_keywords()
 @dataclass(frozen=True, kw_only=True)
 class LossScale:
-    """The loss scale of a float16 run. The defaults are DeepSpeed's.
+    """Loss scale of a float16 run. The defaults are DeepSpeed's.
 
-    Powers of two are best: multiplying by one and dividing again rounds nothing.
+    Powers of two are best: multiplying and dividing by one causes no rounding.
     """
 
     initial: float = 2.0**16
     """Scale of the first step."""
     window: int = 1000
-    """Steps. The scale rises after this many finite steps in a row."""
+    """Steps. The scale increases after this many consecutive finite steps."""
     hysteresis: int = 2
-    """Number of overflows that lower the scale: 1 is the first; 2 tolerates one."""
+    """Number of overflows that decrease the scale: 1 is the first; 2 tolerates one."""
     consecutive_hysteresis: bool = False
-    """true: each finite step resets the count of tolerated overflows. false: only a rise of the
-    scale does."""
+    """true: each finite step resets the count of tolerated overflows. false: only an increase of
+    the scale does."""
     minimum: float = 1.0
     """Lower limit of the scale; an overflow at this limit ends the run."""
     maximum: float = 2.0**32
-    """Upper limit of the scale. At 2^32, DeepSpeed's largest initial scale, float16 holds
-    gradients down to 1e-14 with full precision. DeepSpeed has no maximum: while all gradients
-    are zero its scale goes to infinity, from which halving does not return."""
+    """Upper limit of the scale. At 2^32, DeepSpeed's largest initial scale, float16 represents
+    gradients down to 1e-14 with full precision. DeepSpeed has no maximum: while all gradients are
+    zero its scale grows to infinity, from which halving does not return."""
     factor: float = 2.0
-    """Factor by which the scale rises and falls."""
+    """Factor by which the scale increases and decreases."""
     static: float | None = None
     """A fixed scale; non-finite steps are still skipped. null: dynamic."""
 
@@ -171,13 +171,13 @@ class LossScale:
             refuse(
                 "static",
                 self.static,
-                f"never changes, so {', '.join(changed)} would do nothing; leave out one or the "
-                "other",
+                f"never changes, so {', '.join(changed)} would have no effect; leave out one or "
+                "the other",
             )
 
 
 def describe_loss_scale(config: LossScale) -> str:
-    """One line for people, beginning with "dynamic loss scale" or "static loss scale"."""
+    """Returns a line for the log that starts with "dynamic loss scale" or "static loss scale"."""
     if config.static is not None:
         rounding = "" if _is_power_of_two(config.static) else " (no power of two: it rounds)"
         return f"static loss scale {_written(config.static)}{rounding}; overflows skip the step"
@@ -199,7 +199,7 @@ def _is_power_of_two(value: float) -> bool:
 
 
 def _written(value: float) -> str:
-    """2^16 for large or small powers of two, the number itself otherwise."""
+    """Returns 2^16 for large or small powers of two, otherwise the number itself."""
     exponent = math.frexp(value)[1] - 1
     return f"2^{exponent}" if _is_power_of_two(value) and abs(exponent) > 3 else f"{value:g}"
 
@@ -212,7 +212,8 @@ def _ordinal(number: int) -> str:
 @names_keywords()
 @dataclass(frozen=True, kw_only=True)
 class WatchConfig:
-    """A process that makes no progress dumps the stacks of its threads and ends, with code 79."""
+    """Watchdog: a process without progress dumps the stacks of its threads and exits with code
+    79."""
 
     step_timeout: float | None = None
     """Seconds for one step, for one batch of data, and for one batch of an evaluation. 0: no
@@ -220,12 +221,12 @@ class WatchConfig:
     interactive interpreter."""
     long_timeout: float = 3600.0
     """Seconds for rare, long work: compilation with the first step, a callback, saving and
-    restoring a checkpoint. None of these counts for `step_timeout` or for the longest step."""
+    restoring a checkpoint. This work does not count for `step_timeout` or for the longest step."""
     stop_timeout: float | None = None
-    """Seconds after the first Ctrl-C or SIGTERM for the work in progress to end; then the
-    process exits with status 128 + the signal's number. Saving is waited for. 0: no limit.
-    null: 60, or three times the longest step so far if that is more, at most 600; no limit in
-    an interactive interpreter."""
+    """Seconds after the first Ctrl-C or SIGTERM for the work in progress to end; then the process
+    exits with status 128 + the signal's number. Saves are completed first. 0: no limit. null: 60,
+    or three times the longest step so far if that is more, at most 600; no limit in an interactive
+    interpreter."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
@@ -234,14 +235,14 @@ class WatchConfig:
 
     @property
     def is_off(self) -> bool:
-        """Whether nothing is ever ended."""
+        """Whether there is no limit for steps."""
         return self.step_timeout == 0
 
     def step_limit(self, longest_step: float | None) -> float:
-        """Seconds that a step may take.
+        """Returns the limit of a step in seconds.
 
         Args:
-          longest_step: seconds of the longest one so far, without compiling; None: there was none.
+          longest_step: seconds of the longest step so far, without compiling; None: no step yet.
         """
         if self.step_timeout is not None:
             return self.step_timeout
@@ -250,7 +251,7 @@ class WatchConfig:
         return max(MIN_STEP_SECONDS, LONGEST_STEPS * longest_step)
 
     def stop_limit(self, longest_step: float | None) -> float | None:
-        """Seconds that what is under way may still take after a signal; None: any number.
+        """Returns the seconds that work in progress may take after a signal; None: no limit.
 
         Args:
           longest_step: as in `step_limit`.
@@ -263,26 +264,25 @@ class WatchConfig:
 @names_keywords()
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """When the whole state is saved, and how many are kept."""
+    """When the state is saved, and how many checkpoints are kept."""
 
     path: str | None = None
     """Folder. null: `checkpoints` in the run folder."""
     every: int = 500
     """Steps between saves. A save overlaps with training."""
     keep: int = 3
-    """Number of newest checkpoints to keep; one is not enough if the newest turns out to be
-    damaged."""
+    """Number of newest checkpoints to keep; one is not enough in case the newest is damaged."""
     save_on_exit: bool = True
-    """Also save after the last step and on Ctrl-C. A last step that `every` divides is saved in
-    any case."""
+    """Also save after the last step and on Ctrl-C. A last step that is divisible by `every` is
+    always saved."""
     asynchronous: bool = True
     """Write in the background after one copy to the host."""
     fingerprints: bool = True
     """Compute a fingerprint of each array on its devices, and compare it after a restore."""
     frozen: Literal["auto", "source", "saved"] = "auto"
-    """Weights that are not trained. source: they stay in the folder of Hugging Face that they were
-    read from, and are read from there again. saved: they are in every checkpoint. auto: source
-    where there is such a folder."""
+    """Weights that are not trained. source: they stay in the Hugging Face folder that they were
+    read from, and are read from there again. saved: they are in every checkpoint. auto: source if
+    there is such a folder."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)

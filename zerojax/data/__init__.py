@@ -1,4 +1,4 @@
-"""Batches: from text or token files to global arrays, resumable by one integer."""
+"""Batches: from text or token files to global arrays, resumable from one integer."""
 
 from zerojax.data.batch_sharding import (
     abstract_global,

@@ -1,4 +1,4 @@
-"""Transfer of a host batch to global arrays with the plan's shardings."""
+"""Transfers a host batch to global arrays with the plan's shardings."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from zerojax.models.trees import flatten_names, unflatten_like
 from zerojax.plan.device_mesh import DATA_AXES, num_data_shards
 from zerojax.runtime.memory import allocating_for
 
-# The names of a language-model batch that hold token ids (others, such as labels, are not bounded
-# by the vocabulary).
+# Names of the arrays of a language-model batch that hold token ids (others, such as labels, are not
+# limited by the vocabulary).
 TOKEN_NAMES = ("tokens", "targets")
 
 
 class BatchPlan(Protocol):
-    """What placing needs of a `zerojax.plan.make.Plan`."""
+    """The attributes of a `zerojax.plan.make.Plan` that batch placement needs."""
 
     @property
     def abstract_batch(self) -> Any:
@@ -34,12 +34,12 @@ class BatchPlan(Protocol):
 
     @property
     def traced(self) -> Any:
-        """Its `index_limits`: {name: bounds of integers that look up rows of a parameter}."""
+        """Has `index_limits`: {name: bounds of integers that index rows of a parameter}."""
         ...
 
     @property
     def batch_sharding(self) -> NamedSharding:
-        """Dimension 0 over the data axes."""
+        """Sharding of dimension 0 over the data axes."""
         ...
 
 
@@ -48,28 +48,28 @@ class BatchPlan(Protocol):
 def shard_batch(
     plan: BatchPlan, batch: Any, *, vocab_size: int | None = None, check_values: bool = True
 ) -> Any:
-    """The batch as global arrays, placed as the plan says, after checking it.
+    """Checks a batch and places it as global arrays with the plan's shardings.
 
     With several processes each passes its own rows, `local_rows(plan)` of the global batch. Arrays
-    that lie already as the plan wants them are passed through.
+    that already have the plan's sharding are passed through.
 
-    A dtype that differs from the plan's is cast where nothing is lost, where the integers fit, and
-    from float64 (numpy's default, which JAX does not use) to float32; every other one is refused.
+    A dtype that differs from the plan's is cast if no value changes, if the integers fit, or from
+    float64 (numpy's default, which JAX does not use) to float32; every other dtype is an error.
 
     Args:
       plan: the plan of the run.
       batch: tree of arrays [rows, ...] of NumPy, JAX or torch (on the CPU), with the names of the
         plan's example batch.
-      vocab_size: where given, "tokens" and "targets" must lie in [0, vocab_size). Integers that the
-        model looks up in a parameter must be rows of it in any case.
-      check_values: refuse floating-point values that are not finite.
+      vocab_size: if given, "tokens" and "targets" must be in [0, vocab_size). Integers that the
+        model uses as row indices of a parameter are always checked.
+      check_values: raise for floating-point values that are not finite.
 
     Returns:
       The tree of the plan's batch, of `jax.Array`.
 
     Raises:
-      ValueError: names, shapes or values differ from what the plan was made for.
-      TypeError: a dtype that is not cast, or something that is not an array.
+      ValueError: names, shapes or values differ from those the plan was made for.
+      TypeError: a dtype that is not cast, or a leaf that is not an array.
     """
     wanted = flatten_names(plan.abstract_batch)
     given = flatten_names(as_arrays(batch))
@@ -95,7 +95,7 @@ def shard_batch(
 
 
 def missing_rows(plan: BatchPlan, batch: Any) -> int:
-    """How many rows a host batch lacks, all of its arrays the same number; 0: it is whole.
+    """Returns how many rows a host batch lacks, the same number in all arrays; 0 if it is complete.
 
     Reads names and shapes only.
 
@@ -120,7 +120,7 @@ def missing_rows(plan: BatchPlan, batch: Any) -> int:
 
 
 def local_rows(plan: BatchPlan) -> tuple[int, int]:
-    """`(lo, hi)`: the rows of every global batch that this process has to provide.
+    """Returns `(lo, hi)`: the rows of every global batch that this process has to provide.
 
     Raises:
       ValueError: this process has no devices in the mesh, or its rows are not contiguous.
@@ -130,12 +130,12 @@ def local_rows(plan: BatchPlan) -> tuple[int, int]:
 
 
 def local_rows_of_mesh(mesh: Mesh | AbstractMesh, size: int) -> tuple[int, int]:
-    """The same of batches of `size` rows over a mesh, before there is a plan."""
+    """Returns the local rows of batches of `size` rows over a mesh, before there is a plan."""
     return _local_rows(NamedSharding(mesh, P(DATA_AXES)), size)
 
 
 def abstract_global(batch: Any, mesh: Mesh | AbstractMesh) -> Any:
-    """What the global batch is of which this process has these rows, before there is a plan.
+    """Returns the global batch's shapes from this process's rows, before there is a plan.
 
     Args:
       batch: tree of arrays [rows, ...]; a scalar is the same on all processes.
@@ -164,8 +164,8 @@ def abstract_global(batch: Any, mesh: Mesh | AbstractMesh) -> Any:
 def _local_rows(sharding: NamedSharding, size: int) -> tuple[int, int]:
     if isinstance(sharding.mesh, AbstractMesh):
         raise ValueError(
-            f"the plan was made for a mesh {dict(sharding.mesh.shape)} without devices, so nothing "
-            "can be placed; make the plan with make_mesh(...) on the machine that trains"
+            f"the plan was made for a mesh {dict(sharding.mesh.shape)} without devices, so no "
+            "batch can be placed; make the plan with make_mesh(...) on the machine that trains"
         )
     places = sharding.addressable_devices_indices_map((size,)).values()
     rows = sorted({place[0].indices(size)[:2] for place in places if place is not None})
@@ -177,22 +177,22 @@ def _local_rows(sharding: NamedSharding, size: int) -> tuple[int, int]:
     for (_, before), (after, _) in itertools.pairwise(rows):
         if after > before:
             raise ValueError(
-                f"process {jax.process_index()} holds the rows {rows} of {size}, which have a "
-                "hole; order the devices of the mesh by process, as make_mesh does"
+                f"process {jax.process_index()} holds the rows {rows} of {size}, which have a gap; "
+                "order the devices of the mesh by process, as make_mesh does"
             )
     return rows[0][0], rows[-1][1]
 
 
 def check_finite(name: str, array: np.ndarray) -> None:
-    """Refuses NaN and infinity in a floating-point array; the reading is a min and a max.
+    """Raises if a floating-point array has NaN or infinite values; costs one min and one max.
 
     Raises:
       ValueError: names the first index and the number of such values.
     """
     if not jax.numpy.issubdtype(array.dtype, np.floating) or not array.size:
         return
-    # Both are NaN if any value is: no temporary array for the good case.
-    with np.errstate(invalid="ignore"):  # bfloat16 warns of the very NaN that is looked for
+    # Both are NaN if any value is, so valid arrays need no temporary array.
+    with np.errstate(invalid="ignore"):  # bfloat16 warns about the NaN that is checked here
         if np.isfinite(array.min()) and np.isfinite(array.max()):
             return
     bad = np.argwhere(~np.isfinite(array))
@@ -206,7 +206,7 @@ def check_finite(name: str, array: np.ndarray) -> None:
 
 
 def check_vocabulary(name: str, array: np.ndarray, vocab_size: int) -> None:
-    """Refuses token ids outside [0, vocab_size).
+    """Raises for token ids outside [0, vocab_size).
 
     Raises:
       ValueError: names the first index and its id.
@@ -216,13 +216,13 @@ def check_vocabulary(name: str, array: np.ndarray, vocab_size: int) -> None:
     first = tuple(int(i) for i in np.argwhere((array < 0) | (array >= vocab_size))[0])
     raise ValueError(
         f"batch[{name!r}] holds token id {array[first]} at index {first}, outside the model's "
-        f"vocabulary [0, {vocab_size}); use the model's tokenizer, raise vocab_size, or give such "
-        "places an id of 0 and a weight of 0"
+        f"vocabulary [0, {vocab_size}); use the model's tokenizer, raise vocab_size, or set id 0 "
+        "and weight 0 at such positions"
     )
 
 
 def check_rows_exist(name: str, array: np.ndarray, limit: IndexLimit) -> None:
-    """Refuses integers that look up rows which a parameter does not have.
+    """Raises for integers that index rows which a parameter does not have.
 
     Raises:
       ValueError: names the first index, its value and the parameter.
@@ -236,9 +236,9 @@ def check_rows_exist(name: str, array: np.ndarray, limit: IndexLimit) -> None:
         for i, part in zip(wrong, limit.window, strict=True)
     )
     raise ValueError(
-        f"batch[{name!r}] holds {array[first]} at index {first}, and the model looks that up in "
-        f"{limit.parameter}, which has {limit.high} rows; use values in [0, {limit.high}), or give "
-        "the model more rows"
+        f"batch[{name!r}] holds {array[first]} at index {first}, but the model uses it as an index "
+        f"of {limit.parameter}, which has {limit.high} rows; use values in [0, {limit.high}), or "
+        "give the model more rows"
     )
 
 
@@ -296,7 +296,7 @@ def _as_numpy(name: str, value: Any) -> np.ndarray:
 
 
 def _cast(name: str, array: np.ndarray, wanted: np.dtype) -> np.ndarray:
-    """`array` as `wanted` where the rule of `shard_batch` allows it."""
+    """Casts `array` to `wanted` if the rule of `shard_batch` allows it."""
     dtype = array.dtype
     if dtype == wanted:
         return array
@@ -306,7 +306,7 @@ def _cast(name: str, array: np.ndarray, wanted: np.dtype) -> np.ndarray:
         if array.size and (array.min() < limits.min or array.max() > limits.max):
             raise ValueError(
                 f"batch[{name!r}] of dtype {dtype} holds values from {array.min()} to "
-                f"{array.max()}, {wanted} holds {limits.min} to {limits.max}; look at the data"
+                f"{array.max()}, {wanted} holds {limits.min} to {limits.max}; check the data"
             )
         return array.astype(wanted)
     same_kind = both_integers or jax.numpy.issubdtype(dtype, np.floating) == jax.numpy.issubdtype(

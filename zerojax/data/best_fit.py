@@ -1,8 +1,9 @@
-"""Best-fit decreasing: texts of given lengths in rows of one size, as a pure function.
+"""Best-fit-decreasing packing of texts into rows of one size, as a pure function.
 
-Texts go in from the longest to the shortest, each into the row with the least room that it fits in
-(Johnson 1973). All texts of one length are placed at once: rows are kept by their room, so the
-work grows with the number of different lengths and rooms and not with a search for each text.
+Texts are placed from the longest to the shortest, each into the row with the smallest free space
+that it fits in (Johnson 1973). All texts of one length are placed at once, with rows grouped by
+free space. So the work grows with the number of different lengths and free spaces, without a search
+for each text.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ from zerojax.runtime.user_files import CACHE_VARIABLE, replacing, user_cache
 
 logger = logging.getLogger("zerojax.data")
 
-# Fewer texts are packed anew in about 0.3 s of one core, ten million in 3 s.
+# Packing fewer texts takes about 0.3 s on one core; ten million take 3 s.
 CACHED_TEXTS = 1 << 20
 KEPT_FILES = 8
-"""Of the user's cache; 4 bytes for each text and 8 for each row."""
+"""Files kept in the user's cache; 4 bytes for each text and 8 for each row."""
 _VERSION = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Packing:
-    """Which texts lie in which row.
+    """Assignment of texts to rows.
 
     Attributes:
-      order: int32 or int64 [texts], the texts of row 0, then those of row 1, and so on; within a
-        row they rise, and so do the first texts of the rows.
+      order: int32 or int64 [texts], the texts of row 0, then those of row 1, and so on; increasing
+        within a row, and the first texts of the rows increase as well.
       starts: int64 [rows + 1]: row r has the texts order[starts[r]:starts[r + 1]].
     """
 
@@ -43,19 +44,19 @@ class Packing:
 
     @property
     def num_rows(self) -> int:
-        """Rows in all."""
+        """Number of rows."""
         return len(self.starts) - 1
 
 
 class _OpenRows:
-    """Rows that have room left, by their room."""
+    """Rows with free space, grouped by free space."""
 
     def __init__(self) -> None:
         self._rooms: list[int] = []
         self._rows: dict[int, list[np.ndarray]] = {}
 
     def tightest(self, length: int) -> int | None:
-        """The least room of at least `length`; None: no row has that much."""
+        """Returns the smallest free space of at least `length`, or None if no row has that much."""
         place = bisect.bisect_left(self._rooms, length)
         return self._rooms[place] if place < len(self._rooms) else None
 
@@ -68,7 +69,7 @@ class _OpenRows:
         self._rows[room].append(rows)
 
     def take(self, room: int, count: int) -> np.ndarray:
-        """At most `count` rows with this room, those that have had it for the longest first."""
+        """Removes and returns at most `count` rows with this free space, oldest first."""
         waiting, taken = self._rows[room], []
         while waiting and count:
             rows = waiting.pop(0)
@@ -84,7 +85,7 @@ class _OpenRows:
 
 
 def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> Packing:
-    """Texts in as few rows as best-fit decreasing finds; pure.
+    """Packs texts by best-fit decreasing into few rows; pure.
 
     Args:
       lengths: integers [n] in [1, capacity], tokens of each text.
@@ -97,10 +98,10 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> Packing:
     if lengths.size and not 1 <= lengths.min() <= lengths.max() <= capacity:
         raise ValueError(
             f"texts of {lengths.min()} to {lengths.max()} tokens do not fit into rows of "
-            f"{capacity}; take lengths from 1 to {capacity}"
+            f"{capacity}; use lengths from 1 to {capacity}"
         )
     counts = np.bincount(lengths, minlength=1)
-    # Narrow integers are sorted by their digits, in one pass.
+    # NumPy uses a radix sort for narrow integers, in one pass.
     narrow = np.uint16 if capacity <= np.iinfo(np.uint16).max else np.int64
     by_length = np.argsort(lengths.astype(narrow), kind="stable")
     ends = np.cumsum(counts)
@@ -119,7 +120,7 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> Packing:
                 taken = rows.take(room, needed)
             placed = min(len(texts), len(taken) * per_row)
             row_of_text[texts[:placed]] = np.repeat(taken, per_row)[:placed]
-            # The last row may have got fewer texts than it has room for.
+            # The last row may have received fewer texts than fit into it.
             in_last = placed - (len(taken) - 1) * per_row
             rows.add(room - per_row * length, taken[:-1])
             rows.add(room - in_last * length, taken[-1:])
@@ -128,7 +129,8 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> Packing:
 
 
 def _numbered(row_of_text: np.ndarray, num_rows: int) -> Packing:
-    """Rows in the order of their first texts, so that a part of them is a sample of all lengths."""
+    """Renumbers rows in the order of their first texts, so that a part of them samples all
+    lengths."""
     order = np.argsort(row_of_text, kind="stable")
     sizes = np.bincount(row_of_text, minlength=num_rows)
     first = order[np.cumsum(sizes) - sizes]
@@ -142,7 +144,7 @@ def _numbered(row_of_text: np.ndarray, num_rows: int) -> Packing:
 
 
 def packing_of(lengths: np.ndarray, capacity: int) -> Packing:
-    """`best_fit_decreasing`, kept in the user's cache where there are many texts."""
+    """Returns `best_fit_decreasing`, cached in the user's cache if there are many texts."""
     folder = user_cache()
     if folder is None or len(lengths) < CACHED_TEXTS:
         return best_fit_decreasing(lengths, capacity)
@@ -157,26 +159,27 @@ def packing_of(lengths: np.ndarray, capacity: int) -> Packing:
 
 
 def _load(file: Path, num_texts: int) -> Packing | None:
-    """What was kept; None where there is nothing, or where it is damaged, which is said."""
+    """Loads a cached packing; None if there is none, or if it is damaged (with a warning)."""
     try:
-        # The archive has checksums. A damaged one is closed by nobody but who opened the file.
+        # The archive has checksums. np.load does not close a damaged one, so the file is opened
+        # here.
         with file.open("rb") as stream, np.load(stream, allow_pickle=False) as kept:
             order, starts = kept["order"], kept["starts"]
     except FileNotFoundError:
         return None
-    except Exception as error:  # of a damaged archive there are many kinds
+    except Exception as error:  # a damaged archive raises many types
         logger.warning("data: %s is damaged (%s); the texts are packed again", file, error)
         return None
     if order.shape != (num_texts,) or starts[-1] != num_texts:
-        logger.warning("data: %s is of other texts; the texts are packed again", file)
+        logger.warning("data: %s belongs to other texts; the texts are packed again", file)
         return None
     with contextlib.suppress(OSError):
-        os.utime(file)  # the longest unused one goes first
+        os.utime(file)  # the least recently used file is deleted first
     return Packing(order=order, starts=starts)
 
 
 def _store(file: Path, packing: Packing) -> None:
-    """Keeps a packing: a reader sees all of it or nothing."""
+    """Writes a packing to the cache atomically."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with replacing(file, mode=0o600) as stream:
@@ -186,8 +189,8 @@ def _store(file: Path, packing: Packing) -> None:
             old.unlink(missing_ok=True)
     except OSError as error:
         logger.warning(
-            "data: the packing of the texts was not kept in %s (%s); set %s to another folder, or "
-            "to off",
+            "data: the packing of the texts could not be cached in %s (%s); set %s to another "
+            "folder, or to off",
             file.parent,
             error.strerror or error,
             CACHE_VARIABLE,

@@ -1,4 +1,4 @@
-"""Files of a text corpus, and the order of their documents."""
+"""Finds the files of a text corpus and reads their documents in order."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from zerojax.data.record_files import RECORD_SUFFIXES, read_records, saved_files
 EMBEDDED_NAME = "shakespeare.txt"
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".tex", ".py", *RECORD_SUFFIXES)
 TOKEN_SUFFIXES = (".bin", ".npy")
-# A piece is what one tokenizer call sees: large enough to amortise the call, small enough that a
-# corpus of any size is read in constant memory.
+# A piece is the text of one tokenizer call: large enough to amortise the call, small enough to read
+# a corpus of any size in constant memory.
 PIECE_CHARACTERS = 1 << 20
 
 
 def read_text(path: str | Path | None = None) -> str:
-    """The whole corpus as one string; `None` is the embedded Shakespeare (1.07 MB, ASCII).
+    """Returns the whole corpus as one string; `None` is the embedded Shakespeare (1.07 MB, ASCII).
 
     Documents are joined by a blank line. Meant for small corpora: `read_documents` streams.
 
@@ -37,12 +37,13 @@ def read_text(path: str | Path | None = None) -> str:
 
 
 def embedded_path() -> Path:
-    """Where the embedded text lies. The package is installed unzipped, so this is a real file."""
+    """Returns the path of the embedded text. The package is installed unzipped, so the file
+    exists."""
     return Path(str(importlib.resources.files("zerojax.data").joinpath(EMBEDDED_NAME)))
 
 
 def existing_path(path: str | Path) -> Path:
-    """`path` with `~` expanded.
+    """Returns `path` with `~` expanded, if it exists.
 
     Raises:
       FileNotFoundError: it does not exist; names the nearest parent folder that does.
@@ -62,17 +63,18 @@ def existing_path(path: str | Path) -> Path:
 
 
 def other_suffixes(path: str | Path | None) -> list[str]:
-    """Endings of the files of a folder, one for each file, that are not read as text."""
+    """Returns the suffixes of a folder's files that are not read as text, one for each file."""
     if path is None or not (root := existing_path(path)).is_dir():
         return []
-    if saved_files(root) is not None:  # which knows its own files
+    if saved_files(root) is not None:  # a saved dataset lists its own files
         return []
     every = find_files(root, {file.suffix.lower() for file in root.rglob("*")})
     return [file.suffix for file in every if file.suffix.lower() not in TEXT_SUFFIXES]
 
 
 def find_files(folder: Path, suffixes: Collection[str]) -> list[Path]:
-    """Files below `folder` with one of `suffixes`, sorted by relative path; hidden ones are left.
+    """Returns files below `folder` with one of `suffixes`, sorted by relative path, without hidden
+    ones.
 
     The order is that of the POSIX path strings, so it is the same on every machine.
     """
@@ -87,13 +89,13 @@ def find_files(folder: Path, suffixes: Collection[str]) -> list[Path]:
 
 
 def find_text_files(path: str | Path | None) -> list[Path]:
-    """The text files that `path` means: the embedded one, one file, or all those of a folder.
+    """Returns the text files of `path`: the embedded one, one file, or all of a folder.
 
-    Of a folder that `datasets` has saved, the files of its split "train".
+    For a folder saved by `datasets`, these are the files of its split "train".
 
     Raises:
       FileNotFoundError: no such path.
-      ValueError: a folder without text files, or files without a single byte.
+      ValueError: a folder without text files, or only empty files.
     """
     if path is None:
         return [embedded_path()]
@@ -104,8 +106,8 @@ def find_text_files(path: str | Path | None) -> list[Path]:
     if not files:
         seen = sorted({p.suffix or p.name for p in root.rglob("*") if p.is_file()})[:8]
         raise ValueError(
-            f"the folder {str(root)!r} has no text file: found {seen or 'nothing'}, wanted one of "
-            f"{', '.join(TEXT_SUFFIXES)}; rename the files or pass one file by its name"
+            f"the folder {str(root)!r} has no text file: found {seen or 'nothing'}, expected one "
+            f"of {', '.join(TEXT_SUFFIXES)}; rename the files or pass one file by its name"
         )
     if not any(file.stat().st_size for file in files):
         raise ValueError(
@@ -116,16 +118,16 @@ def find_text_files(path: str | Path | None) -> list[Path]:
 
 
 def num_text_bytes(files: Sequence[Path]) -> int:
-    """Bytes of all files together, from the folder entries alone."""
+    """Returns the bytes of all files together, from file sizes only."""
     return sum(file.stat().st_size for file in files)
 
 
 def read_documents(files: Sequence[Path]) -> Iterator[Iterator[str]]:
-    """One iterator of text pieces per document, in the order of `files`, in constant memory.
+    """Yields one iterator of text pieces per document, in the order of `files`, in constant memory.
 
     A text file is one document. Each line of a `.jsonl` file, and each row of a `.parquet` or
-    `.arrow` file, is one document, its `"text"` value. Every document must be consumed before the
-    next one is asked for. Empty documents are left.
+    `.arrow` file, is one document, its `"text"` value. Consume every document before the next one
+    is requested. Empty documents are skipped.
 
     Raises:
       ValueError: bytes that are not UTF-8, or a row without a "text" string.
@@ -141,9 +143,9 @@ def read_documents(files: Sequence[Path]) -> Iterator[Iterator[str]]:
 
 
 def _text_pieces(file: Path) -> Iterator[str]:
-    """Pieces of about PIECE_CHARACTERS that end at line ends."""
+    """Yields pieces of about PIECE_CHARACTERS that end at line ends."""
     held = ""
-    # newline="" keeps \r\n as it is, so that the bytes of the text are the bytes of the file.
+    # newline="" keeps \r\n unchanged, so that the bytes of the text equal those of the file.
     with open(open_regular(file), encoding="utf-8", newline="") as stream:
         while True:
             try:
@@ -161,10 +163,10 @@ def _text_pieces(file: Path) -> Iterator[str]:
 
 
 def _cut_place(text: str) -> int:
-    """The last place between a single line end and a visible character; 0 if there is none.
+    """Returns the last position between a single line end and a visible character, or 0.
 
-    A byte-level BPE splits there in any case, so the ids are those of the uncut text. A text of one
-    endless line is cut anywhere once it is four pieces long.
+    A byte-level BPE splits there in any case, so the ids equal those of the uncut text. A text
+    without line ends is cut anywhere once it is four pieces long.
     """
     cut = text.rfind("\n", 0, len(text) - 1) + 1
     while cut > 1 and (text[cut - 2].isspace() or text[cut].isspace()):
@@ -175,10 +177,10 @@ def _cut_place(text: str) -> int:
 
 
 def _not_utf8(file: Path) -> str:
-    """The sentence for a file that is not UTF-8; scans it to find the exact offset."""
+    """Returns the error message for a file that is not UTF-8; scans it for the exact offset."""
     offset = 0
     with open(open_regular(file), "rb") as stream:
-        # By lines: a UTF-8 character never holds the byte of a line end, so no cut can split one.
+        # By lines: the byte of a line end is never part of another UTF-8 character.
         for line in stream:
             try:
                 line.decode("utf-8")
@@ -195,7 +197,8 @@ def _not_utf8(file: Path) -> str:
 
 
 def _to_utf8(file: Path) -> str:
-    """A command: iconv takes the locale's encoding, mostly UTF-8 itself, where none is named."""
+    """Returns an iconv command; without -f, iconv assumes the locale's encoding, mostly UTF-8
+    itself."""
     new = shlex.quote(f"{file.stem}.utf8{file.suffix}")
     return f"if it is Latin-1: iconv -f latin1 -t utf-8 {shlex.quote(os.fspath(file))} > {new}"
 

@@ -1,4 +1,4 @@
-"""Batch feeds: the next batch, and the position to resume from."""
+"""Batch feeds: iterators of batches with a position to resume from."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _OTHERS = "batches=zerojax.data.as_feed(batches, allow_other_data=True)"
 
 
 class Feed(abc.ABC):
-    """An endless (or ending) iterator of batches whose position can be saved and restored.
+    """Iterator of batches, endless or ending, whose position can be saved and restored.
 
-    `state()` right after `next()` is what resumes with the batch that follows. It is JSON-able.
+    Call `state()` right after `next()` to resume with the batch that follows. It is JSON-able.
     """
 
     kind: str
-    """Which sort of data this is; part of the state, so that another sort is noticed."""
+    """Type of the data; part of the state, so that another type is detected."""
 
     allow_other_data = False
-    """Whether `restore` goes on at the same number of batches of other data."""
+    """Whether `restore` accepts other data and continues at the same number of batches."""
 
     def __init__(self, start: int):
         if start < 0:
@@ -58,25 +58,25 @@ class Feed(abc.ABC):
 
     @property
     def position(self) -> int:
-        """Batches given since the start of the run: the step that the next batch is for."""
+        """Batches returned since the start of the run: the step of the next batch."""
         return int(self.state()["position"])
 
     def state(self) -> State:
-        """`{"kind": ..., "position": batches given so far, ...}`."""
+        """Returns `{"kind": ..., "position": batches returned so far, ...}`."""
         if self._returned_state is not None:
             return self._returned_state
         return {"kind": self.kind, "position": self._position, **self._details()}
 
     def restore(self, state: Mapping[str, Any], *, allow_other_data: bool | None = None) -> None:
-        """Continues after the batch that `state` was taken after.
+        """Continues after the batch after which `state` was taken.
 
         Args:
-          state: what `state()` returned, also of an earlier process.
-          allow_other_data: continue at the same number of batches although the data differ
-            from those the state belongs to; None: as the attribute says.
+          state: the result of `state()`, possibly of an earlier process.
+          allow_other_data: continue at the same number of batches although the data differ from
+            those of the state; None: use the attribute.
 
         Raises:
-          ValueError: the state belongs to other data or another sort of data.
+          ValueError: the state belongs to other data or another type of data.
         """
         if not isinstance(state, Mapping) or type(state.get("position")) is not int:
             raise ValueError(f"data state {str(state)[:80]!r} has no 'position'; pass Feed.state()")
@@ -86,9 +86,9 @@ class Feed(abc.ABC):
         if state.get("kind") != self.kind:
             if not allow_other_data:
                 raise ValueError(
-                    f"the saved data position is one of {state.get('kind')!r} data, the data given "
-                    f"now are {self.kind!r}; give the data of the saved run, or go on with others: "
-                    + _OTHERS
+                    f"the saved data position is for data of type {state.get('kind')!r}, the "
+                    f"present data are {self.kind!r}; pass the data of the saved run, or continue "
+                    "with other data: " + _OTHERS
                 )
             details = {}
         self._restore(int(state["position"]), details, allow_other_data)
@@ -97,9 +97,9 @@ class Feed(abc.ABC):
         self._position = int(state["position"])
 
     def take_rows(self, low: int, high: int) -> None:
-        """Makes every batch from here on rows `low` to `high` of what the data give.
+        """Makes every following batch rows `low` to `high` of the data's batches.
 
-        For one of several processes that all give the global batch.
+        For one of several processes that all read the global batch.
         """
         self._rows = low, high
         self._returned = collections.deque((self._cut(b), state) for b, state in self._returned)
@@ -115,7 +115,7 @@ class Feed(abc.ABC):
         return jax.tree.map(lambda x: x[low:high] if getattr(x, "shape", ()) else x, batch)
 
     def give_back(self, batches: Iterable[tuple[Batch, State]], state: State) -> None:
-        """Puts batches that were taken but not used before those still to come.
+        """Puts back batches that were read but not used, before those still to come.
 
         Args:
           batches: `(batch, state after it)` in their order.
@@ -127,25 +127,25 @@ class Feed(abc.ABC):
             self._returned_state = state
 
     def epochs(self, state: Mapping[str, Any]) -> dict[str, int]:
-        """{part of the data: its epoch, from 1} at a state of this feed; empty: nothing to say."""
+        """Returns {part of the data: its epoch, from 1} at a state of this feed; may be empty."""
         del state
         return {}
 
     @abc.abstractmethod
     def _next(self) -> Batch:
-        """The next batch; raises StopIteration at the end."""
+        """Returns the next batch; raises StopIteration at the end."""
 
     def _details(self) -> State:
-        """What the state holds besides kind and position."""
+        """Returns the entries of the state besides kind and position."""
         return {}
 
     @abc.abstractmethod
     def _restore(self, position: int, details: Mapping[str, Any], allow_other: bool) -> None:
-        """Goes to `position`; `details` is the whole state, or empty for another sort of data."""
+        """Moves to `position`; `details` is the whole state, or empty for another type of data."""
 
 
 class SourceFeed(Feed):
-    """The batches of a `RowSource`; the position is one row number."""
+    """Feed of the batches of a `RowSource`; the position is one row number."""
 
     def __init__(self, source: RowSource, start: int, rows: tuple[int, int] | None):
         super().__init__(start)
@@ -162,12 +162,12 @@ class SourceFeed(Feed):
         return batch
 
     def epochs(self, state: Mapping[str, Any]) -> dict[str, int]:
-        """Which epoch each part of the data is in, from 1, at a state of this feed."""
+        """Returns {part of the data: its epoch, from 1} at a state of this feed."""
         return self._source.epochs(int(state["row"])) if "row" in state else {}
 
     def _details(self) -> State:
-        # The row and not only the step: a run continued with another global_batch_size goes on
-        # at the row where it stopped, so that an epoch still holds every window once.
+        # The row and not only the step: a run that continues with another global_batch_size resumes
+        # at the row where it stopped, so that an epoch still has every window once.
         return {"row": self._row, "data": self._source.fingerprint()}
 
     def _restore(self, position: int, details: Mapping[str, Any], allow_other: bool) -> None:
@@ -176,9 +176,9 @@ class SourceFeed(Feed):
         if differing and not allow_other:
             changes = ", ".join(f"{key} was {saved[key]!r}, is {now[key]!r}" for key in differing)
             raise ValueError(
-                f"the data differ from those of the saved run ({changes}), so its position means "
-                "nothing here; give the same data and seed, start a new run in another checkpoint "
-                f"folder, or go on with others: {_OTHERS}"
+                f"the data differ from those of the saved run ({changes}), so its position is not "
+                "valid for them; pass the same data and seed, start a new run in another "
+                f"checkpoint folder, or continue with other data: {_OTHERS}"
             )
         row = details.get("row")
         same = row is not None and not differing
@@ -186,7 +186,7 @@ class SourceFeed(Feed):
 
 
 class FunctionFeed(Feed):
-    """`step -> batch`: any position is reached at once."""
+    """Feed of a function `step -> batch`; any position is reached immediately."""
 
     kind = "function"
 
@@ -202,10 +202,10 @@ class FunctionFeed(Feed):
 
 
 class IterableFeed(Feed):
-    """Any iterable. What can be iterated anew starts again at its end; an iterator just ends.
+    """Feed of any iterable. A re-iterable starts again at its end; an iterator just ends.
 
-    An iterator with `get_state` and `set_state` (grain) is restored by them. Any other gets back
-    to its place by reading and dropping the batches before it, which a log line says.
+    An iterator with `get_state` and `set_state` (grain) is restored by them. Any other returns to
+    its position by reading and dropping the batches before it, which is logged.
     """
 
     kind = "iterable"
@@ -224,8 +224,9 @@ class IterableFeed(Feed):
     def _next(self) -> Batch:
         if self._to_skip:
             logger.warning(
-                "data: reading and dropping %d batches to get back to step %d; to resume at once "
-                "give a function of the step, or an iterator with get_state and set_state",
+                "data: reading and dropping %d batches to return to step %d; to resume "
+                "immediately pass a function of the step, or an iterator with get_state and "
+                "set_state",
                 self._to_skip,
                 self._position,
             )
@@ -245,8 +246,8 @@ class IterableFeed(Feed):
                 batch = next(self._iterator)
             except StopIteration:
                 raise ValueError(
-                    f"the data ({type(self._iterable).__name__}) give no batch at all when "
-                    f"iterated (after {self._read} batches); pass an iterable with at least one"
+                    f"the data ({type(self._iterable).__name__}) have no batch when iterated "
+                    f"(after {self._read} batches); pass an iterable with at least one"
                 ) from None
         self._read += 1
         return batch
@@ -264,8 +265,8 @@ class IterableFeed(Feed):
         if position < self._read:
             if self._is_one_shot:
                 raise ValueError(
-                    f"the data iterator has already given {self._read} batches and cannot go back "
-                    f"to {position}; pass a fresh iterator, a list, or a function of the step"
+                    f"the data iterator has already returned {self._read} batches and cannot go "
+                    f"back to {position}; pass a fresh iterator, a list, or a function of the step"
                 )
             self._iterator = iter(self._iterable)
             self._read = 0
@@ -279,27 +280,24 @@ def as_feed(
     rows: tuple[int, int] | None = None,
     allow_other_data: bool = False,
 ) -> Feed:
-    """A `Feed` of what a user calls batches.
+    """Makes a `Feed` from a user's batches.
 
     Args:
       batches: a `RowSource`, a function `step -> batch`, a sequence or iterable of batches
         (repeated at its end), or an iterator (ends with it). A `RowSource` gives each of several
-        processes the rows that `rows` names; anything else gives what it has
-        (`zerojax.train` finds out which rows these are). A `Feed` is returned as it is.
-      start: the step to start with; `Feed.restore` goes to a saved state more exactly.
+        processes the rows of `rows`; other data are used as they are (`zerojax.train` finds out
+        which rows they have). A `Feed` is returned unchanged.
+      start: the first step; `Feed.restore` restores a saved state more exactly.
       rows: `(lo, hi)` of each global batch that this process reads from a `RowSource`; None: all.
-
-      allow_other_data: whether a run that was saved goes on with these batches although they are
-        others, at the same number of batches.
+      allow_other_data: whether a saved run continues with these batches, at the same number of
+        batches, although the data differ.
 
     Raises:
-      TypeError: a single batch, a path, or something that is not data at all.
+      TypeError: a single batch, a path, or an object that is not data.
       ValueError: an empty sequence, a negative start, or rows outside the batch.
     """
     if isinstance(batches, Feed) and (start or rows):
-        raise TypeError(
-            "this is a Feed already; leave start and rows out, or use Feed.restore(state)"
-        )
+        raise TypeError("this is already a Feed; omit start and rows, or use Feed.restore(state)")
     feed = batches if isinstance(batches, Feed) else _new_feed(batches, start, rows)
     feed.allow_other_data |= allow_other_data
     return feed
@@ -313,7 +311,7 @@ def _new_feed(batches: Any, start: int, rows: tuple[int, int] | None) -> Feed:
     if isinstance(batches, Mapping):
         raise TypeError(
             f"batches is one batch with keys {sorted(map(str, batches))[:8]}; pass [batch] to "
-            "train on it again and again, or an iterable of batches"
+            "train on it repeatedly, or an iterable of batches"
         )
     if isinstance(batches, Sequence):
         if not batches:
@@ -323,8 +321,8 @@ def _new_feed(batches: Any, start: int, rows: tuple[int, int] | None) -> Feed:
         if len(shapes) == 2 and shapes[0][1:] != shapes[1][1:]:
             raise TypeError(
                 f"batches is one batch, a {type(batches).__name__} of arrays {shapes[0]}, "
-                f"{shapes[1]}, ...; pass [batch] to train on it again and again, or an iterable "
-                "of batches"
+                f"{shapes[1]}, ...; pass [batch] to train on it repeatedly, or an iterable of "
+                "batches"
             )
         return FunctionFeed(lambda step: batches[step % len(batches)], start)
     if isinstance(batches, Iterable):
@@ -339,10 +337,10 @@ def _new_feed(batches: Any, start: int, rows: tuple[int, int] | None) -> Feed:
 
 
 def check_function(function: Callable[..., Any], option: str) -> None:
-    """Refuses a function that does not give the batch of a number.
+    """Raises if a function does not map a batch number to a batch.
 
     Args:
-      option: what it was given as.
+      option: name of the option, for messages.
 
     Raises:
       TypeError: it is a generator function, or does not take one argument.
@@ -350,9 +348,9 @@ def check_function(function: Callable[..., Any], option: str) -> None:
     name = getattr(function, "__name__", type(function).__name__)
     if inspect.isgeneratorfunction(function):
         raise TypeError(
-            f"{option} is the generator function {name}, which gives no batch but what can be "
-            f"iterated; give that, such as {option}=list({name}(...)), or a function of the "
-            "batch's number that returns one"
+            f"{option} is the generator function {name}, which returns an iterator instead of a "
+            f"batch; pass the batches themselves, such as {option}=list({name}(...)), or a "
+            "function of the batch's number that returns one"
         )
     try:
         signature = inspect.signature(function)
@@ -362,37 +360,37 @@ def check_function(function: Callable[..., Any], option: str) -> None:
         signature.bind(0)
     except TypeError as error:
         raise TypeError(
-            f"{option} is a function, which is called with the number of a batch, and "
-            f"{name}{signature} cannot be: {error}; write def {name}(number), or give a list of "
-            "batches"
+            f"{option} is a function, which is called with the number of a batch, but "
+            f"{name}{signature} cannot be called so: {error}; write def {name}(number), or pass a "
+            "list of batches"
         ) from None
 
 
 def one_pass(batches: Any) -> tuple[Any, int | None]:
-    """Batches that end after all of them were given once, as far as they have an end.
+    """Returns batches that end after one pass, if they have an end.
 
     Args:
-      batches: what `as_feed` takes.
+      batches: as in `as_feed`.
 
     Returns:
-      (batches, how many: None where only their end tells, or where they have none).
+      (batches, their number: None if unknown or endless).
     """
     if has_no_end(batches) or isinstance(batches, Mapping | str | Path | Feed):
         return batches, None
     if isinstance(batches, Sized):
-        with contextlib.suppress(TypeError):  # torch's loader of an iterable data set has no length
+        with contextlib.suppress(TypeError):  # torch's loader of an IterableDataset has no length
             return batches, len(batches) or None
     return iter(batches) if isinstance(batches, Iterable) else batches, None
 
 
 def has_no_end(batches: Any) -> bool:
-    """Whether batches go on forever: those of a text, and of a function of the step."""
+    """Returns True for endless batches: those of a text, and of a function of the step."""
     is_function = callable(batches) and not isinstance(batches, Iterable)
     return batches is None or isinstance(batches, RowSource) or is_function
 
 
 def _as_json(value: Any) -> Any:
-    """Bytes become {"base64": ...}; anything else is left to be written as JSON."""
+    """Converts bytes to {"base64": ...}; other values are unchanged."""
     if isinstance(value, bytes | bytearray):
         return {"base64": base64.b64encode(value).decode("ascii")}
     return value

@@ -1,4 +1,4 @@
-"""Masked-token batches: a pure function of seed and row number."""
+"""Batches for masked-token prediction, as a pure function of seed and row number."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from zerojax.data.source import TokenSource
 
 MASK_FRACTION = 0.15
 MASK_SHARE, RANDOM_SHARE = 0.8, 0.1
-# Set apart from the keys of the shuffle, which are (seed, epoch).
+# Different from the keys of the shuffle, which are (seed, epoch).
 _STREAM = (0, 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class MaskedSource(TokenSource):
-    """A `TokenSource` whose rows have masked tokens, for `Bert.loss` (arXiv:1810.04805, 3.1).
+    """`TokenSource` whose rows have masked tokens, for `Bert.loss` (arXiv:1810.04805, 3.1).
 
-    In every row the same number of places is asked for: `mask_fraction` of its tokens. Of these
-    80 % hold the mask, 10 % a token drawn from the vocabulary, 10 % what was there. A row of the
-    next epoch has other places (arXiv:1907.11692), one of another process the same.
+    Every row has the same number of positions to predict: `mask_fraction` of its tokens. 80 % of
+    them hold the mask, 10 % a random token of the vocabulary, 10 % the original token. In the next
+    epoch a row has other positions (arXiv:1907.11692); on another process it has the same.
 
     Make one with `as_masked_source`.
     """
 
     mask_token: int
-    """What stands for a masked token; it may lie beyond the data's vocabulary."""
+    """Id of the mask; it may be outside the data's vocabulary."""
     special_tokens: tuple[int, ...] = ()
     """Ids that are never masked and never drawn, such as [CLS] and [SEP]."""
     mask_fraction: float = MASK_FRACTION
-    """Part of a row that is asked for."""
+    """Fraction of a row's tokens to predict."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 < self.mask_fraction <= 1:
             raise ValueError(
-                f"mask_fraction={self.mask_fraction}: it must be above 0 and at most 1; BERT has "
+                f"mask_fraction={self.mask_fraction}: it must be above 0 and at most 1; BERT uses "
                 f"{MASK_FRACTION}"
             )
         for token in (self.mask_token, *self.special_tokens):
@@ -48,35 +48,35 @@ class MaskedSource(TokenSource):
                 raise ValueError(f"token {token}: ids of tokens are at least 0")
         if not self._ordinary.size:
             raise ValueError(
-                f"the vocabulary of {self.vocab_size} ids has only special ones, so that no token "
-                "can be drawn; give the special tokens of this tokenizer"
+                f"the vocabulary of {self.vocab_size} ids has only special ones, so no random "
+                "token can be drawn; pass the special tokens of this tokenizer"
             )
 
     @property
     def num_places(self) -> int:
-        """Places of a row that are asked for."""
+        """Number of positions to predict in a row."""
         return max(1, round(self.seq_len * self.mask_fraction))
 
     @functools.cached_property
     def _ordinary(self) -> np.ndarray:
-        """int32 ids that may be drawn in place of a token."""
+        """Ids that may replace a token, int32."""
         size = self.vocab_size or self.tokens.vocab_size
         if size is None:
             raise ValueError(
-                f"{self.tokens.name} does not say how many different tokens it may hold, so that "
-                "none can be drawn in place of another; pass vocab_size to as_source"
+                f"{self.tokens.name} does not state its vocabulary size, so no random token can be "
+                "drawn; pass vocab_size to as_source"
             )
         ids = np.arange(size, dtype=np.int32)
         return ids[~np.isin(ids, (self.mask_token, *self.special_tokens))]
 
     def rows_at(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
-        """The rows with these numbers; pure.
+        """Returns the rows with these numbers; pure.
 
         Returns:
           "tokens": int32 [rows, seq_len], some masked. "positions": int32 [rows, num_places],
-          rising, the places that are asked for, and "targets": int32, the tokens there.
-          "weights": float32 [rows, num_places], 0 where a row has fewer ordinary tokens than
-          places.
+            increasing, the positions to predict, and "targets": int32, the original tokens there.
+            "weights": float32 [rows, num_places], 0 where a row has fewer ordinary tokens than
+            positions.
         """
         tokens = super().rows_at(numbers)["tokens"]
         counters = self._counters(numbers)
@@ -92,9 +92,9 @@ class MaskedSource(TokenSource):
         return {"tokens": tokens, "positions": positions, "targets": targets, "weights": weights}
 
     def _places(self, tokens: np.ndarray, counters: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(positions int32, weights float32), both [rows, num_places]."""
+        """Returns (positions int32, weights float32), both [rows, num_places]."""
         can_be = ~np.isin(tokens, (self.mask_token, *self.special_tokens))
-        # In the order of random words, ordinary tokens first.
+        # Sorted by random words, ordinary tokens first.
         words = self._words(counters, 0) >> np.uint64(1)
         words |= np.where(can_be, np.uint64(0), np.uint64(1) << np.uint64(63))
         chosen = np.argsort(words, axis=1, kind="stable")[:, : self.num_places]
@@ -103,16 +103,16 @@ class MaskedSource(TokenSource):
         return positions.astype(np.int32), weights
 
     def _counters(self, numbers: np.ndarray) -> np.ndarray:
-        """uint64 [rows, seq_len]: a number of its own for every place of every row."""
+        """Returns a unique number for every position of every row, uint64 [rows, seq_len]."""
         rows = numbers.astype(np.uint64)[:, None] * np.uint64(self.seq_len)
         return rows + np.arange(self.seq_len, dtype=np.uint64)[None, :]
 
     def _words(self, counters: np.ndarray, stream: int) -> np.ndarray:
-        """64 random bits for each counter; other ones in another stream."""
+        """Returns 64 random bits for each counter; they differ between streams."""
         return mix_bits(counters, derive_words((self.seed, *_STREAM))[stream])
 
     def fingerprint(self) -> dict[str, Any]:
-        """As of a `TokenSource`, and what the masks depend on."""
+        """Returns the fingerprint of the `TokenSource` and the settings of the masks."""
         return {
             **super().fingerprint(),
             "mask_token": self.mask_token,
@@ -128,7 +128,7 @@ def as_masked_source(
     special_tokens: Sequence[int] = (),
     mask_fraction: float = MASK_FRACTION,
 ) -> MaskedSource:
-    """The rows of a source with some of their tokens masked.
+    """Masks some of the tokens of a source's rows.
 
     With a tokenizer of Hugging Face: `mask_token=tokenizer.id_of("[MASK]")` and
     `special_tokens=tokenizer.special_ids`. Bytes have no mask; 256 is the next id, and the model's
@@ -136,17 +136,17 @@ def as_masked_source(
 
     Args:
       source: from `as_source`, to train on or to validate with.
-      mask_token: the id that stands for a masked token.
+      mask_token: id of the mask.
       special_tokens: ids that are never masked and never drawn.
-      mask_fraction: part of a row's tokens that is asked for.
+      mask_fraction: fraction of a row's tokens to predict.
 
     Raises:
       ValueError: a fraction outside (0, 1], no ordinary token to draw, or a packed source.
     """
     if source.boundary is not None:
         raise ValueError(
-            "the source tells texts of a row apart (pack), which masked-token batches do not; make "
-            "it without pack"
+            "the source separates the texts of a row (pack), which masked-token batches do not "
+            "support; make it without pack"
         )
     own = {field.name: getattr(source, field.name) for field in dataclasses.fields(TokenSource)}
     return MaskedSource(

@@ -1,8 +1,8 @@
-"""Mixtures of sources with weights: each row of a batch is a row of one of them.
+"""Weighted mixtures of sources: each row of a batch is a row of one source.
 
-Rows are dealt out in blocks of 1,024. How many rows of a block each source gets follows from its
-weight and the number of the block, and where they lie in it from a permutation of the block's
-places, so that row number -> (source, its row) takes no state and no search.
+Rows are assigned in blocks of 1,024. The number of rows of each source in a block follows from its
+weight and the number of the block, and their positions from a permutation of the block. So row
+number -> (source, its row) needs no state and no search.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from zerojax.data.shuffle import permute
 from zerojax.data.source import RowSource, check_sizes
 
 BLOCK = 1024
-# Weights are parts of this, so that counts are integers and the same on every machine.
+# Weights are multiples of 1 / UNITS, so that counts are integers and equal on every machine.
 UNITS = 1 << 20
-# Set apart from the keys of the shuffles of sources, (seed, epoch), and of masks.
+# Different from the keys of the sources' shuffles, (seed, epoch), and of masks.
 _STREAM = (0, 2)
 
 AtEnd = Literal["repeat", "stop"]
@@ -31,12 +31,12 @@ AtEnd = Literal["repeat", "stop"]
 
 @dataclasses.dataclass(frozen=True)
 class _Phase:
-    """Blocks between two ends of sources, through which the same ones give rows.
+    """Range of blocks between two ends of sources, in which the same sources provide rows.
 
     Attributes:
       first: number of the first block.
       units: int64 [sources], the share of each in `UNITS`, or its rows of the only block.
-      before: int64 [sources], rows that each has given before this phase.
+      before: int64 [sources], rows that each provided before this phase.
       is_one_block: whether this is the single block in which a source ends; `units` are counts.
     """
 
@@ -46,7 +46,8 @@ class _Phase:
     is_one_block: bool
 
     def given(self, block: int) -> np.ndarray:
-        """int64 [sources]: rows that each has given before this block of the phase."""
+        """Returns the rows that each source provided before this block of the phase, int64
+        [sources]."""
         if self.is_one_block:
             return self.before + (block - self.first) * self.units
         return self.before + largest_remainders((block - self.first) * BLOCK, self.units)
@@ -57,29 +58,29 @@ class _Phase:
 class MixtureSource(RowSource):
     """Rows of several sources in proportion to their weights.
 
-    At the end of each block of 1,024 rows every source has given its share of all rows, up to one
-    row. A source that ends begins its next epoch, or gives no more, and the others take its share.
+    After each block of 1,024 rows every source has provided its share of all rows, up to one row.
+    At its end a source starts its next epoch, or stops and the others take over its share.
     """
 
     kind: ClassVar[str] = "mixture"
 
     sources: tuple[RowSource, ...]
-    """Their own batch sizes do not matter. What one lacks of the arrays of another is filled in:
+    """The sources; their own batch sizes are ignored. Arrays that a source lacks are filled in:
     "weights" of 1, one segment, and the positions in it."""
     weights: tuple[float, ...]
-    """One for each source, of any sum."""
+    """One for each source; the sum is arbitrary."""
     names: tuple[str, ...]
     """One for each source, for messages."""
     at_end: tuple[AtEnd, ...] = ()
-    """What each source does when all its rows were given; empty: they repeat."""
+    """What each source does after its last row; empty: all repeat."""
     global_batch_size: int
     """Rows per batch, over all processes."""
     seed: int = 0
-    """Of the places within blocks."""
+    """Seed of the positions within blocks."""
     seq_len: int = dataclasses.field(init=False)
     """Tokens of a row."""
     vocab_size: int | None = dataclasses.field(init=False, default=None)
-    """The largest of the sources'; None where one does not know its own."""
+    """The largest of the sources'; None if one is unknown."""
 
     def __post_init__(self) -> None:
         if not self.sources:
@@ -101,25 +102,25 @@ class MixtureSource(RowSource):
                 )
         if len(set(self.names)) < len(self.names):
             raise ValueError(
-                f"the sources of the mixture are called {list(self.names)}; give each a name of "
-                "its own, and data that are there twice one weight"
+                f"the sources of the mixture are called {list(self.names)}; give each a unique "
+                "name, and list data that occur twice once"
             )
         for name, source in zip(self.names, self.sources, strict=True):
             if source.seq_len != self.seq_len:
                 raise ValueError(
                     f"{name} has rows of seq_len={source.seq_len}, {self.names[0]} of "
-                    f"{self.seq_len}; give all sources of a mixture the same"
+                    f"{self.seq_len}; use the same for all sources of a mixture"
                 )
         self._check_tokenizers()
         if "repeat" not in self.at_end:
             raise ValueError(
-                "every source of the mixture stops at its end, and a run goes on for its steps; "
-                "let one repeat (at_end: repeat)"
+                "every source of the mixture stops at its end, but a run continues for all its "
+                "steps; let one repeat (at_end: repeat)"
             )
         if not set(self.at_end) <= {"repeat", "stop"}:
             raise ValueError(f"at_end={list(self.at_end)}; each is repeat or stop")
         _check_weights(self.weights, self.names)
-        self.array_names  # noqa: B018 - refuses sources that do not go together
+        self.array_names  # noqa: B018 - raises for sources that do not match
 
     def _check_tokenizers(self) -> None:
         known = [
@@ -136,25 +137,25 @@ class MixtureSource(RowSource):
 
     @property
     def tokenizer(self) -> Mapping[str, Any] | None:
-        """That of the sources."""
+        """Tokenizer of the sources."""
         return next((x.tokenizer for x in self.sources if x.tokenizer is not None), None)
 
     @property
     def template(self) -> str | None:
-        """That of the first source which has one."""
+        """Template of the first source that has one."""
         return next((x.template for x in self.sources if x.template is not None), None)
 
     @property
     def num_rows(self) -> int:
-        """Rows of all sources together; with weights of their own, no source need end there."""
+        """Rows of all sources together; with other weights, no source need end there."""
         return sum(source.num_rows for source in self.sources)
 
     @functools.cached_property
     def array_names(self) -> tuple[str, ...]:
-        """What the rows of the mixture have.
+        """Names of the arrays of the mixture's rows.
 
         Raises:
-          ValueError: sources of other sorts, as one of masked tokens among texts.
+          ValueError: sources of different types, such as masked tokens among texts.
         """
         found = [
             {name: value.shape[1:] for name, value in source.rows(0, 1).items()}
@@ -169,8 +170,8 @@ class MixtureSource(RowSource):
             if missing or odd:
                 raise ValueError(
                     f"the rows of {label} have {sorted(shapes)}, those of the whole mixture "
-                    f"{sorted(names)}, and {missing or odd} cannot be filled in; mix sources of "
-                    "one sort"
+                    f"{sorted(names)}, and {missing or odd} cannot be filled in; mix only sources "
+                    "of the same type"
                 )
         return names
 
@@ -180,12 +181,12 @@ class MixtureSource(RowSource):
 
     @property
     def _limits(self) -> list[int | None]:
-        """Rows that each source gives in all; None: no end."""
+        """Total rows that each source provides; None: unlimited."""
         pairs = zip(self.sources, self.at_end, strict=True)
         return [source.num_rows if end == "stop" else None for source, end in pairs]
 
     def places(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Which row of which source each row of the mixture is.
+        """Returns the source, and the row in it, of each row of the mixture.
 
         Args:
           numbers: int64 [rows].
@@ -207,12 +208,12 @@ class MixtureSource(RowSource):
         return sources, rows
 
     def _given(self, block: int) -> np.ndarray:
-        """int64 [sources]: rows that each has given before this block."""
+        """Returns the rows that each source provided before this block, int64 [sources]."""
         firsts = [phase.first for phase in self._phases]
         return self._phases[bisect.bisect_right(firsts, block) - 1].given(block)
 
     def rows_at(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
-        """The rows with these numbers; pure. See the sources for what they have."""
+        """Returns the rows with these numbers; pure. The sources document their arrays."""
         sources, rows = self.places(numbers)
         made: dict[str, np.ndarray] = {}
         for index in np.unique(sources).tolist():
@@ -225,18 +226,18 @@ class MixtureSource(RowSource):
         return made
 
     def epochs(self, row: int) -> dict[str, int]:
-        """Which epoch each source is in, from 1, once `row` rows were given."""
+        """Returns the epoch of each source, from 1, after `row` rows."""
         block, within = divmod(row, BLOCK)
         given = self._given(block)
         if within:
             first = np.arange(block * BLOCK, row, dtype=np.int64)
             given = given + np.bincount(self.places(first)[0], minlength=len(self.sources))
-        # The epoch of the row that was given last.
+        # The epoch of the last row.
         pairs = zip(self.names, given.tolist(), self.sources, strict=True)
         return {name: 1 + max(rows - 1, 0) // source.num_rows for name, rows, source in pairs}
 
     def fingerprint(self) -> dict[str, Any]:
-        """What the meaning of a row number depends on; saved beside the position."""
+        """Returns the settings that define what a row number means; saved with the position."""
         return {
             "sources": [source.fingerprint() for source in self.sources],
             "weights": list(self.weights),
@@ -245,7 +246,7 @@ class MixtureSource(RowSource):
         }
 
     def describe(self) -> str:
-        """One line for the screen."""
+        """Returns a one-line description for the log."""
         shares = _units(self.weights) / UNITS
         parts = [
             f"{100 * share:.3g} % {source.describe()}"
@@ -256,10 +257,11 @@ class MixtureSource(RowSource):
 
 
 def largest_remainders(total: int, units: np.ndarray) -> np.ndarray:
-    """`total` things dealt out in proportion to `units`, whole ones, each within one of its share.
+    """Divides `total` items in proportion to `units`, in whole numbers, each within one of its
+    share.
 
-    As `total` grows by 1,024, no count falls where each share is at least 1/1,024: its quota then
-    grows by one at least.
+    As `total` grows by 1,024, no count decreases if each share is at least 1/1,024: its quota then
+    grows by at least one.
 
     Args:
       total: at least 0.
@@ -268,7 +270,7 @@ def largest_remainders(total: int, units: np.ndarray) -> np.ndarray:
     Returns:
       int64 [n] with a sum of `total`.
     """
-    rounds, rest = divmod(total, UNITS)  # so that no product is beyond 64 bits
+    rounds, rest = divmod(total, UNITS)  # keeps products within 64 bits
     quotas = rest * units
     counts = quotas // UNITS
     left = rest - int(counts.sum())
@@ -278,11 +280,11 @@ def largest_remainders(total: int, units: np.ndarray) -> np.ndarray:
 
 
 def _units(weights: Sequence[float], *, active: np.ndarray | None = None) -> np.ndarray:
-    """int64 [sources] with a sum of `UNITS`; 0 for those that are not active."""
+    """Converts weights to int64 [sources] with a sum of `UNITS`; 0 for inactive sources."""
     values = np.asarray(weights, np.float64)
     if active is not None:
         values = np.where(active, values, 0)
-    exact = np.round(values / values.sum() * UNITS, 6)  # 1/1,024 is 1,024 units, and not one less
+    exact = np.round(values / values.sum() * UNITS, 6)  # 1/1,024 must be 1,024 units, not one less
     units = np.floor(exact).astype(np.int64)
     order = np.argsort(-(exact - units), kind="stable")
     units[order[: UNITS - int(units.sum())]] += 1
@@ -294,22 +296,22 @@ def _check_weights(weights: Sequence[float], names: Sequence[str]) -> None:
     for name, weight in zip(names, weights, strict=True):
         if not 0 < weight < float("inf"):
             raise ValueError(
-                f"weight={weight} of {name}; a weight is a number above 0: leave the source out, "
-                "or give it one"
+                f"weight={weight} of {name}; a weight has to be a number above 0: remove the "
+                "source, or change its weight"
             )
         if weight * BLOCK < total * (1 - 1e-9):
             raise ValueError(
                 f"weight={weight} of {name} is less than 1/{BLOCK} of all weights ({total:g}), so "
-                f"that not every block of {BLOCK} rows has one of its rows; raise it to "
-                f"{total / (BLOCK - 1):.3g} or leave the source out"
+                f"some blocks of {BLOCK} rows have none of its rows; raise it to "
+                f"{total / (BLOCK - 1):.3g} or remove the source"
             )
 
 
 def _phases(weights: Sequence[float], limits: Sequence[int | None]) -> list[_Phase]:
-    """The phases of a mixture, the last of which has no end.
+    """Returns the phases of a mixture, the last of which has no end.
 
     Args:
-      limits: rows that each source gives in all; None: no end.
+      limits: total rows that each source provides; None: unlimited.
     """
     count = len(weights)
     active = np.ones(count, bool)
@@ -330,7 +332,7 @@ def _phases(weights: Sequence[float], limits: Sequence[int | None]) -> list[_Pha
 
 
 def _block_of_first_end(phase: _Phase, ends: np.ndarray, active: np.ndarray) -> int:
-    """The first block that would take more rows of a source than it has."""
+    """Returns the first block that would need more rows of a source than it has."""
 
     def is_over(blocks: int) -> bool:
         return bool(np.any(phase.given(phase.first + blocks + 1)[active] > ends[active]))
@@ -342,7 +344,8 @@ def _block_of_first_end(phase: _Phase, ends: np.ndarray, active: np.ndarray) -> 
 
 
 def _counts_with_ends(units: np.ndarray, left: np.ndarray, active: np.ndarray) -> np.ndarray:
-    """int64 [sources]: rows of the block in which a source ends; the others share what it lacks."""
+    """Returns the rows of a block in which a source ends; the others fill its gap. int64
+    [sources]."""
     counts, active = np.zeros(len(units), np.int64), active.copy()
     while True:
         share = _units(np.where(active, units, 0).tolist())
@@ -358,7 +361,7 @@ _FILLED = ("weights", "segments", "positions")
 
 
 def _filled(rows: dict[str, np.ndarray], names: Sequence[str]) -> dict[str, np.ndarray]:
-    """Rows with all of `names`: each row is one text where nothing says otherwise."""
+    """Adds missing arrays of `names` to rows: by default each row is one text."""
     shape = rows["tokens"].shape
     if "positions" in names and "positions" not in rows:
         rows = {**rows, "positions": _positions(rows.get("segments"), shape)}
@@ -370,7 +373,7 @@ def _filled(rows: dict[str, np.ndarray], names: Sequence[str]) -> dict[str, np.n
 
 
 def _positions(segments: np.ndarray | None, shape: tuple[int, ...]) -> np.ndarray:
-    """int32 [rows, seq_len], counted from 0 in each run of equal segments."""
+    """Returns positions int32 [rows, seq_len], from 0 in each run of equal segments."""
     index = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
     if segments is None:
         return index.copy()

@@ -1,4 +1,4 @@
-"""Sources of what a user calls data: paths, arrays, and mixtures of them."""
+"""Opens a user's data as sources: paths, arrays, and mixtures of them."""
 
 from __future__ import annotations
 
@@ -51,28 +51,28 @@ def as_source(
     pack: bool = False,
     long_texts: LongTexts = "refuse",
 ) -> tuple[RowSource, RowSource | None, Tokenizer | None]:
-    """What a user calls data, as a source to train on, one to validate on, and the tokenizer.
+    """Opens a user's data: returns training source, validation source and tokenizer.
 
     Args:
       data: None (the embedded Shakespeare), a text file, a folder of text files, a token file, a
         folder or a sequence of token files, a folder of chats (`prepare_chats`), an integer array
         [n], or a source. Or several of these with weights, `{path: weight}` or a sequence of
         `MixturePart`s.
-      tokenizer: how text becomes ids (`as_tokenizer`). Token files and chats bring their own: there
-        "bytes", the default, gives way to it, and anything else must agree with it.
+      tokenizer: converts text to ids (`as_tokenizer`). Token files and chats have their own: it
+        replaces "bytes", the default, and any other value must agree with it.
       seq_len: inputs per row.
       global_batch_size: rows per batch over all processes.
       seed: of the order of the training rows.
-      validation_fraction: the tail of the tokens, or of the chats, kept for validation; not used
-        where the folder sets some apart (`validation.bin`, or chats that `prepare_chats` has set
-        apart); 0 for none.
+      validation_fraction: last part of the tokens, or of the chats, that is kept for validation;
+        ignored if the folder has a validation part (`validation.bin`, or chats that `prepare_chats`
+        set apart); 0 for none.
       vocab_size: of the model, if already fixed; ids are checked against it.
-      pack: batches tell the texts of a row apart (`TokenSource.boundary`), by the id that the
-        tokenizer puts between two. Chats are packed whole in any case (`PackedSource`).
+      pack: batches separate the texts of a row (`TokenSource.boundary`), by the id that the
+        tokenizer puts between two. Chats are always packed whole (`PackedSource`).
       long_texts: "refuse", "split" or "drop" chats that are longer than a row.
 
     Returns:
-      `(train, validation, tokenizer)`; the validation source is not shuffled and None without a
+      `(train, validation, tokenizer)`; the validation source is not shuffled, and None without a
       validation part; the tokenizer is None for token files that do not name theirs.
 
     Raises:
@@ -97,7 +97,7 @@ def as_source(
 
 
 def mixture_parts(data: Any) -> tuple[MixturePart, ...]:
-    """`{path: weight}` or `MixturePart`s as the latter; empty for other kinds of data.
+    """Converts `{path: weight}` or `MixturePart`s to a tuple; empty for other kinds of data.
 
     Raises:
       ConfigError: a weight that is not a number above 0.
@@ -111,10 +111,10 @@ def mixture_parts(data: Any) -> tuple[MixturePart, ...]:
 
 
 def array_names(data: Any, *, pack: bool = False) -> tuple[str, ...]:
-    """What the rows of a source of these data have, as far as sidecars alone tell.
+    """Returns the array names in the rows of these data, as far as sidecars show.
 
     Args:
-      data, pack: as `as_source` takes them; data that are not there count as text.
+      data, pack: as in `as_source`; missing data count as text.
     """
     parts = mixture_parts(data)
     if parts:
@@ -129,7 +129,7 @@ def array_names(data: Any, *, pack: bool = False) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Opening:
-    """How data are opened; fields as the arguments of `as_source`."""
+    """Settings for opening data; fields as the arguments of `as_source`."""
 
     tokenizer: Any
     seq_len: int
@@ -141,7 +141,7 @@ class _Opening:
     long_texts: LongTexts
 
     def source(self, data: Any) -> tuple[RowSource, RowSource | None, Tokenizer | None]:
-        """A single set of data."""
+        """Opens a single set of data."""
         if isinstance(data, str | Path) and is_text_set(existing_path(data)):
             return self._chats(existing_path(data))
         tokens, validation, ready = _open(data, self.tokenizer)
@@ -194,14 +194,14 @@ class _Opening:
     def mixture(
         self, parts: Sequence[MixturePart]
     ) -> tuple[RowSource, RowSource | None, Tokenizer | None]:
-        """Several sets of data with weights."""
+        """Opens several sets of data with weights."""
         alone = dataclasses.replace(self, global_batch_size=1)  # a set may be smaller than a batch
         opened = [alone.source(part.path) for part in parts]
         train = self._mixed(parts, [each[0] for each in opened])
         apart = [(part, each[1]) for part, each in zip(parts, opened, strict=True) if each[1]]
         validation = None
         if apart:
-            # An evaluation sees few rows: those of a set that ends are read again.
+            # An evaluation reads few rows: a set that ends is read again.
             repeated = [dataclasses.replace(part, at_end="repeat") for part, _ in apart]
             validation = self._mixed(repeated, [each for _, each in apart])
         return train, validation, next((each[2] for each in opened if each[2] is not None), None)
@@ -218,10 +218,10 @@ class _Opening:
 
 
 def open_texts(folder: Path) -> tuple[TextSet, TextSet | None]:
-    """A folder of `prepare_chats`, with its tokenizer and its template.
+    """Opens a folder of `prepare_chats`, with its tokenizer and its template.
 
     Returns:
-      (the texts to train on, those to validate with, if some were set apart).
+      (the training texts, the validation texts or None).
 
     Raises:
       ValueError: a damaged folder, or a tokenizer or template that was changed afterwards.
@@ -231,8 +231,8 @@ def open_texts(folder: Path) -> tuple[TextSet, TextSet | None]:
         file = folder / name
         if name in sums and not (file.is_file() and hash_file(file) == sums[name]):
             raise ValueError(
-                f"{str(file)!r} is not the file that the texts were made with; put it "
-                "back, or prepare the folder again with `zerojax data prepare`"
+                f"{str(file)!r} is not the file that the texts were made with; restore it, or "
+                "prepare the folder again with `zerojax data prepare`"
             )
     tokenizer = template = None
     if TOKENIZER_FILE in sums:
@@ -253,9 +253,9 @@ def _open(data: Any, tokenizer: Any) -> tuple[Tokens, Tokens | None, Tokenizer |
         isinstance(paths, Sequence) and paths and all(isinstance(p, str | Path) for p in paths)
     ):
         raise TypeError(
-            f"data is a {type(data).__name__}; pass None, a path, a list of token files, "
-            "{path: weight, ...}, an integer numpy array, or a TokenSource. Batches (an iterable, "
-            "a callable) are given as `batches`, not as text"
+            f"data is a {type(data).__name__}; pass None, a path, a list of token files, {{path: "
+            f"weight, ...}}, an integer numpy array, or a TokenSource. Pass batches (an iterable, "
+            "a callable) as `batches`, not as text"
         )
     found = [existing_path(path) for path in paths]
     if len(found) == 1 and not is_token_path(found[0]):
@@ -276,12 +276,12 @@ def _open(data: Any, tokenizer: Any) -> tuple[Tokens, Tokens | None, Tokenizer |
 
 
 def _tokenizer_of(known: Mapping[str, Any] | None, name: str, spec: Any) -> Tokenizer | None:
-    """The tokenizer of token files: their own; checked against an explicit other one.
+    """Returns the tokenizer of token files, checked against the user's explicit choice.
 
     Args:
-      known: `Tokenizer.to_dict` of what made them.
+      known: `Tokenizer.to_dict` of the tokenizer that made them.
       name: of the data, for messages.
-      spec: what the user wrote.
+      spec: the user's choice.
     """
     if known is None:
         return _stated_tokenizer(spec)
@@ -299,14 +299,14 @@ def _tokenizer_of(known: Mapping[str, Any] | None, name: str, spec: Any) -> Toke
     )
     if not agrees:
         raise ValueError(
-            f"tokenizer={quoted(spec)} is not what made {name} ({own!r}); leave the option out, "
-            "token files bring their own tokenizer, or prepare the text again"
+            f"tokenizer={quoted(spec)} did not make {name} ({own!r}); leave the option out, token "
+            "files have their own tokenizer, or prepare the text again"
         )
     return own
 
 
 def _stated_tokenizer(spec: Any) -> Tokenizer | None:
-    """For ids of unknown origin: a tokenizer given as such; a mere default names none."""
+    """Returns an explicitly chosen tokenizer for ids of unknown origin; None for a default."""
     return None if spec is None or spec == "bytes" or bpe_size(spec) else as_tokenizer(spec)
 
 
@@ -316,8 +316,8 @@ def _given_source(
     for name, wanted in (("seq_len", seq_len), ("global_batch_size", global_batch_size)):
         if getattr(source, name) != wanted:
             raise ValueError(
-                f"the source has {name}={getattr(source, name)}, the run wants {wanted}; "
-                f"make both {wanted}"
+                f"the source has {name}={getattr(source, name)}, but the run has {wanted}; make "
+                f"both {wanted}"
             )
     return source, None, _tokenizer_of(source.tokenizer, type(source).__name__, tokenizer)
 

@@ -1,4 +1,4 @@
-"""Packed source: whole texts side by side in rows, as a pure function of the row number."""
+"""Packed source: rows of whole texts, as a pure function of the row number."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from zerojax.data.text_set import TextSet
 LongTexts = Literal["refuse", "split", "drop"]
 LONG_TEXTS: tuple[str, ...] = ("refuse", "split", "drop")
 PACKED_NAMES = ("tokens", "targets", "segments", "weights", "positions")
-"""Of the arrays of a row; a row of a `TokenSource` has the first two, or with `pack` four."""
+"""Names of a row's arrays; a row of a `TokenSource` has the first two, or four with `pack`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Pieces:
-    """What is packed: texts, and parts of those that are longer than a row.
+    """Units of packing: texts, and parts of texts that are longer than a row.
 
     Attributes:
       starts: int64 [pieces], where each begins in the tokens of the set.
@@ -40,10 +40,11 @@ class Pieces:
 @names_keywords()
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class PackedSource(RowSource):
-    """Rows of whole texts, packed by best fit and shuffled anew in every epoch.
+    """Rows of whole texts, packed by best fit and shuffled again in every epoch.
 
-    Which texts share a row depends on their lengths alone, so that every process finds the same;
-    row r of the endless sequence is packed row `permute(r mod n, n, (seed, r div n))` of n.
+    The assignment of texts to rows depends only on their lengths, so it is the same on every
+    process. Row r of the endless sequence is packed row `permute(r mod n, n, (seed, r div n))` of
+    n.
     """
 
     kind: ClassVar[str] = "packed texts"
@@ -56,12 +57,13 @@ class PackedSource(RowSource):
     seed: int = 0
     shuffle: bool = True
     vocab_size: int | None = None
-    """Ids read are checked against it; None: against the vocabulary that the texts state."""
+    """Limit of the ids that are read; None: the vocabulary that the texts state."""
     long_texts: LongTexts = "refuse"
-    """What becomes of texts longer than a row: an error, rows of their parts, or nothing."""
+    """Handling of texts longer than a row: an error, rows of their parts, or left out."""
     fill: bool = False
-    """Whether rows of padding fill the last batch of an epoch, so that each text is in one batch of
-    an evaluation, however few there are. In training epochs run into one another."""
+    """Whether rows of padding fill the last batch of an epoch, so that an evaluation reads each
+    text exactly once, however few there are. In training, epochs follow each other without
+    padding."""
 
     def __post_init__(self) -> None:
         check_sizes(self)
@@ -78,10 +80,10 @@ class PackedSource(RowSource):
 
     @functools.cached_property
     def pieces(self) -> Pieces:
-        """What is packed, in the order of the texts.
+        """The pieces to pack, in the order of the texts.
 
         Raises:
-          ValueError: texts longer than a row where these are refused, or nothing is left.
+          ValueError: texts longer than a row with long_texts="refuse", or no text is left.
         """
         lengths, size = self.texts.lengths, self.seq_len
         long = lengths > size
@@ -99,8 +101,8 @@ class PackedSource(RowSource):
             numbers = numbers[~long]
         if not numbers.size:
             raise ValueError(
-                f"all {len(lengths)} texts of {self.texts.name} are longer than a row of seq_len="
-                f"{size} tokens, so that nothing is left; raise seq_len, or set long_texts to split"
+                f"all {len(lengths)} texts of {self.texts.name} are longer than a row of "
+                f"seq_len={size} tokens, so none is left; raise seq_len, or set long_texts to split"
             )
         counts = -(-lengths[numbers] // size)
         texts = np.repeat(numbers, counts)
@@ -116,7 +118,7 @@ class PackedSource(RowSource):
 
     @functools.cached_property
     def packing(self) -> Packing:
-        """Which pieces lie in which row."""
+        """Assignment of pieces to rows."""
         return packing_of(self.pieces.lengths, self.seq_len)
 
     @property
@@ -127,22 +129,22 @@ class PackedSource(RowSource):
 
     @property
     def tokenizer(self) -> Mapping[str, Any] | None:
-        """That of the texts."""
+        """Tokenizer of the texts."""
         return self.texts.tokenizer
 
     @property
     def template(self) -> str | None:
-        """That of the texts."""
+        """Template of the texts."""
         return self.texts.template
 
     def rows_at(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
-        """The rows with these numbers; pure.
+        """Returns the rows with these numbers; pure.
 
         Returns:
-          [rows, seq_len] each: int32 "tokens" and "targets", the token that follows in the same
-          text, or 0 where none does; float32 "weights", 1 where a model is asked for the target;
-          int32 "segments", the text of each token, from 0 in each row, -1 for padding; int32
-          "positions", of each token in its text, or in its part of one.
+          [rows, seq_len] each. int32 "tokens", and "targets": the next token of the same text, or 0
+          if there is none. float32 "weights": 1 where the target is to be predicted. int32
+          "segments": the text of each token, from 0 in each row, -1 for padding. int32 "positions"
+          of each token in its text, or in its part of one.
 
         Raises:
           ValueError: an id outside the vocabulary.
@@ -157,7 +159,7 @@ class PackedSource(RowSource):
         lengths = self.pieces.lengths[pieces]
         row_of_piece = np.repeat(np.arange(len(numbers)), counts)
         used = np.bincount(row_of_piece, weights=lengths, minlength=len(numbers)).astype(np.int64)
-        # All tokens of all pieces, one after the other: where each goes, and where it is read.
+        # All tokens of all pieces in sequence: their destinations, and where they are read.
         positions = _counted(lengths)
         at = np.arange(len(positions)) + np.repeat(
             row_of_piece * self.seq_len - (np.cumsum(used) - used)[row_of_piece], lengths
@@ -203,7 +205,7 @@ class PackedSource(RowSource):
         )
 
     def fingerprint(self) -> dict[str, Any]:
-        """What the meaning of a row number depends on; saved beside the position."""
+        """Returns the settings that define what a row number means; saved with the position."""
         return {
             "texts": self.texts.fingerprint,
             "seq_len": self.seq_len,
@@ -214,7 +216,7 @@ class PackedSource(RowSource):
         }
 
     def describe(self) -> str:
-        """One line for the screen."""
+        """Returns a one-line description for the log."""
         pieces = self.pieces
         padding = 1 - pieces.lengths.sum() / (self.packing.num_rows * self.seq_len)
         long = ""
@@ -230,6 +232,6 @@ class PackedSource(RowSource):
 
 
 def _counted(counts: np.ndarray) -> np.ndarray:
-    """int64 [sum of counts]: 0, 1, ..., counts[0] - 1, 0, 1, ..., counts[1] - 1, and so on."""
+    """Returns 0, ..., counts[0] - 1, 0, ..., counts[1] - 1, and so on: int64 [sum of counts]."""
     ends = np.cumsum(counts)
     return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)

@@ -1,7 +1,7 @@
-"""Boundaries of texts within the rows of a source: segments, and weights that cross none.
+"""Boundaries of texts within rows: segments, and weights that exclude targets of another text.
 
-Rows are cut from one stream of texts, so that nothing is lost and nothing is padding. A row then
-holds the end of one text, whole ones, and the beginning of another; `segments` tell them apart.
+Rows are cut from one stream of texts, without loss and without padding. So a row may hold the end
+of one text, whole texts, and the beginning of another; `segments` separates them.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from zerojax.data.tokenizer import Tokenizer
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Boundary:
-    """Where a new text begins in a stream of tokens: behind an id, or at one.
+    """Rule for text boundaries in a stream of tokens: after an id, or at one.
 
     Attributes:
       end_token: the id that ends each text, such as <|endoftext|>.
-      start_token: the id that begins each text, such as [CLS]; where there is no `end_token`.
+      start_token: the id that begins each text, such as [CLS]; only without an `end_token`.
     """
 
     end_token: int | None = None
@@ -28,19 +28,19 @@ class Boundary:
     def __post_init__(self) -> None:
         if (self.end_token is None) == (self.start_token is None):
             raise ValueError(
-                f"end_token={self.end_token} and start_token={self.start_token}: give one of them, "
-                "the id that ends or begins each text"
+                f"end_token={self.end_token} and start_token={self.start_token}: pass exactly one "
+                "of them, the id that ends or begins each text"
             )
 
     def describe(self, windows: np.ndarray) -> dict[str, np.ndarray]:
-        """What a batch says of its texts.
+        """Returns the segments and weights of a batch.
 
         Args:
           windows: integers [rows, seq_len + 1], tokens and the one that follows them.
 
         Returns:
           "segments": int32 [rows, seq_len], the number of the text that a token belongs to, from 0
-          in each row. "weights": float32 [rows, seq_len], 0 where the target begins another text.
+            in each row. "weights": float32 [rows, seq_len], 0 where the target begins another text.
         """
         begins = np.zeros(windows.shape, bool)
         if self.end_token is None:
@@ -56,7 +56,7 @@ class Boundary:
 
 
 def boundary_of(tokenizer: Tokenizer | None, name: str) -> Boundary:
-    """Where texts end that a tokenizer has put one after the other.
+    """Returns the boundary rule for texts that a tokenizer has joined.
 
     Args:
       tokenizer: the one that made the tokens; None: unknown.
@@ -72,7 +72,7 @@ def boundary_of(tokenizer: Tokenizer | None, name: str) -> Boundary:
         )
     prefix = getattr(tokenizer, "prefix", np.zeros(0, np.int32))
     closing = tokenizer.separator[: len(tokenizer.separator) - len(prefix)]
-    # A blank line stands between two texts in bytes, and also inside of many a text.
+    # Byte tokens separate two texts by a blank line, which also occurs within many texts.
     if tokenizer.to_dict().get("kind") == "bytes" or not (len(closing) or len(prefix)):
         raise ValueError(
             "data.pack needs a tokenizer with an id between two texts, and this one has none; use "

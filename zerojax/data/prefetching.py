@@ -1,4 +1,4 @@
-"""Prefetching of batches in a thread, ahead of the step that uses them."""
+"""Prefetches batches in a thread, ahead of the step that uses them."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from typing import Any
 
 from zerojax.data.feed import Batch, Feed, State, logger
 
-# How long closing waits for a read that is under way before it leaves the thread to itself.
+# How long closing waits for a read in progress before it abandons the thread.
 JOIN_SECONDS = 5.0
 _POLL_SECONDS = 0.1
 
 
 class Prefetch(Iterator[tuple[Any, State]]):
-    """Yields `(placed batch, data state after it)`; made by `prefetch`.
+    """Iterator of `(placed batch, data state after it)`; made by `prefetch`.
 
     A checkpoint stores the state that came with the batch its step consumed, never `feed.state()`,
-    which is up to `depth` batches ahead. Use it as a context manager, or call `close`: batches
-    that were read ahead go back to the feed, so that the feed continues where the consumer was.
+    which is up to `depth` batches ahead. Use it as a context manager, or call `close`: batches that
+    were read ahead are put back into the feed, so that the feed continues where the consumer was.
     """
 
     def __init__(self, feed: Feed, put: Callable[[Batch], Any], depth: int):
         self._feed = feed
-        self._state = feed.state()  # before the thread starts to move the feed on
+        self._state = feed.state()  # before the thread advances the feed
         self._worker = _Worker(feed, put, depth)
         self._ended = False
         self.waited_seconds = 0.0
-        """Time the consumer has spent waiting for data: near zero when reading keeps up."""
-        # At exit a thread that still moves arrays would meet a torn down backend. The finalizer
-        # refers to the worker only; a reference to `self` would keep it alive.
+        """Time the consumer has waited for data, in seconds: near zero if reading keeps up."""
+        # At exit, a thread that still moves arrays would use a backend that is shut down. The
+        # finalizer refers to the worker only; a reference to `self` would keep it alive.
         self._finalizer = weakref.finalize(self, self._worker.stop)
 
     def __iter__(self) -> Prefetch:
@@ -53,11 +53,11 @@ class Prefetch(Iterator[tuple[Any, State]]):
 
     @property
     def state(self) -> State:
-        """The data state after the last batch that was consumed."""
+        """The data state after the last consumed batch."""
         return self._state
 
     def close(self) -> None:
-        """Stops reading ahead and gives unused batches back to the feed; may be called twice."""
+        """Stops reading ahead and puts unused batches back into the feed; may be called twice."""
         if not self._finalizer.alive:
             return
         self._finalizer.detach()
@@ -80,13 +80,13 @@ class Prefetch(Iterator[tuple[Any, State]]):
 def prefetch(feed: Feed, *, put: Callable[[Batch], Any], depth: int = 2) -> Prefetch:
     """Reads and places batches in a background thread while the step runs.
 
-    What the feed or `put` raises is raised by `next()` in the consumer, after the batches before
-    it. Ctrl-C in the consumer leaves the thread harmless; `close` or the `with` block ends it.
+    An error of the feed or `put` is raised by `next()` in the consumer, after the batches before
+    it. After Ctrl-C in the consumer the thread does no harm; `close` or the `with` block ends it.
 
     Args:
-      feed: is only used by the thread until `close`.
+      feed: used only by the thread until `close`.
       put: `batch -> placed batch`, for example `lambda batch: shard_batch(plan, batch)`.
-      depth: batches ready ahead of the consumer, at least 1; each one takes its device memory.
+      depth: batches ready ahead of the consumer, at least 1; each one needs its device memory.
 
     Raises:
       ValueError: depth below 1. TypeError: `feed` is not a Feed.
@@ -99,7 +99,7 @@ def prefetch(feed: Feed, *, put: Callable[[Batch], Any], depth: int = 2) -> Pref
 
 
 class _Worker:
-    """The thread and its queue; knows nothing of the Prefetch that owns it."""
+    """The thread and its queue; holds no reference to the Prefetch that owns it."""
 
     def __init__(self, feed: Feed, put: Callable[[Batch], Any], depth: int):
         self.ready: queue.Queue[Any] = queue.Queue(maxsize=depth)
@@ -120,11 +120,11 @@ class _Worker:
                     return
                 if not self._offer((batch, put(batch), state)):
                     self._late.append((batch, state))
-        except BaseException as error:  # StopIteration too: every end goes to the consumer
+        except BaseException as error:  # StopIteration too: the consumer handles every end
             self._offer(error)
 
     def _offer(self, item: Any) -> bool:
-        """Puts `item` into the queue; False if it was stopped before there was room."""
+        """Puts `item` into the queue; returns False if stopped before there was room."""
         while not self._stopping.is_set():
             try:
                 self.ready.put(item, timeout=_POLL_SECONDS)
@@ -134,13 +134,13 @@ class _Worker:
         return False
 
     def stop(self) -> list[tuple[Batch, State]]:
-        """Ends the thread; returns the batches that nobody has consumed, in their order."""
+        """Ends the thread; returns the batches that were not consumed, in their order."""
         self._stopping.set()
-        unused = self._take_all()  # also makes room, so that a thread that waits for some wakes up
+        unused = self._take_all()  # makes room, which wakes a waiting thread
         self._thread.join(JOIN_SECONDS)
         if self._thread.is_alive():
             logger.warning(
-                "data: reading the next batch has not ended within %g s; its thread is left alone",
+                "data: reading the next batch has not ended within %g s; its thread is abandoned",
                 JOIN_SECONDS,
             )
         return unused + self._take_all() + self._late

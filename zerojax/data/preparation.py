@@ -1,4 +1,4 @@
-"""Tokenisation of a corpus of any size into token files."""
+"""Tokenizes a corpus of any size into token files."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from zerojax.data.tokenizer import Tokenizer, as_tokenizer, save_tokenizer
 from zerojax.data.tokens import FORMAT, TokenPart, Tokens, hash_file, sidecar_path, smallest_dtype
 from zerojax.runtime.user_files import replace_text
 
-# A BPE learns nothing more from text beyond this; it keeps training on 100 GB to about a minute.
+# More text does not improve a BPE; this limits training on 100 GB to about a minute.
 BPE_SAMPLE_CHARACTERS = 64 << 20
-# Text up to this size is encoded in memory when it is given to `train`; larger text is prepared.
+# Text up to this size is encoded in memory when passed to `train`; larger text needs `prepare`.
 MAX_TEXT_BYTES = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """What `prepare` has written."""
+    """Result of `prepare`."""
 
     folder: Path
     num_documents: int
@@ -34,8 +34,8 @@ class Prepared:
     num_text_bytes: int
     vocab_size: int
     left_out: tuple[str, ...] = ()
-    """Endings of the files of the folder, one for each, that were not read, since they name no
-    text."""
+    """Suffixes of the folder's files, one for each, that were not read because they are not text
+    suffixes."""
 
 
 def prepare(
@@ -48,14 +48,15 @@ def prepare(
     """Writes `train.bin`, `validation.bin`, their sidecars and `tokenizer.json` into `out`.
 
     Streams: memory does not grow with the corpus. `zerojax.train(..., data=out)` reads the result.
-    A `.bin` gets its sidecar last, so that what an interrupted run leaves is never taken for whole.
+    A `.bin` gets its sidecar last, so that files of an interrupted run are never taken for
+    complete.
 
     Args:
       data: a text file, a folder of them, or None for the embedded Shakespeare.
-      out: a folder; made if missing; must not hold token files yet.
+      out: a folder; created if missing; must not hold token files yet.
       tokenizer: "bytes", "bpe:4096" (trained on at most 64 M characters, an equal share of each
         file), the path of a tokenizer file, or a tokenizer.
-      validation_fraction: the tail of the corpus, in tokens, that goes to `validation.bin`.
+      validation_fraction: last part of the corpus, in tokens, that goes to `validation.bin`.
 
     Raises:
       ValueError: bad fraction, empty or non-UTF-8 text, token files already in `out`.
@@ -80,8 +81,8 @@ def prepare(
         reason = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
         raise OSError(
             error.errno or errno.EIO,
-            f"could not write token files into {str(folder)!r}: {reason}; "
-            f"about {num_text_bytes(files)} bytes of text are to be stored, choose another folder",
+            f"could not write token files into {str(folder)!r}: {reason}; about "
+            f"{num_text_bytes(files)} bytes of text have to be stored, choose another folder",
         ) from error
 
 
@@ -118,7 +119,7 @@ def _write(files: Sequence[Path], folder: Path, tokenizer: Tokenizer, fraction: 
 
 
 def _move_tail(source: Path, target: Path, num_bytes: int) -> None:
-    """The last `num_bytes` of `source` become the file `target`; at most 16 MB in memory."""
+    """Moves the last `num_bytes` of `source` to the file `target`; at most 16 MB in memory."""
     keep = source.stat().st_size - num_bytes
     with source.open("r+b") as stream:
         stream.seek(keep)
@@ -142,7 +143,7 @@ def _write_sidecar(file: Path, dtype: np.dtype, count: int, tokenizer: Tokenizer
 
 
 def make_tokenizer(spec: Any, files: Sequence[Path]) -> Tokenizer:
-    """`as_tokenizer` that trains a "bpe:..." on an equal share of each of `files`."""
+    """Returns `as_tokenizer`, which trains a "bpe:..." on an equal share of each of `files`."""
     return as_tokenizer(spec, _sample(files))
 
 
@@ -161,7 +162,7 @@ def _sample(files: Sequence[Path]) -> Iterator[str]:
 
 
 def encode_files(files: Sequence[Path], tokenizer: Tokenizer) -> Iterator[tuple[bool, np.ndarray]]:
-    """The ids of all documents in order, the tokenizer's separator between two of them.
+    """Yields the ids of all documents in order, with the tokenizer's separator between two of them.
 
     Yields:
       `(starts_document, ids)`: int32 [n], one piece of text at a time.

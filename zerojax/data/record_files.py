@@ -1,4 +1,4 @@
-"""Files of records, row by row: JSON lines, parquet, and folders that `datasets` has saved."""
+"""Reads files of records, row by row: JSON lines, parquet, and folders saved by `datasets`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zerojax.runtime.bounded_json import JsonError, load, loads
 JSON_LINES = ".jsonl"
 COLUMN_SUFFIXES = (".parquet", ".arrow")
 RECORD_SUFFIXES = (JSON_LINES, *COLUMN_SUFFIXES)
-# One line; more is no record but a corpus without line ends.
+# Limit of one line; a longer one is not a record but a corpus without line ends.
 MAX_LINE_BYTES = 1 << 30
 _BATCH_ROWS = 1024
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
@@ -25,17 +25,17 @@ _MISSING = (
 
 
 def read_records(file: Path, columns: Sequence[str] | None = None) -> Iterator[tuple[int, Any]]:
-    """The rows of one file, in constant memory.
+    """Yields the rows of one file, in constant memory.
 
     Args:
-      file: .parquet or .arrow; any other is read as JSON lines, of which empty ones are left.
-      columns: of parquet and arrow, which to read, as far as there are; None: all.
+      file: .parquet or .arrow; any other is read as JSON lines, without empty lines.
+      columns: of parquet and arrow, which to read if they exist; None: all.
 
     Yields:
-      (number from 1: of the line, or of the row; its value: of a table a dict).
+      (number from 1: of the line, or of the row; its value: a dict for tables).
 
     Raises:
-      ValueError: a line that is not JSON, or a file that is none of its kind.
+      ValueError: a line that is not JSON, or a file that is not of its type.
       ImportError: parquet or arrow without the package pyarrow.
     """
     if file.suffix.lower() in COLUMN_SUFFIXES:
@@ -60,12 +60,12 @@ def read_records(file: Path, columns: Sequence[str] | None = None) -> Iterator[t
 
 
 def saved_files(folder: Path) -> list[Path] | None:
-    """The files of a folder that `datasets` has saved, in their order; None for other folders.
+    """Returns the files of a folder saved by `datasets`, in their order; None for other folders.
 
-    Of a folder of several splits those of "train".
+    For a folder of several splits, these are the files of "train".
 
     Raises:
-      ValueError: no split "train", rows chosen by an index, or a file that is not there.
+      ValueError: no split "train", rows chosen by an index, or a missing file.
     """
     if (folder / _SPLITS).is_file():
         splits = _object(folder / _SPLITS).get("splits")
@@ -116,7 +116,7 @@ def _table_rows(file: Path, columns: Sequence[str] | None) -> Iterator[tuple[int
         raise
     except OSError:
         raise
-    except Exception as error:  # of pyarrow, whose errors are ValueErrors of its own and others
+    except Exception as error:  # pyarrow raises ValueErrors of its own and others
         if type(error).__module__.partition(".")[0] != "pyarrow":
             raise
         kind = file.suffix[1:].lower()
@@ -135,7 +135,7 @@ def _table_batches(file: Path, columns: Sequence[str] | None) -> Iterator[Any]:
         yield from table.iter_batches(batch_size=_BATCH_ROWS, columns=wanted)
         return
     with arrow.memory_map(str(file)) as source:
-        try:  # as `datasets` writes it
+        try:  # the format that `datasets` writes
             batches: Iterator[Any] = iter(arrow.ipc.open_stream(source))
         except arrow.ArrowInvalid:
             source.seek(0)
@@ -149,7 +149,7 @@ def _table_batches(file: Path, columns: Sequence[str] | None) -> Iterator[Any]:
 
 
 def _import_arrow(module: str, file: Path) -> Any:
-    # Lazy: an optional package, and text needs none of it.
+    # Lazy: the package is optional, and text does not need it.
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Shuffle of an epoch: a permutation that is computed and never stored."""
+"""Shuffles an epoch with a permutation that is computed and never stored."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MULTIPLIER_B = np.uint64(0x94D049BB133111EB)
 
 
 def permute(positions: np.ndarray, size: int, key: tuple[int, ...]) -> np.ndarray:
-    """Where each position of [0, size) goes under the permutation that `key` names.
+    """Returns where each position of [0, size) goes under the permutation of `key`.
 
     A Feistel network over the smallest power of two >= size, walked along its cycles until the
     value is below `size` (Black and Rogaway 2002): a bijection for every size and key, with O(1)
@@ -27,7 +27,7 @@ def permute(positions: np.ndarray, size: int, key: tuple[int, ...]) -> np.ndarra
     Args:
       positions: integers in [0, size), any shape.
       size: number of elements, at least 1.
-      key: what the permutation depends on, for example `(seed, epoch)`.
+      key: selects the permutation, for example `(seed, epoch)`.
 
     Returns:
       int64, the shape of `positions`.
@@ -59,10 +59,10 @@ def permute(positions: np.ndarray, size: int, key: tuple[int, ...]) -> np.ndarra
 
 
 def _encrypt(values: np.ndarray, num_bits: int, round_keys: list[np.uint64]) -> np.ndarray:
-    """One pass of the network on uint64 [n] values below 2**num_bits; a bijection of that range.
+    """Applies the network once to uint64 [n] values below 2**num_bits; a bijection of that range.
 
-    The halves may differ by one bit (so that any num_bits works): each round changes one half by
-    a hash of the other, which is invertible whatever their widths.
+    The halves may differ by one bit (so that any num_bits works): each round changes one half by a
+    hash of the other, which is invertible for any widths.
     """
     low_bits = num_bits // 2
     shift = np.uint64(low_bits)
@@ -78,7 +78,7 @@ def _encrypt(values: np.ndarray, num_bits: int, round_keys: list[np.uint64]) -> 
 
 
 def mix_bits(values: np.ndarray, round_key: np.uint64) -> np.ndarray:
-    """The finaliser of splitmix64 (Steele, Lea and Flood 2014) of `values + round_key`."""
+    """Returns the finalizer of splitmix64 (Steele, Lea and Flood 2014) of `values + round_key`."""
     mixed = values + round_key
     mixed = (mixed ^ (mixed >> np.uint64(30))) * _MULTIPLIER_A
     mixed = (mixed ^ (mixed >> np.uint64(27))) * _MULTIPLIER_B
@@ -86,7 +86,7 @@ def mix_bits(values: np.ndarray, round_key: np.uint64) -> np.ndarray:
 
 
 def derive_words(key: tuple[int, ...]) -> list[np.uint64]:
-    """`NUM_ROUNDS` words that depend on every part of `key`."""
+    """Derives `NUM_ROUNDS` words that depend on every part of `key`."""
     # hashlib and not hash(): the same on every machine, Python and process.
     text = ",".join(str(int(part)) for part in key)
     digest = hashlib.blake2b(text.encode(), digest_size=8 * NUM_ROUNDS).digest()

@@ -18,17 +18,17 @@ from zerojax.data.tokens import Tokens, check_block, check_not_cut, gather_windo
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class RowSource(abc.ABC):
-    """Rows of batches, each a pure function of its number: what every source of text has."""
+    """Rows of batches, each a pure function of its number; base class of all text sources."""
 
     kind: ClassVar[str] = "tokens"
-    """Which sort of data this is, for a saved position."""
+    """Type of the data, for a saved position."""
 
     seq_len: int
     """Inputs per row."""
     global_batch_size: int
     """Rows per batch, over all processes."""
     vocab_size: int | None = None
-    """Ids that are read are below it; None: unknown."""
+    """Limit of the ids that are read; None: unknown."""
 
     @property
     @abc.abstractmethod
@@ -38,16 +38,16 @@ class RowSource(abc.ABC):
     @property
     @abc.abstractmethod
     def tokenizer(self) -> Mapping[str, Any] | None:
-        """`Tokenizer.to_dict` of what made the ids; None: unknown."""
+        """`Tokenizer.to_dict` of the tokenizer that made the ids; None: unknown."""
 
     @property
     def template(self) -> str | None:
-        """The chat template that made the texts; None: there was none."""
+        """The chat template that made the texts; None if there was none."""
         return None
 
     @abc.abstractmethod
     def rows_at(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
-        """The rows with these numbers of the endless sequence that the batches cut up; pure.
+        """Returns the rows with these numbers of the endless sequence behind the batches; pure.
 
         Args:
           numbers: int64 [rows], at least 0, in any order.
@@ -55,11 +55,12 @@ class RowSource(abc.ABC):
 
     @abc.abstractmethod
     def fingerprint(self) -> dict[str, Any]:
-        """What the meaning of a row number depends on; JSON-able, saved beside the position."""
+        """Returns the settings that define what a row number means; JSON-able, saved with the
+        position."""
 
     @abc.abstractmethod
     def describe(self) -> str:
-        """One line for the screen."""
+        """Returns a one-line description for the log."""
 
     @property
     def steps_per_epoch(self) -> float:
@@ -67,24 +68,24 @@ class RowSource(abc.ABC):
         return self.num_rows / self.global_batch_size
 
     def rows(self, first: int, last: int) -> dict[str, np.ndarray]:
-        """Rows [first, last) of the endless sequence; pure."""
+        """Returns rows [first, last) of the endless sequence; pure."""
         return self.rows_at(np.arange(first, last, dtype=np.int64))
 
     def epochs(self, row: int) -> dict[str, int]:
-        """Which epoch each part of the data is in, from 1, once `row` rows were given.
+        """Returns the epoch of each part of the data, from 1, after `row` rows.
 
-        Empty where there is nothing to say: of a single set of data the steps tell.
+        Empty for a single set of data, where the step shows the epoch.
         """
         del row
         return {}
 
     def batch(self, step: int, lo: int = 0, hi: int | None = None) -> dict[str, np.ndarray]:
-        """Rows [lo, hi) of the batch of `step` (counted from 0); pure.
+        """Returns rows [lo, hi) of the batch of `step` (counted from 0); pure.
 
         Concatenating the rows of any partition of [0, global_batch_size) gives the same batch.
 
         Returns:
-          What `rows` gives, [hi - lo, ...] each.
+          The arrays of `rows`, [hi - lo, ...] each.
 
         Raises:
           ValueError: a negative step, rows outside the batch, or an id outside the vocabulary.
@@ -99,7 +100,7 @@ class RowSource(abc.ABC):
 
 
 def check_sizes(source: RowSource) -> None:
-    """Refuses a row or a batch of no size.
+    """Raises if `seq_len` or `global_batch_size` is below 1.
 
     Raises:
       ValueError: names the field.
@@ -110,10 +111,11 @@ def check_sizes(source: RowSource) -> None:
 
 
 def in_epochs(rows: np.ndarray, size: int, seed: int | None) -> np.ndarray:
-    """Which of `size` things each row of an endless sequence holds, each thing once per epoch.
+    """Returns the item in each row of an endless sequence, with every item once per epoch.
 
     Args:
       rows: int64 [n], numbers of rows.
+      size: number of items.
       seed: row r holds `permute(r mod size, size, (seed, r div size))`; None: r mod size.
 
     Returns:
@@ -132,11 +134,11 @@ def in_epochs(rows: np.ndarray, size: int, seed: int | None) -> np.ndarray:
 @names_keywords()
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TokenSource(RowSource):
-    """Batches of next-token windows from tokens, in an order shuffled anew in every epoch.
+    """Batches of next-token windows from tokens, shuffled again in every epoch.
 
-    Row r of the endless sequence of rows is window `permute(r mod n, n, (seed, r div n))` of the n
-    windows there are, so no window is read twice within an epoch, and any process can make any
-    row of any batch without having made the ones before.
+    Row r of the endless sequence of rows is window `permute(r mod n, n, (seed, r div n))` of all n
+    windows. So no window is read twice within an epoch, and any process can compute any row of any
+    batch without the rows before it.
     """
 
     tokens: Tokens
@@ -147,9 +149,10 @@ class TokenSource(RowSource):
     seed: int = 0
     shuffle: bool = True
     vocab_size: int | None = None
-    """Ids read are checked against it; None: against the vocabulary the token files state."""
+    """Limit of the ids that are read; None: the vocabulary that the token files state."""
     boundary: Boundary | None = None
-    """Where a new text begins; batches then have segments, and weights. None: rows are one text."""
+    """Rule for text boundaries; batches then have segments and weights. None: a row counts as one
+    text."""
 
     def __post_init__(self) -> None:
         check_sizes(self)
@@ -173,21 +176,20 @@ class TokenSource(RowSource):
 
     @property
     def num_rows(self) -> int:
-        """The windows."""
+        """The number of windows."""
         return self.num_windows
 
     @property
     def tokenizer(self) -> Mapping[str, Any] | None:
-        """That of the token files."""
+        """Tokenizer of the token files."""
         return self.tokens.tokenizer
 
     def rows_at(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
-        """The rows with these numbers; pure.
+        """Returns the rows with these numbers; pure.
 
         Returns:
-          {"tokens": int32 [rows, seq_len], "targets": int32 [rows, seq_len]}, the targets being the
-          tokens one place further on. With a `boundary` also "segments" and "weights", see
-          `Boundary.describe`.
+          {"tokens": int32 [rows, seq_len], "targets": int32 [rows, seq_len]}; the targets are the
+          next tokens. With a `boundary` also "segments" and "weights", see `Boundary.describe`.
 
         Raises:
           ValueError: an id outside the vocabulary.
@@ -201,7 +203,7 @@ class TokenSource(RowSource):
         return rows if self.boundary is None else rows | self.boundary.describe(windows)
 
     def fingerprint(self) -> dict[str, Any]:
-        """What the meaning of a row number depends on; saved beside the position."""
+        """Returns the settings that define what a row number means; saved with the position."""
         own = {
             "tokens": self.tokens.fingerprint,
             "seq_len": self.seq_len,
@@ -211,14 +213,14 @@ class TokenSource(RowSource):
         return own if self.boundary is None else own | dataclasses.asdict(self.boundary)
 
     def describe(self) -> str:
-        """One line for the screen."""
+        """Returns a one-line description for the log."""
         return (
             f"{self.tokens.name}: {self.tokens.count:,} tokens, {self.num_windows:,} windows of "
             f"{self.seq_len}, {self.steps_per_epoch:,.1f} steps per epoch"
         )
 
     def _read(self, numbers: np.ndarray) -> np.ndarray:
-        """[b, seq_len + 1] integers; one indexing operation per part that is touched."""
+        """Reads windows, integers [b, seq_len + 1]; one indexing operation per part."""
         part_numbers = np.searchsorted(self._last_windows, numbers, side="right")
         touched = np.unique(part_numbers)
         if len(touched) == 1:
@@ -239,7 +241,8 @@ class TokenSource(RowSource):
         return windows
 
     def _check(self, windows: np.ndarray, name: str, offsets: np.ndarray) -> None:
-        """Refuses ids outside the vocabulary; where none is known, ids that int32 cannot hold."""
+        """Raises for ids outside the vocabulary; if that is unknown, for ids that int32 cannot
+        hold."""
         limit = self.vocab_size or self.tokens.vocab_size or 1 << 31
         bounds = np.iinfo(windows.dtype)
         if bounds.min >= 0 and bounds.max < limit:

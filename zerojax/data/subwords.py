@@ -16,14 +16,15 @@ from zerojax.config.display import cut, quoted
 
 END_OF_TEXT = "<|endoftext|>"
 NUM_BYTES = 256
-# 256 byte symbols and END_OF_TEXT: what a BPE without a single merge has.
+# Smallest BPE: 256 byte symbols and END_OF_TEXT, without merges.
 MIN_BPE_SIZE = NUM_BYTES + 1
-# What one core encodes at a time: long enough to amortise the call, short enough for many cores.
+# Text that one core encodes at a time: long enough to amortise the call, short enough to use many
+# cores.
 PIECE_CHARACTERS = 1 << 14
-# The names that tokenizers give to the end of a text, where nothing beside the file says which.
+# Common names of the end-of-text token, used if no settings file names it.
 END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
 _CUT = re.compile(r"(?<=\S\n)(?=\S)")
-# Texts that a tokenizer must not change when they are cut behind their line end.
+# Texts whose ids must not change when they are cut after their line end.
 _PROBES = ("line\nText", "a.\n(b)", "x1\n22", "Ωμ\n“ß”", "}\n# end")
 _MISSING = (
     "a BPE tokenizer needs the package `tokenizers`, which is not installed: run "
@@ -32,17 +33,17 @@ _MISSING = (
 
 
 def _backend_of(content: Mapping[str, Any]) -> Any:
-    """The `tokenizers.Tokenizer` of a tokenizer.json.
+    """Builds the `tokenizers.Tokenizer` of a tokenizer.json.
 
     Raises:
-      ValueError: the package does not read it. ImportError: the package is not installed.
+      ValueError: the package cannot read it. ImportError: the package is not installed.
     """
     tokenizers = import_tokenizers()
     try:
         return tokenizers.Tokenizer.from_str(json.dumps(content))
     except Exception as error:  # the package raises bare Exceptions
         raise ValueError(
-            "not a tokenizer.json that this version of `tokenizers` reads: "
+            "not a tokenizer.json that this version of `tokenizers` can read: "
             f"{cut(str(error), 200)}; if a newer version wrote it, run `pip install --upgrade "
             "tokenizers`"
         ) from error
@@ -61,22 +62,22 @@ class BpeTokenizer:
 
     @classmethod
     def from_content(cls, content: Mapping[str, Any]) -> BpeTokenizer:
-        """Reads the content of a tokenizer.json that `to_dict` has given.
+        """Builds the tokenizer from the content of a tokenizer.json in `to_dict`.
 
         Raises:
-          ValueError: the package `tokenizers` does not read it.
+          ValueError: the package `tokenizers` cannot read it.
         """
         return cls(_backend_of(content))
 
     @classmethod
     def train(cls, texts: Iterable[str], *, vocab_size: int) -> BpeTokenizer:
-        """Learns the merges of `texts`; deterministic.
+        """Trains the merges on `texts`; deterministic.
 
-        A small corpus may hold fewer merges than asked for: `.vocab_size` is what was reached.
+        A small corpus may have fewer merges than requested: `.vocab_size` is the actual size.
 
         Raises:
           ValueError: `vocab_size` below 257 (the bytes and the end-of-text mark) or above 2**20.
-          ImportError: the package `tokenizers` is not installed (with the command to get it).
+          ImportError: the package `tokenizers` is not installed (with the command to install it).
         """
         if not MIN_BPE_SIZE <= vocab_size <= 1 << 20:
             raise ValueError(
@@ -98,26 +99,28 @@ class BpeTokenizer:
 
     @property
     def separator(self) -> np.ndarray:
-        """The end-of-text id, int32 [1]; [0] for a foreign tokenizer that has no such token."""
+        """The end-of-text id, int32 [1]; empty for a foreign tokenizer without such a token."""
         end = self._backend.token_to_id(END_OF_TEXT)
         return np.asarray([] if end is None else [end], np.int32)
 
     def encode(self, text: str) -> np.ndarray:
-        """int32 [n] ids of `text`; no special tokens are added."""
+        """Returns the ids of `text`, int32 [n]; no special tokens are added."""
         # Pieces are encoded on all cores: twice as fast as one call on two cores.
         return _encode(self._backend, _pieces(text))
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """(int32 [n] ids, int64 [n, 2] of the characters [start, end) of each) of each text."""
+        """Returns for each text (int32 [n] ids, int64 [n, 2]: characters [start, end) of each
+        id)."""
         return _encode_with_offsets(self._backend, texts)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of the ids, end-of-text marks written out; ValueError for an unknown id."""
+        """Returns the text of the ids, including end-of-text marks; ValueError for an unknown
+        id."""
         checked = checked_ids(ids, self.vocab_size).tolist()
         return self._backend.decode(checked, skip_special_tokens=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """The whole tokenizer; needs no file beside it."""
+        """Returns the whole tokenizer as a dict; needs no other file."""
         return {"kind": "bpe", "json": json.loads(self._backend.to_str())}
 
     def __repr__(self) -> str:
@@ -125,13 +128,13 @@ class BpeTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer.json as it comes with a model: BPE, WordPiece or Unigram, of any make.
+    """Tokenizer of a model's tokenizer.json: BPE, WordPiece or Unigram, from any source.
 
-    What such a file says of truncation and padding is left aside: it is meant for one text at a
-    time (that of all-MiniLM-L6-v2 would cut a corpus to 128 tokens).
+    Truncation and padding settings of the file are ignored: they are meant for single texts (those
+    of all-MiniLM-L6-v2 would cut a corpus to 128 tokens).
 
     Attributes:
-      vocab_size: the largest id and one; ids may have gaps.
+      vocab_size: the largest id plus one; ids may have gaps.
       prefix, suffix: int32 ids that the tokenizer's template puts before and after a text, such as
         [CLS] and [SEP] of BERT or <|begin_of_text|> of Llama 3; often none.
       separator: int32 ids between two documents: the suffix, or without one the id of `end`; then
@@ -139,9 +142,11 @@ class HuggingFaceTokenizer:
     """
 
     def __init__(self, content: Mapping[str, Any], *, end: str | None = None):
-        """Args:
+        """Builds the tokenizer.
+
+        Args:
           content: of tokenizer.json.
-          end: the token that ends a text. None: that of `END_NAMES` which the tokenizer has.
+          end: the token that ends a text. None: the first of `END_NAMES` that the tokenizer has.
 
         Raises:
           ValueError: not the content of such a file, or a token `end` that it does not have.
@@ -167,7 +172,7 @@ class HuggingFaceTokenizer:
         self.separator = np.concatenate([closing, self.prefix])
 
     def _template(self) -> tuple[np.ndarray, np.ndarray]:
-        """The ids around a text, from one that is encoded with and without them."""
+        """Returns the ids around a text, from one text encoded with and without them."""
         probe = "a"
         bare = self._backend.encode(probe, add_special_tokens=False).ids
         full = self._backend.encode(probe, add_special_tokens=True).ids
@@ -177,7 +182,7 @@ class HuggingFaceTokenizer:
         return np.asarray(before, np.int32), np.asarray(after, np.int32)
 
     def id_of(self, token: str) -> int:
-        """The id of a token by its name, such as "[MASK]".
+        """Returns the id of a token by its name, such as "[MASK]".
 
         Raises:
           ValueError: there is no such token.
@@ -193,13 +198,13 @@ class HuggingFaceTokenizer:
 
     @functools.cached_property
     def special_ids(self) -> np.ndarray:
-        """int32 ids of the tokens that stand for no text, such as [CLS] and [PAD], sorted."""
+        """Ids of the special tokens, such as [CLS] and [PAD], int32, sorted."""
         added = self._backend.get_added_tokens_decoder()
         return np.asarray(sorted(i for i, token in added.items() if token.special), np.int32)
 
     @functools.cached_property
     def _is_cut_at_line_ends(self) -> bool:
-        """Whether no token reaches over a line end and none depends on what was before it."""
+        """Whether no token spans a line end and none depends on the text before it."""
         encode = lambda text: _encode(self._backend, [text]).tolist()  # noqa: E731
         halves = ((probe, probe.partition("\n")) for probe in _PROBES)
         return all(
@@ -208,46 +213,47 @@ class HuggingFaceTokenizer:
         )
 
     def encode(self, text: str) -> np.ndarray:
-        """int32 [n] ids of `text`; the template's tokens are not added."""
-        # Where a line's first token depends on the line before it (those of Llama 2 mark the start
-        # of the text), one core encodes the text as a whole.
+        """Returns the ids of `text`, int32 [n]; the template's tokens are not added."""
+        # If a line's first token depends on the line before it (Llama 2's tokens mark the start of
+        # the text), one core encodes the whole text.
         return _encode(self._backend, _pieces(text) if self._is_cut_at_line_ends else [text])
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """(int32 [n] ids, int64 [n, 2] of the characters [start, end) of each) of each text.
+        """Returns for each text (int32 [n] ids, int64 [n, 2]: characters [start, end) of each id).
 
-        The template's tokens are not added; special tokens that a text writes out are tokens.
+        The template's tokens are not added; special tokens written in a text become tokens.
         """
         return _encode_with_offsets(self._backend, texts)
 
     @property
     def special_texts(self) -> tuple[str, ...]:
-        """How special tokens, such as <|im_end|>, are written."""
+        """Texts of the special tokens, such as <|im_end|>."""
         added = self._backend.get_added_tokens_decoder().values()
         return tuple(token.content for token in added if token.special)
 
     def encode_texts(
         self, texts: Sequence[str], *, max_length: int | None = None
     ) -> dict[str, np.ndarray]:
-        """Texts as a model of texts takes them: with the template, cut and filled up to one length.
+        """Encodes texts for a text model: with the template, truncated and padded to one length.
 
         Args:
           texts: at least one.
-          max_length: tokens, those of the template included; longer texts are cut. None: no limit.
+          max_length: tokens, including those of the template; longer texts are truncated. None: no
+            limit.
 
         Returns:
-          {"tokens": int32 [texts, length], "attention_mask": int32 [texts, length], 0 where a row
-          was filled up}, the length being that of the longest text.
+          {"tokens": int32 [texts, length], "attention_mask": int32 [texts, length], 0 for padding},
+          with the length of the longest text.
 
         Raises:
-          ValueError: no texts, or a `max_length` that the template alone fills.
+          ValueError: no texts, or a `max_length` that leaves no room besides the template.
         """
         around = len(self.prefix) + len(self.suffix)
         if not texts:
             raise ValueError("no texts: the list is empty; give at least one")
         if max_length is not None and max_length <= around:
             raise ValueError(
-                f"max_length={max_length}: the template alone has {around} tokens; give more"
+                f"max_length={max_length}: the template alone has {around} tokens; use more"
             )
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         room = None if max_length is None else max_length - around
@@ -265,17 +271,17 @@ class HuggingFaceTokenizer:
 
     @property
     def _padding_id(self) -> int:
-        """Any id will do where nobody looks."""
+        """Returns the padding id; any id works, since padding is masked."""
         found = self._backend.token_to_id("[PAD]")
         return 0 if found is None else found
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of the ids, special tokens written out; ValueError for an unknown id."""
+        """Returns the text of the ids, including special tokens; ValueError for an unknown id."""
         checked = checked_ids(ids, self.vocab_size).tolist()
         return self._backend.decode(checked, skip_special_tokens=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """The whole tokenizer; needs no file beside it."""
+        """Returns the whole tokenizer as a dict; needs no other file."""
         return {"kind": "hugging_face", "end": self.end, "json": self._content}
 
     def __repr__(self) -> str:
@@ -296,7 +302,7 @@ def _encode_with_offsets(backend: Any, texts: Sequence[str]) -> list[tuple[np.nd
 
 
 def _pieces(text: str) -> list[str]:
-    """`text` cut at single line ends before a visible character, where no token reaches across."""
+    """Splits `text` at single line ends before a visible character, where no token crosses."""
     cuts = [0]
     while match := _CUT.search(text, cuts[-1] + PIECE_CHARACTERS):
         cuts.append(match.end())
@@ -304,7 +310,7 @@ def _pieces(text: str) -> list[str]:
 
 
 def checked_ids(ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:
-    """The ids as one row.
+    """Returns the ids as one row.
 
     Raises:
       TypeError: not integers. ValueError: one is outside [0, vocab_size).
@@ -324,9 +330,9 @@ def checked_ids(ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:
 
 
 def import_tokenizers() -> Any:
-    """The package `tokenizers`; ImportError with the command to get it."""
-    # Lazy: an optional package, and bytes need none of its start-up time. By name: a type checker
-    # without the package has nothing to complain about.
+    """Imports the package `tokenizers`; ImportError with the command to install it."""
+    # Lazy: the package is optional, and byte tokenizers do not need its start-up time. Imported by
+    # name, so that type checkers work without the package.
     try:
         return importlib.import_module("tokenizers")
     except ImportError as error:

@@ -1,11 +1,11 @@
-"""Text sets: many texts of token ids, with the tokens of each that a model is asked for.
+"""Text sets: many texts of token ids, with a mask of the tokens to predict.
 
 A folder with four files, little-endian and without headers:
 
     tokens.bin    uint8, uint16 or uint32 [tokens], all texts one after the other
-    mask.bin      one bit per token, the lowest of a byte first: 1 where a model is asked for it
+    mask.bin      one bit per token, the lowest of a byte first: 1 if it is to be predicted
     offsets.bin   int64 [texts + 1]: text i is tokens[offsets[i]:offsets[i + 1]]
-    texts.json    sizes, checksums, and what made the texts; written last
+    texts.json    sizes, checksums, and the origin of the texts; written last
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _PARTIAL = ".partial"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TextSet:
-    """Texts of token ids; nothing is read before it is indexed.
+    """Texts of token ids; arrays are read only when indexed.
 
     Attributes:
       tokens: unsigned integers, all texts of the folder.
@@ -52,10 +52,10 @@ class TextSet:
       offsets: int64 [texts + 1] into `tokens`; a part of a folder's texts has a part of them.
       first: number within the folder of the first text.
       name: of the folder, for messages.
-      vocab_size: every id is below it (promised by who wrote the folder); None: unknown.
-      tokenizer: `Tokenizer.to_dict` of what made the ids; None: unknown.
+      vocab_size: every id is below it (guaranteed by the writer of the folder); None: unknown.
+      tokenizer: `Tokenizer.to_dict` of the tokenizer that made the ids; None: unknown.
       checksum: of the whole folder.
-      template: the chat template that made the texts; None: there was none.
+      template: the chat template that made the texts; None if there was none.
     """
 
     tokens: np.ndarray
@@ -70,43 +70,43 @@ class TextSet:
 
     @property
     def num_texts(self) -> int:
-        """How many texts there are."""
+        """Number of texts."""
         return len(self.offsets) - 1
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all texts."""
+        """Number of tokens of all texts."""
         return int(self.offsets[-1] - self.offsets[0])
 
     @functools.cached_property
     def lengths(self) -> np.ndarray:
-        """int64 [texts]: tokens of each text.
+        """Tokens of each text, int64 [texts].
 
         Raises:
-          ValueError: the offsets do not rise, or leave the tokens.
+          ValueError: the offsets do not increase, or exceed the number of tokens.
         """
         lengths = np.diff(self.offsets)
         inside = self.offsets[0] >= 0 and self.offsets[-1] <= len(self.tokens)
         if not inside or (lengths.size and lengths.min() < 1):
             raise ValueError(
-                f"{self.name}/{OFFSETS} is no list of rising offsets into {len(self.tokens)} "
-                "tokens; copy or prepare the folder again"
+                f"{self.name}/{OFFSETS} is not a list of increasing offsets into "
+                f"{len(self.tokens)} tokens; copy or prepare the folder again"
             )
         return lengths
 
     @property
     def fingerprint(self) -> str:
-        """16 hex digits of the content and of which part of the folder this is."""
+        """16 hex digits that identify the content and the part of the folder."""
         text = f"{self.checksum}:{self.first}:{self.num_texts}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def part(self, low: int, high: int) -> TextSet:
-        """Texts [low, high), without a copy."""
+        """Returns texts [low, high), without a copy."""
         offsets = self.offsets[low : high + 1]
         return dataclasses.replace(self, offsets=offsets, first=self.first + low)
 
     def check_not_cut(self) -> None:
-        """Refuses to read files that were cut after they were mapped.
+        """Raises if a file was truncated after it was mapped.
 
         Raises:
           ValueError: names the file.
@@ -115,28 +115,29 @@ class TextSet:
             check_not_cut(array, f"{self.name}/{name}")
 
     def asked(self, places: np.ndarray) -> np.ndarray:
-        """bool, the shape of `places` (int64 into `tokens`): whether a model is asked for them."""
+        """Returns whether tokens at `places` (int64 into `tokens`) are to be predicted; bool, same
+        shape."""
         return (self.mask[places >> 3] >> (places & 7).astype(np.uint8)) & 1 == 1
 
 
 def is_text_set(path: Path) -> bool:
-    """Whether a path is the folder of a text set."""
+    """Returns True if a path is the folder of a text set."""
     return (path / SIDECAR).is_file()
 
 
 def open_text_set(
     folder: Path, *, tokenizer: Mapping[str, Any] | None = None, template: str | None = None
 ) -> tuple[TextSet, TextSet | None]:
-    """Maps a folder of texts; only its sidecar is read.
+    """Maps a folder of texts; reads only its sidecar.
 
     Args:
-      tokenizer, template: what the files beside it say, checked by who has read them.
+      tokenizer, template: from the files in the folder, already checked by the caller.
 
     Returns:
-      (the texts to train on, those to validate with, if some were set apart).
+      (the training texts, the validation texts or None).
 
     Raises:
-      ValueError: a sidecar that is none, or files of other sizes than it says.
+      ValueError: an invalid sidecar, or files whose sizes differ from it.
     """
     about = read_text_sidecar(folder)
     dtype = DTYPES[about["dtype"]]
@@ -166,10 +167,10 @@ def open_text_set(
 
 
 def read_text_sidecar(folder: Path) -> dict[str, Any]:
-    """The checked content of texts.json.
+    """Reads and checks texts.json.
 
     Raises:
-      ValueError: it is not JSON, or a value in it is missing or of the wrong kind.
+      ValueError: it is not JSON, or a value in it is missing or of the wrong type.
     """
     path = folder / SIDECAR
     remedy = "prepare the folder again with `zerojax data prepare`"
@@ -181,7 +182,7 @@ def read_text_sidecar(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{str(path)!r} is not the sidecar of texts; {remedy}")
     if about.get("version") != VERSION:
         raise ValueError(
-            f"{str(path)!r} is of version {quoted(about.get('version'))}, this zerojax reads "
+            f"{str(path)!r} has version {quoted(about.get('version'))}, this zerojax reads "
             f"{VERSION}; {remedy}"
         )
     sums = about.get("sha256")
@@ -200,7 +201,7 @@ def read_text_sidecar(folder: Path) -> dict[str, Any]:
         "validation_texts": (
             is_count(about.get("validation_texts", 0), 0)
             and is_count(about.get("texts"), about.get("validation_texts", 0) + 1),
-            "a number of texts below that of all",
+            "a number of texts smaller than the total",
         ),
     }
     for key, (is_good, kind) in wanted.items():
@@ -228,18 +229,18 @@ def verify_text_set(folder: str | Path) -> None:
 class TextSetWriter:
     """Writes a text set, text by text; memory does not grow with their number.
 
-    Files get their names when `finish` is called, the sidecar last; leaving the `with` block
-    without that removes what was written.
+    `finish` renames the files to their final names, the sidecar last; leaving the `with` block
+    without it removes what was written.
     """
 
     def __init__(self, folder: Path, vocab_size: int):
-        """`folder` must be there; `vocab_size` chooses the width of ids."""
+        """Opens partial files in an existing `folder`; `vocab_size` determines the width of ids."""
         self._folder, self._dtype = folder, smallest_dtype(vocab_size)
         partials = {name: folder / f"{name}{_PARTIAL}" for name in (TOKENS, MASK, OFFSETS)}
         for partial in partials.values():
             partial.unlink(missing_ok=True)
         self._streams = {name: partial.open("xb") for name, partial in partials.items()}
-        self._bits = np.zeros(0, bool)  # those that do not fill a byte yet
+        self._bits = np.zeros(0, bool)  # bits that do not fill a byte yet
         self.num_texts = self.num_tokens = self.num_asked = 0
         self._streams[OFFSETS].write(np.zeros(1, "<i8").tobytes())
 
@@ -258,11 +259,11 @@ class TextSetWriter:
             (self._folder / f"{name}{_PARTIAL}").unlink(missing_ok=True)
 
     def add(self, ids: np.ndarray, asked: np.ndarray) -> None:
-        """One more text.
+        """Adds one text.
 
         Args:
           ids: integers [n], n >= 1, below the vocabulary.
-          asked: bool [n], whether a model is asked for each.
+          asked: bool [n], whether each token is to be predicted.
         """
         self._streams[TOKENS].write(ids.astype(self._dtype).tobytes())
         bits = np.concatenate([self._bits, asked])
@@ -275,10 +276,11 @@ class TextSetWriter:
         self._streams[OFFSETS].write(np.array([self.num_tokens], "<i8").tobytes())
 
     def finish(self, about: Mapping[str, Any]) -> None:
-        """Gives the files their names, and says in the sidecar what they hold.
+        """Renames the files to their final names and writes the sidecar.
 
         Args:
-          about: JSON-able, besides sizes and checksums; its "sha256" those of further files.
+          about: JSON-able entries besides sizes and checksums; its "sha256" has those of further
+            files.
         """
         self._streams[MASK].write(np.packbits(self._bits, bitorder="little").tobytes())
         sums = dict(about.get("sha256", {}))
@@ -303,8 +305,7 @@ def _map(file: Path, dtype: np.dtype, count: int) -> np.ndarray:
     num_bytes = size_of(file) if file.exists() else 0
     if num_bytes != count * dtype.itemsize:
         raise ValueError(
-            f"{str(file)!r} has {num_bytes} bytes, {SIDECAR} beside it says "
-            f"{count * dtype.itemsize}; the file is cut or was changed: copy or prepare the folder "
-            "again"
+            f"{str(file)!r} has {num_bytes} bytes, {SIDECAR} says {count * dtype.itemsize}; the "
+            "file is truncated or was changed: copy or prepare the folder again"
         )
     return np.asarray(np.memmap(file, dtype, mode="r"))

@@ -29,7 +29,7 @@ TEMPLATE_FILE = "chat_template.jinja"
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """What zerojax needs of a tokenizer; anything with these members will do."""
+    """Tokenizer interface that zerojax needs; any object with these members works."""
 
     @property
     def vocab_size(self) -> int:
@@ -42,20 +42,20 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: str) -> np.ndarray:
-        """int32 [n] ids; `decode(encode(text)) == text`."""
+        """Returns the ids of `text`, int32 [n]; `decode(encode(text)) == text`."""
         ...
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of the ids; incomplete characters become U+FFFD."""
+        """Returns the text of the ids; incomplete characters become U+FFFD."""
         ...
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able; `tokenizer_from_dict` is its inverse."""
+        """Returns a JSON-able dict; `tokenizer_from_dict` is its inverse."""
         ...
 
 
 class ByteTokenizer:
-    """The 256 bytes of UTF-8: no vocabulary to train, nothing is ever out of vocabulary.
+    """Tokenizer of the 256 bytes of UTF-8: needs no training and encodes every text.
 
     >>> ByteTokenizer().encode("Ah!").tolist()
     [65, 104, 33]
@@ -65,15 +65,16 @@ class ByteTokenizer:
 
     @property
     def separator(self) -> np.ndarray:
-        """A blank line: bytes leave no id for an end-of-text mark."""
+        """A blank line, because all 256 ids are bytes and none is free for an end-of-text mark."""
         return self.encode("\n\n")
 
     def encode(self, text: str) -> np.ndarray:
-        """int32 [n]: the UTF-8 bytes of `text`."""
+        """Returns the UTF-8 bytes of `text`, int32 [n]."""
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """(int32 [n] ids, int64 [n, 2] of the characters [start, end) of each) of each text."""
+        """Returns for each text (int32 [n] ids, int64 [n, 2]: characters [start, end) of each
+        id)."""
         made = []
         for text in texts:
             sizes = [len(character.encode("utf-8")) for character in text]
@@ -82,11 +83,12 @@ class ByteTokenizer:
         return made
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text; a cut character becomes U+FFFD. Raises ValueError for an id outside 0-255."""
+        """Returns the text; an incomplete character becomes U+FFFD. ValueError for an id outside
+        0-255."""
         return checked_ids(ids, NUM_BYTES).astype(np.uint8).tobytes().decode("utf-8", "replace")
 
     def to_dict(self) -> dict[str, Any]:
-        """`{"kind": "bytes"}`."""
+        """Returns `{"kind": "bytes"}`."""
         return {"kind": "bytes"}
 
     def __repr__(self) -> str:
@@ -94,13 +96,12 @@ class ByteTokenizer:
 
 
 def as_tokenizer(spec: Any, texts: Iterable[str] | None = None) -> Tokenizer:
-    """A tokenizer from what a user writes.
+    """Makes a tokenizer from a user's specification.
 
     Args:
-      spec: "bytes", "bpe:2048" (trained on `texts`), the path of a tokenizer file (ours, or a
-        tokenizer.json of Hugging Face) or of the folder that holds it, the dict of `to_dict`, or a
-        tokenizer.
-      texts: what a "bpe:..." is trained on; only read in that case.
+      spec: "bytes", "bpe:2048" (trained on `texts`), the path of a tokenizer file (of zerojax, or a
+        tokenizer.json of Hugging Face) or of its folder, the dict of `to_dict`, or a tokenizer.
+      texts: training text of a "bpe:..."; only read in that case.
 
     Raises:
       ValueError: an unknown spec, or "bpe:..." without text.
@@ -129,7 +130,7 @@ def as_tokenizer(spec: Any, texts: Iterable[str] | None = None) -> Tokenizer:
 
 
 def bpe_size(spec: Any) -> int | None:
-    """4096 for "bpe:4096"; None for any other spec.
+    """Returns 4096 for "bpe:4096", or None for any other spec.
 
     Raises:
       ValueError: "bpe" or "bpe:..." without a number.
@@ -145,7 +146,7 @@ def bpe_size(spec: Any) -> int | None:
 
 
 def tokenizer_from_dict(value: Mapping[str, Any]) -> Tokenizer:
-    """The inverse of `to_dict`; also takes the content of a `tokenizers` tokenizer.json.
+    """Builds a tokenizer from `to_dict`, or from the content of a `tokenizers` tokenizer.json.
 
     Raises:
       ValueError: a dict of no known kind.
@@ -165,7 +166,8 @@ def tokenizer_from_dict(value: Mapping[str, Any]) -> Tokenizer:
 
 
 def hugging_face_json(tokenizer: Tokenizer) -> dict[str, Any] | None:
-    """The tokenizer.json of Hugging Face for a tokenizer; None for bytes, which have none."""
+    """Returns the Hugging Face tokenizer.json of a tokenizer, or None for bytes, which have
+    none."""
     return tokenizer.to_dict().get("json")
 
 
@@ -177,23 +179,24 @@ def save_tokenizer(tokenizer: Tokenizer, path: str | Path) -> Path:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Reads what `save_tokenizer` wrote, or a tokenizer.json of Hugging Face.
+    """Reads a file of `save_tokenizer`, or a tokenizer.json of Hugging Face.
 
-    Which token ends a text is in the tokenizer_config.json beside such a file, if there is one.
+    The token that ends a text is read from a tokenizer_config.json in the same folder, if there is
+    one.
 
     Args:
       path: the file, or the folder that holds it under the name tokenizer.json.
 
     Raises:
-      FileNotFoundError: no such file, and the text is no known spec either.
+      FileNotFoundError: no such file, and not a known spec either.
       ValueError: the file is not a tokenizer.
     """
     given = user_path(path)
     file = given / TOKENIZER_FILE if given.is_dir() else given
     if given.is_dir() and not file.is_file():
         raise FileNotFoundError(
-            f"the folder {str(given)!r} has no {TOKENIZER_FILE}; a model that comes with another "
-            "form (vocab.txt, tokenizer.model) gets one from transformers: "
+            f"the folder {str(given)!r} has no {TOKENIZER_FILE}; for a model in another format "
+            "(vocab.txt, tokenizer.model), write one with transformers: "
             "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
         )
     if not file.exists():
@@ -214,7 +217,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def _stated_end(settings: Path) -> str | None:
-    """The token that ends a text as tokenizer_config.json has it: a name, or an object with it."""
+    """Returns the end-of-text token of a tokenizer_config.json: a name, or an object that has
+    it."""
     if not settings.is_file():
         return None
     end = read_object(settings, "a tokenizer's settings").get("eos_token")
@@ -222,10 +226,10 @@ def _stated_end(settings: Path) -> str | None:
 
 
 def read_object(file: Path, what: str) -> dict[str, Any]:
-    """The object in a file of JSON.
+    """Reads the object in a JSON file.
 
     Raises:
-      ValueError: the file is none, so that it is not `what`.
+      ValueError: the file does not hold an object, so it is not `what`.
     """
     try:
         value = load(file)

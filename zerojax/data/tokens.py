@@ -1,7 +1,7 @@
 """Token files: format, and memory-mapped reads of windows.
 
-A `.bin` file is nothing but little-endian uint8, uint16 or uint32 ids. Beside it lies a `.json`
-with the same stem: `dtype` is needed; `count`, `vocab_size`, `tokenizer`, `sha256` are optional.
+A `.bin` file contains only little-endian uint8, uint16 or uint32 ids. A `.json` file with the same
+stem describes it: `dtype` is required; `count`, `vocab_size`, `tokenizer`, `sha256` are optional.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ DTYPES: Mapping[str, np.dtype] = {
     "uint16": np.dtype("<u2"),
     "uint32": np.dtype("<u4"),
 }
-# Files up to this size are searched for ids out of vocabulary when they are opened (about 0.1 s);
-# in larger ones every batch is checked as it is read.
+# Files up to this size are searched for ids outside the vocabulary when they are opened (about 0.1
+# s); for larger files every batch is checked as it is read.
 SCAN_BYTES = 256 << 20
 _BLOCK = 1 << 22
 _NPY_HEADERS: Mapping[tuple[int, int], Callable[..., Any]] = {
@@ -49,11 +49,11 @@ class TokenPart:
     """One run of tokens of one file."""
 
     ids: np.ndarray
-    """Integer [n], usually memory-mapped: nothing is read before it is indexed."""
+    """Integer [n], usually memory-mapped: values are read only when indexed."""
     name: str
     """The file it comes from, for messages."""
     offset: int = 0
-    """Where in that file `ids[0]` lies, in tokens."""
+    """Position of `ids[0]` in that file, in tokens."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -62,9 +62,9 @@ class Tokens:
 
     parts: tuple[TokenPart, ...]
     vocab_size: int | None = None
-    """Every id is below it (promised by the writer of the file); None: unknown."""
+    """Every id is below it (guaranteed by the writer of the file); None: unknown."""
     tokenizer: Mapping[str, Any] | None = None
-    """`Tokenizer.to_dict` of what made the ids; None: unknown."""
+    """`Tokenizer.to_dict` of the tokenizer that made the ids; None: unknown."""
 
     @property
     def count(self) -> int:
@@ -78,14 +78,15 @@ class Tokens:
         return f"{self.parts[0].name}{more}" if self.parts else "no tokens"
 
     def windows_per_part(self, seq_len: int) -> np.ndarray:
-        """int64 [parts]: how many windows of seq_len inputs (and one token more) each part has."""
+        """Returns the number of windows (seq_len inputs and one more token) of each part, int64
+        [parts]."""
         sizes = np.array([len(part.ids) for part in self.parts], np.int64)
         return np.maximum(sizes - 1, 0) // seq_len
 
     def split(self, fraction: float) -> tuple[Tokens, Tokens | None]:
-        """The head for training and the tail (`fraction` of all tokens) for validation.
+        """Splits into the head for training and the tail (`fraction` of all tokens) for validation.
 
-        Deterministic, without a shared token, and nothing is copied. Fraction 0: no validation.
+        Deterministic, without shared tokens or copies. Fraction 0: no validation.
 
         Raises:
           ValueError: a fraction outside [0, 1).
@@ -111,7 +112,7 @@ class Tokens:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """16 hex digits of the sizes and of a few ids of every part; reads at most 8 KB of each."""
+        """16 hex digits from the sizes and a few ids of every part; reads at most 8 KB of each."""
         digest = hashlib.sha256()
         for part in self.parts:
             digest.update(f"{len(part.ids)}:".encode())
@@ -121,29 +122,29 @@ class Tokens:
 
 
 def check_not_cut(array: np.ndarray, name: str) -> None:
-    """Refuses to read an array whose file was cut after it was mapped; costs one system call.
+    """Raises if an array's file was truncated after it was mapped; costs one system call.
 
-    A read behind the end of a mapped file ends the process (SIGBUS), without a word.
+    A read beyond the end of a mapped file kills the process (SIGBUS) without a message.
 
     Args:
       array: memory-mapped or not.
       name: of its file, for the message.
 
     Raises:
-      ValueError: the file is shorter than what is mapped of it.
+      ValueError: the file is shorter than its mapping.
     """
     base: Any = array
     while isinstance(base, np.ndarray):
         base = base.base
     if isinstance(base, mmap.mmap) and base.size() < len(base):
         raise ValueError(
-            f"{name} has {base.size():,} bytes now, and had {len(base):,} when it was opened: "
-            "another program has cut it; copy or prepare it again, and start the run again"
+            f"{name} has {base.size():,} bytes now, but had {len(base):,} when it was opened: "
+            "another program has truncated it; copy or prepare it again, and start the run again"
         )
 
 
 def gather_windows(ids: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
-    """`ids[start : start + length]` for every start, in one indexing operation.
+    """Returns `ids[start : start + length]` for every start, in one indexing operation.
 
     Args:
       ids: [n] any integer dtype, memory-mapped or not; only the windows are read.
@@ -157,7 +158,7 @@ def gather_windows(ids: np.ndarray, starts: np.ndarray, length: int) -> np.ndarr
 
 
 def tokens_of_array(ids: np.ndarray, *, name: str = "the token array") -> Tokens:
-    """Tokens from an integer array [n] in memory.
+    """Makes `Tokens` from an integer array [n] in memory.
 
     Raises:
       TypeError: not integers. ValueError: not one-dimensional.
@@ -168,22 +169,22 @@ def tokens_of_array(ids: np.ndarray, *, name: str = "the token array") -> Tokens
 
 
 def is_token_path(path: Path) -> bool:
-    """Whether `path` is a token file or a folder that holds token files (and not text)."""
+    """Returns True if `path` is a token file or a folder that holds token files."""
     if path.is_dir():
         return bool(find_files(path, TOKEN_SUFFIXES))
     return path.suffix.lower() in TOKEN_SUFFIXES
 
 
 def open_tokens(paths: Sequence[Path]) -> tuple[Tokens | None, Tokens | None]:
-    """Maps token files; nothing but the sidecars and the file headers is read.
+    """Maps token files; reads only sidecars and file headers.
 
     Args:
-      paths: files, or folders whose token files are taken in the order of their names.
+      paths: files, or folders whose token files are used in the order of their names.
 
     Returns:
       `(train, validation)`: files whose name has a part "val", "valid" or "validation"
-      (`validation.bin`, `corpus_val_000.npy`) are the second, if there are any, unless a single
-      file is given by its name.
+        (`validation.bin`, `corpus_val_000.npy`) are validation data, unless a single file is passed
+        by its name.
 
     Raises:
       ValueError: a `.bin` without a usable sidecar, a size that differs from the sidecar's count,
@@ -222,11 +223,11 @@ def _open_npy(file: Path) -> Tokens:
         try:
             version = np.lib.format.read_magic(stream)
             if version not in _NPY_HEADERS:
-                raise ValueError(f"its version is {version}, and token ids have (1, 0) or (2, 0)")
+                raise ValueError(f"its version is {version}, but token ids have (1, 0) or (2, 0)")
             shape, _, dtype = _NPY_HEADERS[version](stream)
             if min(shape, default=0) < 0:
                 raise ValueError(f"its shape is {shape}")
-        except Exception as error:  # of a damaged header there are many kinds
+        except Exception as error:  # a damaged header raises many types
             reason = cut(str(error).partition("\n")[0], 200)
             raise ValueError(
                 f"{str(file)!r} is not a readable .npy array: {reason}; save it again with "
@@ -236,7 +237,7 @@ def _open_npy(file: Path) -> Tokens:
     if start + math.prod(shape) * dtype.itemsize > size:
         raise ValueError(
             f"{str(file)!r} has {size} bytes, fewer than an array {quoted(shape)} of {dtype} "
-            "takes; the file is cut: copy or save it again"
+            "needs; the file is truncated: copy or save it again"
         )
     _check_array(dtype, shape, str(file))
     # An empty file cannot be mapped.
@@ -256,8 +257,8 @@ def _open_bin(file: Path) -> Tokens:
     if num_bytes != count * dtype.itemsize:
         raise ValueError(
             f"{str(file)!r} has {num_bytes} bytes, but {count} tokens of {dtype.name} in "
-            f"{sidecar_path(file).name} make {count * dtype.itemsize}; the file is cut or was "
-            "changed: copy or prepare it again"
+            f"{sidecar_path(file).name} make {count * dtype.itemsize}; the file is truncated or "
+            "was changed: copy or prepare it again"
         )
     # An empty file cannot be mapped.
     ids = np.memmap(file, dtype, mode="r") if count else np.zeros(0, dtype)
@@ -269,7 +270,7 @@ def _open_bin(file: Path) -> Tokens:
 
 
 def size_of(file: Path) -> int:
-    """Bytes of a regular file."""
+    """Returns the bytes of a regular file."""
     status = file.stat()
     check_regular(status, file)
     return status.st_size
@@ -286,12 +287,12 @@ def _check_array(dtype: np.dtype, shape: Sequence[int], name: str) -> None:
 
 
 def sidecar_path(file: Path) -> Path:
-    """`corpus.json` for `corpus.bin`."""
+    """Returns the sidecar's path: `corpus.json` for `corpus.bin`."""
     return file.with_suffix(".json")
 
 
 def read_sidecar(file: Path) -> dict[str, Any]:
-    """The checked content of the `.json` beside a token file.
+    """Reads and checks the `.json` file of a token file.
 
     Raises:
       ValueError: it is missing, not JSON, or a value in it is of the wrong type.
@@ -326,30 +327,30 @@ def read_sidecar(file: Path) -> dict[str, Any]:
 
 
 def is_dtype_name(value: Any) -> bool:
-    """Whether a value is a key of `DTYPES`."""
+    """Returns True if a value is a key of `DTYPES`."""
     return isinstance(value, str) and value in DTYPES
 
 
 def is_count(value: Any, least: int) -> bool:
-    """Whether a value is a whole number of at least `least` that fits into 64 bits."""
+    """Returns True if a value is an integer of at least `least` that fits into 64 bits."""
     return type(value) is int and least <= value < 2**63
 
 
 def is_vocab_size(value: Any) -> bool:
-    """Whether a value is a number of ids that a model can have."""
+    """Returns True if a value is a valid vocabulary size of a model."""
     return is_count(value, 1) and value <= MAX_SIZE
 
 
 def smallest_dtype(vocab_size: int) -> np.dtype:
-    """The narrowest dtype of a token file that holds ids below `vocab_size`."""
+    """Returns the narrowest dtype of a token file that holds ids below `vocab_size`."""
     return next(d for d in DTYPES.values() if vocab_size - 1 <= np.iinfo(d).max)
 
 
 def check_ids(tokens: Tokens, vocab_size: int) -> None:
-    """Finds ids outside [0, vocab_size) before training: in the sidecar, else in the file itself.
+    """Checks for ids outside [0, vocab_size) before training: from the sidecar, else in the file.
 
-    Costs nothing when the dtype or the sidecar rules them out. Larger files than SCAN_BYTES are
-    not searched here; `TokenSource` checks each window as it is read.
+    Costs nothing if the dtype or the sidecar excludes them. Larger files than SCAN_BYTES are not
+    searched here; `TokenSource` checks each window as it is read.
 
     Raises:
       ValueError: names the file, the offset and the id.
@@ -364,7 +365,7 @@ def check_ids(tokens: Tokens, vocab_size: int) -> None:
 
 
 def check_vocab_sizes(name: str, of_data: int, of_model: int) -> None:
-    """Refuses data of a tokenizer with more entries than the model has.
+    """Raises if the data's tokenizer has more entries than the model.
 
     Raises:
       ValueError: names the data and both sizes.
@@ -378,7 +379,7 @@ def check_vocab_sizes(name: str, of_data: int, of_model: int) -> None:
 
 
 def check_block(block: np.ndarray, vocab_size: int, *, name: str, offset: int) -> None:
-    """Checks consecutive ids [n]; `offset` is where block[0] lies in the file `name`.
+    """Checks consecutive ids [n]; `offset` is the position of block[0] in the file `name`.
 
     Raises:
       ValueError: the first id outside [0, vocab_size), with file and offset.
@@ -413,7 +414,7 @@ def verify_tokens(file: str | Path) -> None:
 
 
 def hash_file(path: Path) -> str:
-    """sha256 of a file, hex."""
+    """Returns the sha256 of a file, hex."""
     with open(open_regular(path), "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 

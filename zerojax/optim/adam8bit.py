@@ -34,7 +34,7 @@ from zerojax.optim.schedules import Schedule
 
 Tree = Any
 
-_WHOLE = Choice("xla", "an update of whole arrays, which a kernel could not be split for")
+_WHOLE = Choice("xla", "an update of whole arrays, which cannot be split for a kernel")
 
 
 @names_keywords()
@@ -50,22 +50,23 @@ def adam8bit(
     groups: GroupsLike = None,
     impl: Impl = "auto",
 ) -> Optimizer:
-    """AdamW with moments of one byte each: 2.02 instead of 8 bytes of state per parameter.
+    """Builds AdamW with 8-bit moments: 2.02 instead of 8 bytes of optimizer state per parameter.
 
     Blocks of up to 512 elements share a scale (arXiv:2110.02861), and codes are rounded
-    stochastically. Parameters below `SMALLEST_CODED` elements keep float32 moments. Checkpoints
-    hold the moments as `adamw` does, decoded to float32, so that each restores the other's.
+    stochastically. Parameters with fewer than `SMALLEST_CODED` elements keep float32 moments.
+    Checkpoints store the moments decoded to float32, in the format of `adamw`, so each optimizer
+    restores the other's checkpoints.
 
     The kernel reads and writes a parameter and its moments once. Outside the step, `update` returns
-    new minus old parameters in float32, as optax wants them; added to the old ones this rounds once
-    more (by 2^-24 of the larger of the two). Its random bits follow from the count alone, and its
-    blocks are cut from whole parameters, so its codes are those of the step on one device with the
-    same bits.
+    new minus old parameters in float32, as optax expects; adding them to the old parameters rounds
+    once more (by 2^-24 of the larger of the two). There the random bits depend only on the count,
+    and blocks are cut from whole parameters, so the codes equal those of the step on one device
+    with the same bits.
 
     Args:
       learning_rate, b1, b2, eps, weight_decay, mask, clip_norm, groups: as in `adamw`.
-      impl: "auto", "xla", "mosaic_gpu" or "interpret", see `pallas_kernels.choice.choose`; for the
-        step only: `update` is always plain XLA.
+      impl: "auto", "xla", "mosaic_gpu" or "interpret", see `pallas_kernels.choice.choose`. Applies
+        to the step only: `update` always uses plain XLA.
 
     Raises:
       ValueError, TypeError: as `adamw`.
@@ -88,7 +89,7 @@ def adam8bit(
 
 
 def _make(plain: Optimizer, method: Method, options: Options) -> Optimizer:
-    # Moments are float32 whatever the parameters are.
+    # Moments are float32 for every parameter dtype.
     canonical_init = plain.with_dtypes(jnp.float32, options.stochastic).init
     applied = make_optimizer(method, options).apply
 
@@ -97,7 +98,7 @@ def _make(plain: Optimizer, method: Method, options: Options) -> Optimizer:
         return states.abstract_state(jax.eval_shape(canonical_init, bare), params, sizes)
 
     def init(params: Tree) -> Tree:
-        options.decay.settings(params)  # refuses what does not fit
+        options.decay.settings(params)  # raises for a mask or groups that do not fit
         whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
         sizes = {name: x.size for name, x in trees.flatten_names(whole).items()}
         return states.new_state(abstract(whole, sizes))
@@ -119,8 +120,8 @@ def _make(plain: Optimizer, method: Method, options: Options) -> Optimizer:
     def with_dtypes(moments_dtype: Any, stochastic: bool) -> Optimizer:
         if moments_dtype is not None and jnp.dtype(moments_dtype) != jnp.float32:
             raise ValueError(
-                f"moments_dtype={jnp.dtype(moments_dtype)} for adam8bit, whose moments are codes "
-                "of one byte; leave moments_dtype at float32, or take adamw"
+                f"moments_dtype={jnp.dtype(moments_dtype)} is not possible for adam8bit, which "
+                "stores moments as 8-bit codes; leave moments_dtype at float32, or use adamw"
             )
         return _make(plain, method, dataclasses.replace(options, stochastic=stochastic))
 
@@ -162,7 +163,7 @@ def _make(plain: Optimizer, method: Method, options: Options) -> Optimizer:
 def _update_leaves(
     params: Arrays, moments: tuple[Any, ...], grads: Arrays, numbers: Numbers
 ) -> tuple[Arrays, tuple[Any, ...]]:
-    """AdamW on {name: array}; each moment is a pair of ({name: codes}, {name: scales})."""
+    """Runs AdamW on {name: array}; each moment is a pair ({name: codes}, {name: scales})."""
     moments, averages = moments[:2], moments[2:]
     (mu, _), (nu, _) = moments
     small = [name for name in params if mu[name].dtype != jnp.int8]
@@ -173,7 +174,7 @@ def _update_leaves(
         if params[name].dtype == jnp.bfloat16 and not numbers.stochastic:
             raise TypeError(
                 f"adam8bit: {name} is bfloat16 and would be rounded to nearest, which loses small "
-                "updates; keep parameters in float32, or ask for stochastic rounding: "
+                "updates; keep parameters in float32, or use stochastic rounding: "
                 "adam8bit(...).with_dtypes(jnp.float32, True)"
             )
     found |= _update_coded(coded, (params, *averages), moments, grads, numbers) if coded else {}
@@ -190,10 +191,10 @@ def _update_coded(
     grads: Arrays,
     numbers: Numbers,
 ) -> dict[str, tuple[jax.Array, Moments8bit, Any]]:
-    """The parameters whose moments are codes, in one kernel or each by the reference.
+    """Updates the parameters with coded moments: all in one kernel, or each with the XLA reference.
 
     Args:
-      updated: parameters, and their average where there is one.
+      updated: parameters, followed by their average if there is one.
     """
     params, *averages = updated
     scalars = {name: numbers.scalars[name] for name in names}
@@ -203,7 +204,7 @@ def _update_coded(
     coded = {n: Moments8bit(mu[n], nu[n], mu_scale[n], nu_scale[n]) for n in names}
     context = numbers.context
     if context.choice.implementation == "xla":
-        # A seed each: from one array of seeds XLA 0.12 copies arrays that it then updates.
+        # One seed per call: with one array of seeds, XLA 0.12 copies the arrays that it updates.
         leaves = [
             update_adam8bit(
                 params[name],
@@ -232,7 +233,7 @@ def _update_coded(
 def _update_small(
     names: list[str], arrays: tuple[Arrays, ...], grads: Arrays, numbers: Numbers
 ) -> dict[str, tuple[jax.Array, Moments8bit, Any]]:
-    """The parameters that keep float32 moments: {name: (parameter, moments, average or None)}."""
+    """Updates parameters with float32 moments: {name: (parameter, moments, average or None)}."""
     part = lambda tree: {name: tree[name] for name in names}  # noqa: E731
     params, *moments = (part(tree) for tree in arrays)
     plain = dataclasses.replace(numbers, scalars=part(numbers.scalars))
@@ -248,7 +249,7 @@ def _update_small(
 def _update_whole(
     method: Method, options: Options, arrays: tuple[Tree, Tree, Tree], grad_norm: Any
 ) -> tuple[Tree, Tree]:
-    """(updates, state) of whole arrays in any tree, for optax."""
+    """Returns (updates, state) of whole arrays in any tree, for optax."""
     grads, state, params = arrays
     names = list(trees.flatten_names(params))
     structure = jax.tree.structure(params)
@@ -263,7 +264,7 @@ def _update_whole(
         axes=dict.fromkeys(names, ()),
         choice=_WHOLE,
     )
-    settings = options.decay.settings(params)  # a mask sees the tree that it was made for
+    settings = options.decay.settings(params)  # a mask gets the tree that it was written for
     mask = {name: _decays(leaf.weight_decay) for name, leaf in settings.items()}
     decay = dataclasses.replace(options.decay, mask=mask)
     inner = make_optimizer(method, dataclasses.replace(options, decay=decay))
@@ -279,7 +280,8 @@ def _update_whole(
 
 
 def _clipping(grads: Tree, norm: Any, limit: float | None) -> jax.Array:
-    """float32 []: what clipping multiplies gradients by; `norm` is theirs, where it is known."""
+    """Returns the clipping factor of gradients, float32 []; `norm`: their norm, or None to compute
+    it."""
     if limit is None:
         return jnp.ones((), jnp.float32)
     norm = optax.tree.norm(grads) if norm is None else norm

@@ -1,4 +1,4 @@
-"""State of AdamW with one-byte moments: its layout on a mesh, and its two forms."""
+"""State of AdamW with 8-bit moments: its sharding, and conversion to and from optax's state."""
 
 from __future__ import annotations
 
@@ -26,18 +26,20 @@ from zerojax.models import trees
 Tree = Any
 
 SMALLEST_CODED = 4096
-"""Elements. A smaller parameter keeps float32 moments, as in bitsandbytes (`min_8bit_size`): norms
-and biases cost little memory. The whole parameter counts, so that the mesh does not decide."""
+"""Elements. Smaller parameters keep float32 moments, as in bitsandbytes (`min_8bit_size`): norms
+and biases cost little memory. The size of the whole parameter counts, not of a shard, so the result
+does not depend on the mesh."""
 
 
 class ScaleByAdam8bitState(NamedTuple):
-    """`optax.ScaleByAdamState` in codes. All four trees have the structure of the parameters.
+    """`optax.ScaleByAdamState` with 8-bit codes. All four trees have the structure of the
+    parameters.
 
     Attributes:
       count: int32 []; updates applied.
-      mu, nu: int8 of the parameter's shape (see `Moments8bit`); float32 where it is small.
-      mu_scale, nu_scale: float32 [number of blocks], of all shards one after the other, since
-        blocks are cut within shards; `optax.MaskedNode()` where the parameter is small.
+      mu, nu: int8 of the parameter's shape (see `Moments8bit`); float32 for small parameters.
+      mu_scale, nu_scale: float32 [number of blocks], concatenated over shards, because blocks are
+        cut within shards; `optax.MaskedNode()` for small parameters.
     """
 
     count: Any
@@ -48,12 +50,12 @@ class ScaleByAdam8bitState(NamedTuple):
 
 
 def abstract_state(canonical: Tree, params: Tree, sizes: Mapping[str, int]) -> Tree:
-    """The state as structs, each where its parameter lies.
+    """Returns the state as structs, each with the sharding of its parameter.
 
     Args:
       canonical: optax's state, as structs.
-      params: structs in any tree; with a `NamedSharding` each, or none.
-      sizes: {name: elements that decide whether a parameter is small}.
+      params: structs in any tree, each with a `NamedSharding` or all without sharding.
+      sizes: {name: number of elements that decides whether a parameter is small}.
     """
     names = trees.flatten_names(params)
     shardings = [x.sharding for x in names.values() if x.sharding is not None]
@@ -82,7 +84,7 @@ def abstract_state(canonical: Tree, params: Tree, sizes: Mapping[str, int]) -> T
 
 
 def _scale_struct(param: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """The scales of one moment: those of one shard after those of the other."""
+    """Returns the struct of one moment's scales, concatenated over shards."""
     if param.sharding is None:
         return jax.ShapeDtypeStruct((num_blocks(param.size),), jnp.float32)
     mesh, spec = param.sharding.mesh, param.sharding.spec
@@ -95,7 +97,7 @@ def _scale_struct(param: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 def new_state(structs: Tree) -> Tree:
-    """The state before the first update: all counts and moments are 0."""
+    """Returns the state before the first update: all counts and moments are 0."""
 
     def full(tree: Tree, value: float) -> Tree:
         return jax.tree.map(lambda x: jnp.full(x.shape, value, x.dtype), tree)
@@ -116,7 +118,7 @@ def new_state(structs: Tree) -> Tree:
 
 
 def to_canonical(state: Tree) -> Tree:
-    """optax's state, with float32 moments; of one shard or of whole arrays."""
+    """Converts to optax's state with float32 moments; for one shard or whole arrays."""
 
     def decoded(part: ScaleByAdam8bitState) -> optax.ScaleByAdamState:
         def leaf(*moments: Any) -> tuple[jax.Array, jax.Array]:
@@ -130,7 +132,7 @@ def to_canonical(state: Tree) -> Tree:
 
 
 def from_canonical(canonical: Tree, structs: Tree) -> Tree:
-    """The inverse of `to_canonical`; `structs` says which parameters are coded."""
+    """Converts from optax's state (inverse of `to_canonical`); `structs` says which are coded."""
     target = part_of(structs)
     none: Any = optax.MaskedNode()
 
@@ -158,14 +160,14 @@ def _map_parts(
     is_part: Callable[[Any], bool],
     others: Callable[[Any], Any] = lambda leaf: leaf,
 ) -> Tree:
-    """`state` with Adam's part changed, and a function of all other leaves."""
+    """Maps `change` over Adam's part of `state`, and `others` over all other leaves."""
     return jax.tree.map(lambda x: change(x) if is_part(x) else others(x), state, is_leaf=is_part)
 
 
 def _map_leaves(
     function: Callable[..., tuple[Any, ...]], num_results: int, first: Tree, *rest: Tree
 ) -> list[Tree]:
-    """One tree for each result of a function of the leaves of trees that are alike."""
+    """Maps a function over leaves of trees of equal structure; returns one tree per result."""
     leaves, structure = jax.tree.flatten(first)
     rows = zip(leaves, *(structure.flatten_up_to(tree) for tree in rest), strict=True)
     results = [function(*row) for row in rows]
@@ -173,13 +175,13 @@ def _map_leaves(
 
 
 def part_of(state: Tree) -> ScaleByAdam8bitState:
-    """The part of the state that holds moments."""
+    """Returns the part of the state that holds the moments."""
     (part,) = (x for x in jax.tree.leaves(state, is_leaf=_is_coded) if _is_coded(x))
     return part
 
 
 def map_trees(state: Tree, change: Callable[[Tree], Tree]) -> Tree:
-    """`state` with a function of each of its trees of codes and scales."""
+    """Maps a function over the trees of codes and scales in `state`."""
     return _map_parts(
         state,
         lambda part: ScaleByAdam8bitState(part.count, *(change(tree) for tree in part[1:])),
@@ -188,7 +190,7 @@ def map_trees(state: Tree, change: Callable[[Tree], Tree]) -> Tree:
 
 
 def paired(state: Tree) -> Tree:
-    """Codes and scales as pairs in optax's own state, which `fused` finds its way in."""
+    """Returns optax's state type with (codes, scales) pairs as moments, as `fused` expects."""
     return _map_parts(
         state,
         lambda part: optax.ScaleByAdamState(
@@ -199,7 +201,7 @@ def paired(state: Tree) -> Tree:
 
 
 def unpaired(state: Tree) -> Tree:
-    """The inverse of `paired`."""
+    """Converts back from `paired`."""
 
     def split(part: Any) -> ScaleByAdam8bitState:
         (mu, mu_scale), (nu, nu_scale) = part.mu, part.nu

@@ -1,6 +1,6 @@
-"""Optimizer of a configuration: the reasons of its defaults, its dtypes and its kernels.
+"""Builds the optimizer of a run: explains its defaults, sets its dtypes and chooses its kernels.
 
-Any `optax.GradientTransformation` does as well.
+Any `optax.GradientTransformation` works as well.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ from zerojax.optim.schedules import Schedule, build_schedule
 
 @dataclasses.dataclass(frozen=True)
 class BuiltOptimizer:
-    """An optimizer and what is known of it.
+    """Optimizer with its learning-rate schedule and the reasons for its defaults.
 
     Attributes:
       tx: the transformation.
-      learning_rate: the schedule, for reports; None when the user's own transformation hides it.
-      reasons: why the defaults are what they are.
+      learning_rate: the schedule, for reports; None if the user's transformation does not expose
+        it.
+      reasons: the reasons for the defaults.
     """
 
     tx: optax.GradientTransformation
@@ -43,7 +44,7 @@ class BuiltOptimizer:
     reasons: tuple[str, ...] = ()
 
     def on_tree_of(self, model: Model) -> BuiltOptimizer:
-        """Returns the optimizer for parameters by name that sees the model's own tree of them."""
+        """Returns the optimizer for parameters by name; it gets them in the model's own tree."""
         tree = ParameterTree(model.parameter_names())
         if tree.is_flat:
             return self
@@ -55,16 +56,16 @@ class BuiltOptimizer:
 def build_optimizer(
     optimizer: optax.GradientTransformation | OptimizerConfig | None, steps: int | None
 ) -> BuiltOptimizer:
-    """The transformation for what the user gave.
+    """Builds the transformation from the user's `optimizer` argument.
 
     Args:
-      optimizer: a transformation, which is taken as it is; or an `OptimizerConfig`; None takes the
-        default `OptimizerConfig`.
-      steps: length of the run, which cosine, linear and wsd schedules need; None holds the rate
+      optimizer: a transformation, used unchanged; an `OptimizerConfig`; or None for the default
+        `OptimizerConfig`.
+      steps: length of the run, which cosine, linear and wsd schedules need; with None the rate is
         constant after the warm-up.
 
     Raises:
-      TypeError: anything else.
+      TypeError: for any other type.
     """
     check_optimizer(optimizer)
     if isinstance(optimizer, optax.GradientTransformation):
@@ -86,16 +87,16 @@ def _describe_ema(tx: optax.GradientTransformation) -> tuple[str, ...]:
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Refuses what is neither a transformation, an `OptimizerConfig` nor None.
+    """Raises if the argument is not a transformation, an `OptimizerConfig` or None.
 
     Raises:
-      TypeError: with what to give.
+      TypeError: the message says what to pass.
     """
     if isinstance(optimizer, optax.MultiSteps):
         raise TypeError(
-            "optimizer is an optax.MultiSteps, which is not a transformation; give its "
-            "optimizer.gradient_transformation(), or leave it out and use num_microbatches, which "
-            "adds up gradients within a step"
+            "optimizer is an optax.MultiSteps, which is not a transformation; pass its "
+            "optimizer.gradient_transformation(), or use the inner optimizer with "
+            "num_microbatches, which accumulates gradients within a step"
         )
     known = optax.GradientTransformation | OptimizerConfig | None
     if not isinstance(optimizer, known):
@@ -103,18 +104,18 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def _not_taken(optimizer: Any) -> str:
-    """What is wrong with an optimizer of another kind, and what to give."""
+    """Returns the error message for an optimizer of another type, with what to pass."""
     if isinstance(getattr(optimizer, "tx", None), optax.GradientTransformation):
         kind = type(optimizer)  # of Flax: nnx.Optimizer, TrainState
         return (
-            f"optimizer is a {kind.__module__.partition('.')[0]} {kind.__name__}, which holds a "
-            "state of its own; give its transformation, optimizer.tx"
+            f"optimizer is a {kind.__module__.partition('.')[0]} {kind.__name__}, which holds its "
+            "own state; pass its transformation, optimizer.tx"
         )
     name = getattr(optimizer, "__name__", None)
     if callable(optimizer) and name is not None:
         module = (getattr(optimizer, "__module__", None) or "").partition(".")[0]
         full = f"{module}.{name}" if module in ("optax", "zerojax") else "optax.adamw"
-        return f"optimizer is the function {name}; give what it returns, such as {full}(3e-4)"
+        return f"optimizer is the function {name}; pass what it returns, such as {full}(3e-4)"
     return (
         f"optimizer={quoted(optimizer)} ({type(optimizer).__name__}) is not valid; use an "
         "optax.GradientTransformation such as optax.adamw(3e-4), a zerojax.OptimizerConfig such as "
@@ -125,21 +126,22 @@ def _not_taken(optimizer: Any) -> str:
 def fit_optimizer(
     tx: optax.GradientTransformation, precision: Precision
 ) -> optax.GradientTransformation:
-    """The optimizer with moments of the dtype asked for, and able to do without masters.
+    """Returns the optimizer with the requested moments dtype, working without master weights if
+    asked.
 
-    What is stored in bfloat16 is rounded stochastically.
+    bfloat16 arrays are rounded stochastically.
 
     Raises:
-      ValueError: an optax transformation cannot do either.
+      ValueError: an optax transformation supports neither.
     """
     if precision.has_masters and precision.moments_dtype == jnp.float32:
         return tx
     if not isinstance(tx, Optimizer):
         name = "moments_dtype" if precision.has_masters else "param_dtype"
         raise ValueError(
-            f"Precision.{name}=bfloat16 needs an update that rounds stochastically, and the "
-            "optimizer is a plain optax transformation, whose small updates would be lost; use "
-            "zerojax.adamw, lion, lamb or sgd (not inside optax.chain), or float32"
+            f"Precision.{name}=bfloat16 needs an optimizer with stochastic rounding, and this one "
+            "is a plain optax transformation, which would lose small updates; use zerojax.adamw, "
+            "lion, lamb or sgd (not inside optax.chain), or float32"
         )
     return tx.with_dtypes(precision.moments_dtype, True)
 
@@ -147,15 +149,15 @@ def fit_optimizer(
 def choose_update(
     tx: optax.GradientTransformation, mesh: Mesh | AbstractMesh, kernels: Impl = "auto"
 ) -> Mapping[str, Choice]:
-    """{what is computed: which implementation runs on these devices, and why}.
+    """Chooses the implementation of each computation: {computation: choice with its reason}.
 
     Args:
-      tx: the optimizer; its own `impl`, where it is not "auto", counts more than `kernels`.
+      tx: the optimizer; its own `impl`, unless "auto", takes precedence over `kernels`.
       mesh: of the plan.
       kernels: as `MeshConfig.kernels`.
 
     Raises:
-      KernelUnavailable: a kernel is asked for that cannot run there.
+      KernelUnavailable: a kernel was requested that cannot run on these devices.
     """
 
     def of(impl: Impl, kernel: str, option: str) -> Choice:
@@ -192,33 +194,35 @@ def _configured(config: OptimizerConfig, schedule: Schedule) -> Optimizer:
 def with_ema(
     optimizer: optax.GradientTransformation, decay: float = 0.999, *, warmup: bool = True
 ) -> optax.GradientTransformation:
-    """The optimizer with an exponential moving average of the weights.
+    """Returns the optimizer with an exponential moving average (EMA) of the weights.
 
-    After each update average + (1 - decay) (parameter - average), in float32, of the parameter as
-    it is stored (Polyak and Juditsky, 1992; arXiv:1803.05407). A step that is skipped does not move
-    it. It lies beside the parameter's moments: 4 bytes, read and written in the pass that updates
-    the parameter. Frozen parameters and the model's own state have none.
+    After each update the average becomes average + (1 - decay) (parameter - average), in float32,
+    with the parameter as it is stored (Polyak and Juditsky, 1992; arXiv:1803.05407). A skipped step
+    does not change it. It is sharded like the parameter's moments: 4 bytes per parameter, read and
+    written in the pass that updates the parameter. Frozen parameters and the model's non-trainable
+    state have none.
 
-    `weights="ema"` of `evaluate`, `to_model`, `load_run` and `to_hugging_face` takes it in place of
+    `weights="ema"` of `evaluate`, `to_model`, `load_run` and `to_hugging_face` uses it instead of
     the trained weights.
 
     Args:
-      optimizer: of zerojax or of optax, chains included; the average is around all of it.
-      decay: part that stays; the average is over about 1 / (1 - decay) updates.
-      warmup: update t, from 0, decays by at most (1 + t) / (10 + t).
+      optimizer: of zerojax or of optax, chains included; the average is taken after the whole
+        chain.
+      decay: fraction of the average that is kept; it covers about 1 / (1 - decay) updates.
+      warmup: limits the decay of update t, counted from 0, to (1 + t) / (10 + t).
 
     Raises:
-      ValueError: a decay out of range, or an optimizer that has an average.
-      TypeError: no transformation.
+      ValueError: the decay is out of range, or the optimizer already has an average.
+      TypeError: `optimizer` is not a transformation.
     """
     ema = Ema(decay=decay, warmup=warmup)
     if not isinstance(optimizer, optax.GradientTransformation):
         raise TypeError(
-            f"with_ema takes an optimizer, not a {type(optimizer).__name__}; give a transformation "
+            f"with_ema takes an optimizer, not a {type(optimizer).__name__}; pass a transformation "
             "such as zerojax.adamw(3e-4), or set OptimizerConfig(ema_decay=...)"
         )
     if getattr(optimizer, "ema", None) is not None:
-        raise ValueError("the optimizer has an ema already; use with_ema once")
+        raise ValueError("the optimizer already has an ema; use with_ema once")
     if isinstance(optimizer, Optimizer):
         return optimizer.with_ema(ema)
     return WithEma(optimizer, ema)

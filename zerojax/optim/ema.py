@@ -1,8 +1,8 @@
-"""Exponential moving average of the weights, kept beside an optimizer's state.
+"""Exponential moving average (EMA) of the weights, stored in the optimizer's state.
 
-average + (1 - decay) (parameter - average) after every update that is applied, in float32 (Polyak
-and Juditsky, SIAM J. Control Optim. 30, 1992; arXiv:1803.05407, section 3 for neural networks). It
-begins as the weights. Knows states of optimizers, not how arrays lie on devices.
+average + (1 - decay) (parameter - average) after every applied update, in float32 (Polyak and
+Juditsky, SIAM J. Control Optim. 30, 1992; arXiv:1803.05407, section 3 for neural networks). It
+starts equal to the weights. Knows optimizer states, not how arrays are sharded.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from zerojax.models.trees import Unnamed
 
 Tree = Any
 Weights = Literal["trained", "ema"]
-"""Which of the weights of a run: as the optimizer has left them, or their average."""
+"""Which weights of a run: the trained weights or their average."""
 EMA = "ema"
-"""The average among an optimizer's moments, and in names of a checkpoint: "opt_state/ema/NAME"."""
+"""Name of the average among an optimizer's moments and in checkpoints: "opt_state/ema/NAME"."""
 COUNT = "ema_count"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ema:
-    """How fast an average follows the weights.
+    """Decay and warm-up of an average of the weights.
 
     Attributes:
-      decay: part of the average that stays, in [0, 1).
-      warmup: whether update t, from 0, decays by at most (1 + t) / (10 + t), so that an average
-        soon forgets the weights that it began with.
+      decay: fraction of the average that is kept, in [0, 1).
+      warmup: limits the decay of update t, counted from 0, to (1 + t) / (10 + t), so that the
+        average soon forgets the initial weights.
     """
 
     decay: float
@@ -43,19 +43,19 @@ class Ema:
         number = isinstance(self.decay, int | float) and not isinstance(self.decay, bool)
         if not number or not 0 <= self.decay < 1:
             raise ValueError(
-                f"ema decay={self.decay!r} has to be a number in [0, 1); 0.999 is usual, and an "
-                "average over about 1 / (1 - decay) updates"
+                f"ema decay={self.decay!r} has to be a number in [0, 1); 0.999 is usual, which "
+                "averages over about 1 / (1 - decay) updates"
             )
 
     def rate(self, count: Any) -> jax.Array:
-        """float32 []: 1 - the decay of the update that follows `count` averaged ones."""
-        rate = jnp.float32(1 - self.decay)  # taken in double precision
+        """Returns 1 - decay of the next update, float32 []; `count`: updates averaged so far."""
+        rate = jnp.float32(1 - self.decay)  # computed in double precision
         if not self.warmup:
             return rate
         return jnp.maximum(rate, 9 / (10 + jnp.asarray(count, jnp.float32)))
 
     def describe(self) -> str:
-        """One line for people."""
+        """Returns a one-line description for the log."""
         warmup = ", at most (1 + t) / (10 + t) at update t" if self.warmup else ""
         return (
             f"ema: a float32 average of the trained weights with decay {self.decay:g}{warmup}; "
@@ -66,10 +66,10 @@ class Ema:
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
 class EmaState:
-    """An optimizer's state with an average of its parameters.
+    """Optimizer state with an average of the parameters.
 
-    In names of arrays `inner` has no part of its own, so that those of the optimizer are the same
-    with an average and without.
+    `inner` adds nothing to the names of arrays, so the optimizer's arrays have the same names with
+    and without an average.
 
     Attributes:
       inner: the state of the optimizer.
@@ -82,52 +82,51 @@ class EmaState:
     ema: Any
 
     def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], None]:
-        """For JAX: children with their keys."""
+        """Returns the children with their keys, for JAX."""
         named = (GetAttrKey(COUNT), self.count), (GetAttrKey(EMA), self.ema)
         return ((Unnamed("inner"), self.inner), *named), None
 
     @classmethod
     def tree_unflatten(cls, _: None, children: tuple[Any, Any, Any]) -> Self:
-        """For JAX: the inverse."""
+        """Builds the state from its children, for JAX."""
         return cls(*children)
 
 
 def new_ema_state(inner: Tree, params: Tree) -> EmaState:
-    """The state before the first update: the average is the weights, in arrays of its own."""
+    """Returns the state before the first update: the average is a copy of the weights."""
     return EmaState(inner, jnp.zeros((), jnp.int32), jax.tree.map(as_average, params))
 
 
 def as_average(param: jax.Array) -> jax.Array:
-    """A float32 copy: a step donates parameter and average, which must not share memory."""
+    """Copies to float32: a step donates parameter and average, so they must not share memory."""
     return jnp.array(param, jnp.float32, copy=True)
 
 
 def ema_of(opt_state: Tree) -> Mapping[str, Any] | None:
-    """{name: average} in an optimizer's state; None where it has none."""
+    """Returns {name: average} from an optimizer's state, or None if it has no average."""
     return opt_state.ema if isinstance(opt_state, EmaState) else None
 
 
 def is_average(weights: Weights, opt_state: Tree) -> bool:
-    """Whether the average is asked for.
+    """Returns True if `weights` is "ema".
 
     Args:
-      weights: as a user gives them; opt_state: of the run.
-
+      weights: as a user passes them; opt_state: of the run.
     Raises:
-      ValueError: other weights, or an average where there is none.
+      ValueError: `weights` is not valid, or it is "ema" and the state has no average.
     """
     check_weights(weights)
     if weights == "ema" and not isinstance(opt_state, EmaState):
         raise ValueError(
-            "weights='ema', and the run keeps no average of its weights; set optimizer.ema_decay "
-            "(0.999 is usual) or give optimizer=zerojax.with_ema(OPTIMIZER) before it trains, or "
+            "weights='ema', but the run keeps no average of its weights; set optimizer.ema_decay "
+            "(0.999 is usual) or pass optimizer=zerojax.with_ema(OPTIMIZER) before training, or "
             "use weights='trained'"
         )
     return weights == "ema"
 
 
 def check_weights(weights: Any) -> None:
-    """Raises ValueError for what is neither "trained" nor "ema"."""
+    """Raises ValueError if `weights` is neither "trained" nor "ema"."""
     if weights not in get_args(Weights):
         raise ValueError(f"weights={weights!r} is not valid; use 'trained' or 'ema'")
 
@@ -135,7 +134,8 @@ def check_weights(weights: Any) -> None:
 def around(
     init: Callable[..., Tree], update: Callable[..., tuple[Tree, Tree]], ema: Ema | None
 ) -> tuple[Callable[..., Tree], Callable[..., tuple[Tree, Tree]]]:
-    """`init` and `update` of optax's form with an average in their state; None: as they are."""
+    """Adds an average to the state of an `init` and `update` pair; with None, returns them
+    unchanged."""
     if ema is None:
         return init, update
 
@@ -160,10 +160,10 @@ def around(
 
 
 class WithEma(optax.GradientTransformationExtraArgs):
-    """A transformation of optax with an average of the parameters in its state.
+    """Optax transformation with an average of the parameters in its state.
 
     Attributes:
-      ema: how fast the average follows.
+      ema: decay and warm-up of the average.
     """
 
     ema: Ema

@@ -32,18 +32,18 @@ _PARTS = (
     optax.TraceState,
     optax.ScaleByScheduleState,
 )
-"""The states of optax that hold arrays; the others that these optimizers have are empty."""
+"""The optax states that hold arrays; the other states of these optimizers are empty."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Numbers:
-    """What the rules of one step are told beside arrays.
+    """Scalars and context of one update step.
 
     Attributes:
       scalars: {name: the rule's scalars}.
       stochastic: whether bfloat16 arrays are rounded stochastically.
       context: of the step.
-      average_rate: float32 []; how far the average of the parameters moves; None: there is none.
+      average_rate: float32 []; 1 - decay of the average of the parameters; None without an average.
     """
 
     scalars: Mapping[str, Any]
@@ -59,9 +59,9 @@ class Numbers:
         read: tuple[Arrays, ...],
         **more: Any,
     ) -> tuple[Arrays, ...]:
-        """(parameters, *others) after one pass of a rule that updates these.
+        """Returns (parameters, *others) after one pass of a rule that updates them.
 
-        The last of `others` is the average where there is one, and moves in the same pass.
+        The average, if there is one, is last in `others` and updated in the same pass.
         """
         if self.average_rate is None:
             return self.update(rule, (params, *others), read, **more).updated
@@ -70,7 +70,7 @@ class Numbers:
         return numbers.update(rule, (params, *others), read, **more).updated
 
     def with_rate(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
-        """Scalars for a rule of `averaging`; what parameters share, they share still."""
+        """Returns scalars for an `averaging` rule; scalars shared by parameters stay shared."""
         rate = self.average_rate
         made = {id(one): averaging_scalars(type(one))(*one, rate) for one in scalars.values()}
         return {name: made[id(one)] for name, one in scalars.items()}
@@ -85,10 +85,10 @@ class Numbers:
         by_row: Container[str] = (),
         out_dtypes: Sequence[Any] = (),
     ) -> Any:
-        """One pass of a rule over all leaves: an `Updated` of {name: array}.
+        """Runs one pass of a rule over all leaves; returns an `Updated` of {name: array}.
 
-        Passes that round need different salts. `by_row`: names of leaves whose rows have scalars
-        and sums of their own. `out_dtypes`: of the outputs that are wanted.
+        Passes that round need different salts. `by_row`: names of leaves with separate scalars and
+        sums for each row. `out_dtypes`: dtypes of the requested outputs.
         """
         names = sorted(self.scalars)
         if self._is_for_one_kernel(names):
@@ -102,8 +102,8 @@ class Numbers:
 
         def leaf(arrays: Sequence[Any], also_read: Sequence[Any], name: str) -> Updated:
             if is_piece:
-                # A kernel reads memory by its address. Without a barrier XLA 0.12 hands it a piece
-                # where it lies on the host, and then refuses its own program.
+                # A kernel reads memory by its address. Without a barrier XLA 0.12 passes it a slice
+                # that is still in host memory, and then rejects the program that it made.
                 arrays, also_read = lax.optimization_barrier((arrays, also_read))
             return update(
                 rule,
@@ -119,11 +119,12 @@ class Numbers:
         return update_trees(leaf, updated, read, {name: name for name in self.scalars})
 
     def _rounds(self, updated: tuple[Arrays, ...], name: str) -> bool:
-        """Whether a leaf is stored with random bits."""
+        """Returns True if a leaf is rounded stochastically."""
         return self.stochastic and any(tree[name].dtype == jnp.bfloat16 for tree in updated)
 
     def _is_for_one_kernel(self, names: Sequence[str]) -> bool:
-        """Whether leaves share a kernel: a launch each costs more than a branch in one."""
+        """Returns True if leaves share a kernel: one launch each costs more than a branch in one
+        kernel."""
         context = self.context
         return context.choice.implementation != "xla" and context.piece is None and len(names) > 1
 
@@ -157,7 +158,7 @@ class Numbers:
 
 
 def _by_name(sums: jax.Array, rows: Mapping[str, int]) -> Arrays:
-    """{name: float32 [] or [rows]} of what lies one after the other; `rows` 0 is a number."""
+    """Splits concatenated sums: {name: float32 [] where `rows` is 0, else [rows]}."""
     ends = itertools.accumulate(max(1, count) for count in rows.values())
     return {
         name: sums[end - count : end] if count else sums[end - 1]
@@ -168,23 +169,25 @@ def _by_name(sums: jax.Array, rows: Mapping[str, int]) -> Arrays:
 Run = Callable[[Arrays, tuple[Arrays, ...], Arrays, Numbers], tuple[Arrays, tuple[Arrays, ...]]]
 """(parameters, moments, gradients, numbers) -> (parameters, moments).
 
-Where `numbers` has an `average_rate`, the average of the parameters follows the moments."""
+If `numbers` has an `average_rate`, the average of the parameters comes after the moments.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Method:
-    """One optimizer, in optax's parts and as a rule.
+    """Optimizer as parts of optax and as a fused rule.
 
     Attributes:
       kernel: its name.
-      chain: (decay, learning rate) -> optax's transformation, made with these two parts.
+      chain: (decay, learning rate) -> the optax transformation built from these two parts.
       moments: fields of optax's state that hold moments, in the order of the rule.
       scalars: (learning_rate, weight_decay=, count=, gradient_scale=, skip=) -> the rule's scalars.
-      run: what updates all leaves.
-      elementwise: whether each element is updated by itself, so that a shard may come in pieces.
+      run: updates all leaves.
+      elementwise: whether each element is updated independently, so that a shard may be updated in
+        slices.
       per_layer: see `Optimizer`.
-      one_bit: (this method, options) -> what makes of it an optimizer that sends signs, see
-        `zerojax.optim.one_bit`; None: it is none.
+      one_bit: (this method, options) -> the part that makes it an optimizer with 1-bit
+        communication, see `zerojax.optim.one_bit`; None for all others.
     """
 
     kernel: str
@@ -199,16 +202,16 @@ class Method:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """What all optimizers have in common.
+    """Options that all optimizers share.
 
     Attributes:
       learning_rate: a number or a schedule.
       decay: weight decay and groups.
       clip_norm: limit of the global gradient norm; None does not clip.
       impl: see `pallas_kernels.choice.choose`.
-      moments_dtype: None is optax's own: that of the parameters.
+      moments_dtype: dtype of the moments; None uses optax's default, the dtype of the parameters.
       stochastic: whether `apply` rounds bfloat16 parameters and moments stochastically.
-      ema: the average of the parameters that the state has, as an `EmaState`; None: it has none.
+      ema: the average of the parameters, stored in an `EmaState`; None for no average.
     """
 
     learning_rate: float | Schedule
@@ -221,16 +224,17 @@ class Options:
 
 
 def make_optimizer(method: Method, options: Options) -> Optimizer:
-    """The optimizer of a method."""
+    """Builds the optimizer of a method."""
     core, dtype, ema = _transformation(method, options), options.moments_dtype, options.ema
 
     def init(params: Tree) -> Tree:
-        options.decay.settings(params)  # refuses what does not fit
+        options.decay.settings(params)  # raises for a mask or groups that do not fit
         state = core.init(params)
         return state if dtype is None else cast_floats(state, dtype)
 
     def apart(layers: Iterable[str]) -> list[str]:
-        # Layers that are rolled are arrays of their own to their user, whatever per_layer says.
+        # Rolled layers are separate arrays to the user, so they are separate whatever per_layer
+        # says.
         return [name for name in layers if method.per_layer or name in options.decay.stacks]
 
     def update(
@@ -238,9 +242,9 @@ def make_optimizer(method: Method, options: Options) -> Optimizer:
     ) -> tuple[Tree, Tree]:
         if method.one_bit is not None:
             raise ValueError(
-                "an optimizer that sends signs has no update outside of the step, where each "
-                "device makes momentum of its own gradients; give it to zerojax.train by itself, "
-                "not in an optax chain"
+                "an optimizer with 1-bit communication has no update outside of the step, because "
+                "each device computes momentum from its own gradients; pass it to zerojax.train "
+                "by itself, not in an optax chain"
             )
         extra["layers"] = apart(layers)
         if dtype is None:
@@ -295,7 +299,7 @@ def make_optimizer(method: Method, options: Options) -> Optimizer:
 
 
 def cast_floats(tree: Tree, dtype: Any) -> Tree:
-    """The tree with its floats of another dtype."""
+    """Casts the floating-point arrays of a tree to another dtype."""
     is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
     return jax.tree.map(lambda x: x.astype(dtype) if is_float(x) else x, tree)
 
@@ -327,7 +331,7 @@ def _grouped_decay(plain: Any, decay: Decay) -> optax.GradientTransformation:
 
 
 def _factors_after(rate: Any, decay: Decay) -> optax.GradientTransformation:
-    """The learning rate of all, and then each parameter's factor."""
+    """Scales by the common learning rate and then by each parameter's factor."""
 
     def scale(updates: Tree, state: Tree, params: Tree = None) -> tuple[Tree, Tree]:
         settings = decay.settings(updates)
@@ -362,7 +366,7 @@ def begin_update(
     whole: Mapping[str, jax.ShapeDtypeStruct],
     context: UpdateContext,
 ) -> BegunUpdate:
-    """`Optimizer.begin` of a method, which need not go element by element here."""
+    """Implements `Optimizer.begin` for a method, including methods that are not elementwise."""
     average, average_rate = None, None
     if options.ema is not None:
         average, average_rate, state = state, options.ema.rate(state.count), state.inner
@@ -388,7 +392,7 @@ def begin_update(
     def run(
         params: Arrays, before: tuple[Arrays, ...], grads: Arrays, piece: jax.Array | None
     ) -> tuple[Arrays, tuple[Arrays, ...]]:
-        if not params:  # every parameter may lie in slices, which are updated apart
+        if not params:  # possible if all parameters are updated in slices
             return params, before
         numbers = Numbers(
             scalars={name: by_settings[settings[name]] for name in params},
@@ -402,7 +406,7 @@ def begin_update(
         def advance(part: Any) -> Any:
             changed: dict[str, Any] = {}
             if part is moments:
-                changed |= zip(method.moments, after, strict=False)  # the average may follow
+                changed |= zip(method.moments, after, strict=False)  # the average may come last
             if "count" in part._fields:
                 changed["count"] = next_count(part.count, context)
             return part._replace(**changed)
@@ -419,7 +423,7 @@ def begin_update(
 
 
 def next_count(count: jax.Array, context: UpdateContext) -> jax.Array:
-    """int32 []: the number of updates applied after this step."""
+    """Returns the number of updates applied after this step, int32 []."""
     return jnp.where(context.skip, count, optax.safe_increment(count))
 
 
@@ -428,7 +432,7 @@ def _is_part(node: Any) -> bool:
 
 
 def one_pass(rule: Rule) -> Run:
-    """The `Run` of a rule that updates (parameter, *moments) and reads the gradient."""
+    """Returns the `Run` of a rule that updates (parameter, *moments) and reads the gradient."""
 
     def run(
         params: Arrays, moments: tuple[Arrays, ...], grads: Arrays, numbers: Numbers

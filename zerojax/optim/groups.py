@@ -1,4 +1,4 @@
-"""Parameter groups by name: weight decay and learning rate of their own; matrices for Muon."""
+"""Parameter groups by name, with their own weight decay and learning rate; matrices for Muon."""
 
 from __future__ import annotations
 
@@ -27,24 +27,25 @@ _JOINS_HEADS = ("output", "out")
 
 
 def is_matrix(name: str, ndim: int) -> bool:
-    """Whether weight decay applies: two or more dimensions, and not a bias or scale by name.
+    """Returns True if weight decay applies: two or more dimensions, and not a bias or scale by
+    name.
 
-    The name decides for stacked layers, whose biases have two dimensions as well.
+    The name is needed for stacked layers, whose biases have two dimensions as well.
     """
     return ndim >= 2 and name.rsplit(trees.SEPARATOR, 1)[-1] not in _VECTOR_NAMES
 
 
 def decay_mask(params: Tree) -> Tree:
-    """A tree of booleans: True where weight decay applies (see `is_matrix`)."""
+    """Returns a tree of booleans: True where weight decay applies (see `is_matrix`)."""
     flat = {name: is_matrix(name, jnp.ndim(x)) for name, x in trees.flatten_names(params).items()}
     return trees.unflatten_like(params, flat)
 
 
 class LeafSettings(NamedTuple):
-    """What an optimizer does to one parameter.
+    """Settings of one parameter.
 
     Attributes:
-      learning_rate_factor: its learning rate is the optimizer's times this.
+      learning_rate_factor: multiplies the optimizer's learning rate.
       weight_decay: 0 where the mask excludes it.
     """
 
@@ -57,12 +58,13 @@ class Decay:
     """Weight decay and learning rate of every parameter.
 
     Attributes:
-      weight_decay: of parameters that no group gives another.
-      mask: which parameters decay, as optax takes it: a tree of booleans or the upper part of one,
-        a function of the parameters that returns one, or None for all. It holds in groups as well.
-      groups: (regular expression on names, settings); a parameter belongs to the first it matches.
-      stacks: {stack of layers: names of its rows}, each row a parameter of its own for mask and
-        groups, which say the same of all of them.
+      weight_decay: of parameters whose group sets no other.
+      mask: which parameters decay, as in optax: a tree of booleans or a prefix of one, a function
+        of the parameters that returns one, or None for all. It applies in groups as well.
+      groups: (regular expression on names, settings); a parameter belongs to the first that
+        matches.
+      stacks: {stack of layers: names of its rows}; mask and groups see each row as a separate
+        parameter, and treat all rows of a stack alike.
     """
 
     weight_decay: Any
@@ -72,25 +74,25 @@ class Decay:
 
     @property
     def stored_mask(self) -> Any:
-        """The mask of parameters as they are stored, in stacks."""
+        """The mask for parameters as they are stored, in stacks."""
         if not self.stacks or self.mask is None:
             return self.mask
         return lambda params: _of_stored(params, self._decaying(self._as_rows(params)), self.stacks)
 
     def settings(self, params: Tree) -> dict[str, LeafSettings]:
-        """{name: settings} for a tree of arrays, or of what has their shapes.
+        """Returns {name: settings} for a tree of arrays or of structs with their shapes.
 
         Raises:
           ValueError: a mask that does not fit the parameters, or a group that changes none.
         """
-        if not jax.tree.leaves(params):  # optax looks for parameters in a state with none
+        if not jax.tree.leaves(params):  # optax calls this on a state without parameters
             return {}
         if not self.stacks or not isinstance(params, Mapping):
             return self._settings(params)
         return _of_stored(params, self._settings(self._as_rows(params)), self.stacks)
 
     def _as_rows(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """Structs of parameters, with the rows of stacks in place of stacks."""
+        """Returns structs of parameters, with each stack replaced by its rows."""
         rows: dict[str, Any] = {}
         for name, x in params.items():
             shape = x.shape[1:] if name in self.stacks else x.shape
@@ -106,8 +108,8 @@ class Decay:
             if group.weight_decay and not any(decays[name] for name in members):
                 raise ValueError(
                     f"groups: {pattern!r} sets weight_decay={group.weight_decay:g}, but the mask "
-                    f"lets none of its {len(members)} parameters decay (such as {members[0]!r}); "
-                    "pass another mask, or mask=None to let all parameters decay"
+                    f"excludes all of its {len(members)} parameters (such as {members[0]!r}) from "
+                    "decay; pass another mask, or mask=None to let all parameters decay"
                 )
         groups: dict[str | None, ParameterGroup] = {None: ParameterGroup(), **dict(self.groups)}
 
@@ -119,7 +121,7 @@ class Decay:
         return {name: settings_of(name) for name in decays}
 
     def _decaying(self, params: Tree) -> dict[str, bool]:
-        """{name: whether it decays}: the mask, carried down to the leaves."""
+        """Returns {name: whether it decays}: the mask, broadcast to the leaves."""
         if self.mask is None:
             return dict.fromkeys(trees.flatten_names(params), True)
         mask = self.mask(params) if callable(self.mask) else self.mask
@@ -129,25 +131,25 @@ class Decay:
         except (ValueError, KeyError):
             wanted, given = [*trees.flatten_names(params)], [*trees.flatten_names(mask)]
             raise ValueError(
-                f"mask: its entries ({', '.join(given[:4])}) are not the parameters "
-                f"({', '.join(wanted[:4])}), nor the upper part of their tree; give a function of "
-                "the parameters, such as zerojax.optim.decay_mask, or None for all"
+                f"mask: its entries ({', '.join(given[:4])}) match neither the parameters "
+                f"({', '.join(wanted[:4])}) nor a prefix of their tree; pass a function of the "
+                "parameters, such as zerojax.optim.decay_mask, or None for all"
             ) from None
 
 
 def _of_stored(
     params: Mapping[str, Any], of_rows: Mapping[str, Any], stacks: Mapping[str, tuple[str, ...]]
 ) -> dict[str, Any]:
-    """{stored name, in the order of sorted names: what its first row has}."""
+    """Returns {stored name, in sorted order: the value of its first row}."""
     return {name: of_rows[stacks.get(name, (name,))[0]] for name in sorted(params)}
 
 
 def as_groups(groups: Mapping[str, Any] | Iterable[tuple[str, Any]] | None) -> Groups:
-    """Groups from {regular expression: {"learning_rate_factor": 0.1, "weight_decay": 0.0}}.
+    """Builds groups from {regular expression: {"learning_rate_factor": 0.1, "weight_decay": 0.0}}.
 
     Raises:
-      ValueError: an unknown setting (the nearest known one is named) or a wrong value; a pattern
-        that is not a regular expression.
+      ValueError: an unknown setting (the message names the nearest known one), a wrong value, or a
+        pattern that is not a regular expression.
     """
     pairs: Any = groups.items() if isinstance(groups, Mapping) else groups or ()
     checked = []
@@ -164,10 +166,10 @@ def as_groups(groups: Mapping[str, Any] | Iterable[tuple[str, Any]] | None) -> G
 
 
 def assign_groups(names: Iterable[str], patterns: Iterable[str]) -> dict[str, str]:
-    """{name: pattern} of the names that a pattern finds (`re.search`); the first one wins.
+    """Returns {name: pattern} for names that a pattern matches (`re.search`); the first one wins.
 
     Raises:
-      ValueError: a pattern that matches nothing, or nothing that an earlier one has left.
+      ValueError: a pattern matches nothing, or only names that an earlier pattern already took.
     """
     names = tuple(names)
     pattern_of: dict[str, str] = {}
@@ -177,7 +179,7 @@ def assign_groups(names: Iterable[str], patterns: Iterable[str]) -> dict[str, st
             near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3]
             raise ValueError(
                 f"groups: {pattern!r} matches none of the {len(names)} trained parameters; near "
-                f"names are {', '.join(near)}; correct the pattern or take it out"
+                f"names are {', '.join(near)}; correct the pattern or remove it"
             )
         left = [name for name in matched if name not in pattern_of]
         if not left:
@@ -190,33 +192,33 @@ def assign_groups(names: Iterable[str], patterns: Iterable[str]) -> dict[str, st
 
 
 def muon_dimensions(params: Tree, *, kernels: str = LAYER_KERNELS) -> Tree:
-    """What to give `optax.contrib.muon` as `muon_weight_dimension_numbers`.
+    """Returns the `muon_weight_dimension_numbers` of `optax.contrib.muon` for stacked layers.
 
-    Left alone, it takes every array of two dimensions for a matrix and gives the others to Adam. Of
-    stacked layers that is the wrong way round: biases [layers, width] are taken, and kernels
-    [layers, inputs, outputs] are not. With this each layer's kernel is a matrix, and embeddings,
-    the head, biases and scales are Adam's, as Muon's authors have it.
+    By default, Optax's Muon treats every 2-D array as a matrix and gives all others to Adam. For
+    stacked layers this is wrong: it takes biases [layers, width] and leaves out kernels [layers,
+    inputs, outputs]. With this function each layer's kernel is a matrix, and Adam updates
+    embeddings, the head, biases and scales, as Muon's authors recommend.
 
         optax.contrib.muon(0.02, muon_weight_dimension_numbers=zerojax.optim.muon_dimensions)
 
     Args:
       params: a tree of arrays; dimension 0 of a kernel counts layers.
-      kernels: regular expression on their names. [layers, inputs, outputs], or with attention heads
-        [layers, inputs, heads, size]; a layer named "output" or "out" has its heads first,
-        [layers, heads, size, outputs].
+      kernels: regular expression on their names. Shapes are [layers, inputs, outputs], or with
+        attention heads [layers, inputs, heads, size]; a layer named "output" or "out" has its heads
+        first, [layers, heads, size, outputs].
 
     Returns:
       The tree with `MuonDimensionNumbers` where a parameter is a matrix and None elsewhere.
 
     Raises:
-      ValueError: no parameter has such a name, or one has not 3 or 4 dimensions.
+      ValueError: no parameter has such a name, or one does not have 3 or 4 dimensions.
     """
     arrays = trees.flatten_names(params)
     found = [name for name in arrays if re.search(kernels, name)]
     if arrays and not found:
         raise ValueError(
             f"muon_dimensions: {kernels!r} matches none of the {len(arrays)} parameters, such as "
-            f"{', '.join(list(arrays)[:3])}; give kernels= a regular expression that does"
+            f"{', '.join(list(arrays)[:3])}; pass kernels= with a regular expression that matches"
         )
     dimensions = {name: _dimensions(name, jnp.ndim(arrays[name])) for name in found}
     return trees.unflatten_like(params, {name: dimensions.get(name) for name in arrays})
@@ -227,22 +229,23 @@ def _dimensions(name: str, ndim: int) -> MuonDimensionNumbers:
         return MuonDimensionNumbers(1, 2)
     if ndim != 4:
         raise ValueError(
-            f"muon_dimensions: {name} has {ndim} dimensions, and a stacked kernel has 3 "
-            "(layers, inputs, outputs) or 4 (with heads); give kernels= an expression without it"
+            f"muon_dimensions: {name} has {ndim} dimensions, but a stacked kernel has 3 (layers, "
+            "inputs, outputs) or 4 (with heads); pass kernels= with an expression that excludes it"
         )
     joins = name.split(trees.SEPARATOR)[-2:-1] in ([word] for word in _JOINS_HEADS)
     return MuonDimensionNumbers((1, 2), 3) if joins else MuonDimensionNumbers(1, (2, 3))
 
 
 def matrices_by_shape(params: Tree) -> Tree:
-    """Which parameters DeepSpeed's Muon takes for matrices (`set_optimizer_flags`), for `muon`.
+    """Returns the parameters that DeepSpeed's Muon treats as matrices (`set_optimizer_flags`).
 
-    All of two or more dimensions, but those with "embed" or "lm_head" in their names; of stacked
-    layers each layer's kernel (`muon_dimensions`), and no stacked biases and scales.
+    These are all with two or more dimensions, except those with "embed" or "lm_head" in their
+    names. In stacked layers, each layer's kernel counts (`muon_dimensions`), and stacked biases and
+    scales do not.
 
     Raises:
-      ValueError: an array of more dimensions in no stack, of which a name does not say which are
-        rows.
+      ValueError: an array outside of stacks has more than two dimensions, and its name does not say
+        which of them are rows.
     """
     arrays = trees.flatten_names(params)
     found = {}
@@ -256,15 +259,15 @@ def matrices_by_shape(params: Tree) -> Tree:
             found[name] = MuonDimensionNumbers()
         else:
             raise ValueError(
-                f"muon: {name} has {ndim} dimensions, and a file does not say which of them are "
-                "rows; take the section out and pass optimizer=zerojax.muon(lr, dimensions=...), "
-                "which returns optax.contrib.MuonDimensionNumbers for each matrix"
+                f"muon: {name} has {ndim} dimensions, and a config file cannot say which of them "
+                "are rows; take the section out and pass optimizer=zerojax.muon(lr, "
+                "dimensions=...), which returns optax.contrib.MuonDimensionNumbers for each matrix"
             )
     return trees.unflatten_like(params, found)
 
 
 def describe_muon(opt_state: Tree, stacks: Collection[str]) -> list[str]:
-    """What a Muon that was not told of stacked layers does to them, in a line for the plan."""
+    """Returns lines for the plan if an optax Muon does not know which arrays are stacked layers."""
     is_muon = lambda node: isinstance(node, MuonState)  # noqa: E731
     lines = []
     for part in jax.tree.leaves(opt_state, is_leaf=is_muon):
@@ -274,8 +277,8 @@ def describe_muon(opt_state: Tree, stacks: Collection[str]) -> list[str]:
         rows = sorted(name for name, x in taken.items() if name in stacks and x.ndim == 2)
         if rows:
             lines.append(
-                f"muon takes {len(rows)} stacks of vectors, such as {rows[0]}, for matrices whose "
-                "rows are layers, and leaves stacked kernels to Adam; give it "
+                f"muon treats {len(rows)} stacks of vectors, such as {rows[0]}, as matrices whose "
+                "rows are layers, and leaves stacked kernels to Adam; pass "
                 "muon_weight_dimension_numbers=zerojax.optim.muon_dimensions"
             )
     return lines

@@ -1,17 +1,17 @@
 """Dynamic loss scale for float16.
 
-Gradients below 6e-8 are zero in float16, and those above 65504 are infinite. The loss, and with it
-every gradient, is therefore multiplied by a scale, and gradients are divided by that same scale in
-float32 before they are used. The dynamic scale falls when a gradient overflows and rises after a
-long time without; the idea is that of Micikevicius et al. 2018 (arXiv:1710.03740).
+Gradients below 6e-8 become zero in float16, and gradients above 65504 become infinite. The loss,
+and with it every gradient, is therefore multiplied by a scale, and gradients are divided by the
+same scale in float32 before they are used. The dynamic scale decreases when a gradient overflows
+and increases after many steps without overflow (Micikevicius et al. 2018, arXiv:1710.03740).
 
-The rules are those of DeepSpeed (`DynamicLossScaler.update_scale` in
-`deepspeed/runtime/fp16/loss_scaler.py`, defaults of `deepspeed/runtime/precision_config.py`), which
-it has at stages 1 to 3; they hold at stage 0 too, where its `FP16_Optimizer` knows neither
-hysteresis nor an end at the minimum. What else differs: the scale has a maximum, and where
-DeepSpeed raises, `update` says so and the caller stops the run. DeepSpeed's ZeRO optimizers update
-the scale before they divide by it, so that gradients are half as large in a step that doubles the
-scale; use the scale of the state that came in.
+The rules are those of DeepSpeed at stages 1 to 3 (`DynamicLossScaler.update_scale` in
+`deepspeed/runtime/fp16/loss_scaler.py`, defaults of `deepspeed/runtime/precision_config.py`).
+Differences: these rules also hold at stage 0, where DeepSpeed's `FP16_Optimizer` has neither
+hysteresis nor an error at the minimum; the scale has a maximum; and where DeepSpeed raises,
+`update` returns `at_floor` and the caller stops the run. DeepSpeed's ZeRO optimizers update the
+scale before they divide by it, so gradients are half as large in a step that doubles the scale;
+here, divide by the scale in the state before the update.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ State = dict[str, jax.Array]
 
 
 def init(config: LossScale) -> State:
-    """The state before the first step.
+    """Returns the state before the first step.
 
     Returns:
       "scale" float32 []; "good_steps" int32 [], finite steps since the last overflow; "hysteresis"
-      int32 [], the number of the overflow, counted from now, that will lower the scale.
+      int32 [], number of overflows from now until the scale decreases.
     """
     scale = config.initial if config.static is None else config.static
     return {
@@ -42,23 +42,23 @@ def init(config: LossScale) -> State:
 
 
 def update(config: LossScale, state: State, finite: Any) -> tuple[State, jax.Array]:
-    """The state after a step; call it once per step, skipped or not. Works under `jax.jit`.
+    """Returns the state after a step; call it once per step, skipped or not. Works under `jax.jit`.
 
     Args:
-      state: as `init` gives it; its scale is the one that the step's loss was multiplied by.
+      state: from `init` or `update`; its scale is the one that the step's loss was multiplied by.
       finite: bool []; whether the loss and all gradients were finite.
 
     Returns:
-      (the next state, at_floor bool []). `at_floor`: this overflow would have lowered a scale that
-      is at its minimum already, so that no scale helps; DeepSpeed raises here. A caller that goes
-      on stays at the minimum. A static scale is never at the floor.
+      (the next state, at_floor bool []). `at_floor`: the scale is at its minimum and this overflow
+        would have decreased it, so no scale avoids the overflow; DeepSpeed raises here. If the
+        caller continues, the scale stays at the minimum. Always False for a static scale.
     """
     if config.static is not None:
         return init(config), jnp.asarray(False)
     scale, good_steps, hysteresis = (state[name] for name in ("scale", "good_steps", "hysteresis"))
     finite = jnp.asarray(finite, jnp.bool_)
     falls = ~finite & (hysteresis <= 1)
-    # The scale does not rise at a multiple of the window but at the finite step after it.
+    # The scale increases at the finite step after a multiple of the window, not at the multiple.
     rises = finite & (good_steps > 0) & (good_steps % config.window == 0)
     refills = finite if config.consecutive_hysteresis else rises
     at_floor = falls & (scale <= config.minimum)

@@ -1,8 +1,9 @@
-"""Matrices made orthogonal: each put together from its shards on one device, and cut again.
+"""Runs functions of whole matrices on sharded arrays, and Newton-Schulz orthogonalization.
 
-Knows shapes and mesh axes; never an optimizer. Matrices of one size are dealt out together over the
-devices that share them, so that each multiplies its part. A matrix that every device has whole is
-multiplied on every device.
+Knows shapes and mesh axes; never an optimizer. Each matrix is gathered from its shards on one
+device and split again afterwards. Matrices of equal size are distributed over the devices that
+shard them, so each device computes its part of them. A replicated matrix is computed on every
+device.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ from optax.contrib import MuonDimensionNumbers
 
 Dims = Sequence[tuple[str, ...]]
 SCOPE = "whole_matrices"
-"""In the names of the operations that put matrices together and cut them, compiled ones too."""
+"""Named scope of the operations that gather and split matrices; compiled programs contain it."""
 
 
 @jax.named_scope("newton_schulz")
 def newton_schulz(x: jax.Array, coefficients: jax.Array, *, steps: int, eps: float) -> jax.Array:
-    """Nearly orthogonal matrices with the singular vectors of those given, as optax has them.
+    """Returns nearly orthogonal matrices with the singular vectors of the input, as optax does.
 
     Args:
       x: float32 [matrices, rows, columns].
       coefficients: float32 [3], of X, (XX')X and (XX')^2 X.
-      steps: how often they are applied.
+      steps: number of iterations.
       eps: added to the Frobenius norm, by which each matrix is divided first.
     """
-    turned = x.shape[1] > x.shape[2]  # the smaller product costs less
+    turned = x.shape[1] > x.shape[2]  # XX' of the shorter side costs less
     x = x.swapaxes(1, 2) if turned else x
     x = x / (jnp.sqrt(jnp.sum(x * x, axis=(1, 2), keepdims=True)) + eps)
     first, second, third = coefficients
@@ -44,22 +45,22 @@ def newton_schulz(x: jax.Array, coefficients: jax.Array, *, steps: int, eps: flo
 
 
 def newton_schulz_flops(rows: int, columns: int, *, steps: int) -> int:
-    """Floating-point operations of the products of one matrix."""
+    """Returns the floating-point operations of the matrix products for one matrix."""
     short, long = sorted((rows, columns))
     return steps * (4 * short * short * long + 2 * short**3)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MatrixStack:
-    """One array as matrices, and how they lie in a shard of it.
+    """Layout of an array as a stack of matrices, and of their parts in a shard.
 
     Attributes:
-      order: the dimensions: those that count matrices, then one side, then the other. In a side
-        those that are split come first, which permutes rows or columns; Newton-Schulz permutes its
-        result alike, and turns it with the matrix. So the sides lie in the same order for `up` and
-        `down` of an MLP.
+      order: permutation of the dimensions: those that count matrices, then one side, then the
+        other. Within a side, split dimensions come first, which permutes rows or columns.
+        Newton-Schulz commutes with permutations and with the transpose, so the result is the same.
+        This gives `up` and `down` of an MLP the same order of sides.
       count: matrices of which a device has parts.
-      size: of its part of a matrix, side by side.
+      size: of the device's part of a matrix, one number per side.
       splits: (side, mesh axes) of each dimension that is split, in the order of their exchange.
     """
 
@@ -70,21 +71,21 @@ class MatrixStack:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """Equal for stacks whose matrices are dealt out together: a class."""
+        """Class of the stack: matrices of stacks with equal classes are distributed together."""
         return self.size, self.splits
 
     def to_matrices(self, shard: jax.Array) -> jax.Array:
-        """[count, *size] of a shard."""
+        """Reshapes a shard to [count, *size]."""
         return shard.transpose(self.order).reshape(self.count, *self.size)
 
     def from_matrices(self, matrices: jax.Array, shape: Sequence[int]) -> jax.Array:
-        """The inverse, for a shard of this shape."""
+        """Reshapes matrices back to a shard of this shape."""
         back = [self.order.index(dim) for dim in range(len(shape))]
         return matrices.reshape([shape[dim] for dim in self.order]).transpose(back)
 
 
 def as_stack(shape: Sequence[int], dims: Dims, matrix: MuonDimensionNumbers) -> MatrixStack:
-    """How the matrices of an array lie.
+    """Returns the layout of the matrices in an array.
 
     Args:
       shape: of a shard.
@@ -109,7 +110,7 @@ def as_stack(shape: Sequence[int], dims: Dims, matrix: MuonDimensionNumbers) -> 
 
 
 def classes_of(stacks: Mapping[str, MatrixStack]) -> list[list[str]]:
-    """Names of the stacks of each class, in the order of their first one."""
+    """Returns the names of the stacks of each class, classes in order of their first stack."""
     found: dict[tuple[Any, ...], list[str]] = {}
     for name, stack in stacks.items():
         found.setdefault(stack.kind, []).append(name)
@@ -118,11 +119,11 @@ def classes_of(stacks: Mapping[str, MatrixStack]) -> list[list[str]]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MatrixExchange:
-    """What a class sends for one of its splits, there and back.
+    """Communication of a class for one of its splits, the same in both directions.
 
     Attributes:
       axes: mesh axes of the devices that take part.
-      size: how many they are.
+      size: number of these devices.
       elements: of one device's part, padded to a multiple of `size` matrices.
     """
 
@@ -134,7 +135,7 @@ class MatrixExchange:
 def exchanges_of(
     stacks: Sequence[MatrixStack], axis_sizes: Mapping[str, int]
 ) -> tuple[list[MatrixExchange], int]:
-    """(the exchanges of a class, matrices that one device then multiplies).
+    """Returns (the exchanges of a class, number of matrices that one device computes).
 
     Args:
       stacks: of one class.
@@ -155,16 +156,20 @@ def on_whole_matrices(
     shards: Mapping[str, jax.Array],
     stacks: Mapping[str, MatrixStack],
 ) -> dict[str, jax.Array]:
-    """This device's shards of a function of whole matrices; inside `shard_map`.
+    """Applies a function of whole matrices to shards; call it inside `shard_map`.
 
-    Two all-to-alls for each class and each dimension that is split: one turns parts of all matrices
-    into whole ones of some of them, the other turns them back.
+    Uses two all-to-alls for each class and each split dimension: the first turns parts of all
+    matrices into whole matrices, some on each device; the second reverses this.
 
     Args:
-      function: [matrices, rows, columns] -> the same, each matrix by itself, commuting with
-        permutations of rows or columns and with the transpose; zero for zero.
+      function: [matrices, rows, columns] -> the same shape, each matrix independently. It must
+        commute with permutations of rows or columns and with the transpose, and return zero for
+        zero.
       shards: {name: an array of any dimensions}.
       stacks: of the same names.
+
+    Returns:
+      {name: this device's shard of the result}.
     """
     found: dict[str, jax.Array] = {}
     for names in classes_of(stacks):
@@ -187,8 +192,8 @@ def _on_one_class(
         counts.append(len(x))
         with jax.named_scope(SCOPE):
             x = jnp.pad(x, ((0, -len(x) % lax.axis_size(axes)), (0, 0), (0, 0)))
-            # Without a barrier XLA for CPUs (jax 0.10.2) takes padding and stacks of one layer for
-            # pieces with layouts of their own, and refuses its own all-to-all of them.
+            # Without a barrier XLA for CPUs (jax 0.10.2) gives the padding and stacks of one layer
+            # their own layouts, and then rejects its own all-to-all of them.
             x = lax.optimization_barrier(x)
             x = lax.all_to_all(x, axes, split_axis=0, concat_axis=1 + side, tiled=True)
     x = function(x)
@@ -199,7 +204,7 @@ def _on_one_class(
 
 
 def fans(shape: Sequence[int], matrix: MuonDimensionNumbers) -> tuple[int, int]:
-    """(rows, columns) of the matrices in an array of this shape."""
+    """Returns (rows, columns) of the matrices in an array of this shape."""
     sides = (_as_tuple(matrix.reduction_axis), _as_tuple(matrix.output_axis))
     rows, columns = (math.prod(shape[dim] for dim in side) for side in sides)
     return rows, columns

@@ -1,4 +1,4 @@
-"""AdamW, Lion, LAMB and SGD: as optax transformations and as equal fused rules."""
+"""AdamW, Lion, LAMB and SGD: as optax transformations and as equivalent fused rules."""
 
 from __future__ import annotations
 
@@ -37,26 +37,27 @@ def adamw(
     groups: GroupsLike = None,
     impl: Impl = "auto",
 ) -> Optimizer:
-    """AdamW (arXiv:1711.05101) with global-norm clipping and decay on matrices only.
+    """Builds AdamW (arXiv:1711.05101) with global-norm clipping and decay on matrices only.
 
-    Its state is that of `optax.adamw`, behind one of `optax.chain` where it clips.
+    Its state is that of `optax.adamw`, inside the state of an `optax.chain` when it clips.
 
     Args:
       learning_rate: a number, or a function of the number of updates applied.
-      b1, b2: decay of the first and second moment; 0.95 forgets faster than optax's 0.999.
-        b1 may be a function of the number of updates applied as well.
+      b1, b2: decay of the first and second moment; 0.95 forgets faster than optax's 0.999. b1 may
+        also be a function of the number of updates applied.
       eps: added to the root of the second moment.
       weight_decay: per unit of learning rate.
-      mask: which parameters decay, as optax takes it; None: all.
+      mask: which parameters decay, as in optax; None: all.
       clip_norm: limit of the global gradient norm; None does not clip.
-      groups: {regular expression on names: {"learning_rate_factor": 0.1, "weight_decay": 0.0}};
-        a parameter belongs to the first that finds it. A group's learning rate is the optimizer's
-        times the factor; what it leaves out is as for all, and the mask holds in it as well.
+      groups: {regular expression on names: {"learning_rate_factor": 0.1, "weight_decay": 0.0}}; a
+        parameter belongs to the first that matches. A group's learning rate is the optimizer's
+        times the factor. Settings that a group omits keep the optimizer's values, and the mask
+        applies in groups as well.
       impl: "auto", "xla", "mosaic_gpu" or "interpret", see `pallas_kernels.choice.choose`.
 
     Raises:
-      ValueError, TypeError: a number out of its range, an unknown setting; from `init`, a group
-        that matches nothing or a mask that does not fit.
+      ValueError, TypeError: a number is out of range, or a setting is unknown. `init` raises for a
+        group that matches nothing or a mask that does not fit.
     """
     check_numbers(b1=b1, b2=b2, eps=eps)
     return make_optimizer(
@@ -83,10 +84,11 @@ def lion(
     groups: GroupsLike = None,
     impl: Impl = "auto",
 ) -> Optimizer:
-    """Lion (arXiv:2302.06675): the sign of an average, with one moment.
+    """Builds Lion (arXiv:2302.06675): one moment, and updates by the sign of an average.
 
-    Rate and decay are AdamW's divided and multiplied by 3, the least of what its paper advises.
-    Its state is that of `optax.lion`; arguments and errors are those of `adamw`.
+    Its default rate is AdamW's divided by 3 and its default decay AdamW's times 3, the smallest
+    factor that the paper recommends. Its state is that of `optax.lion`; arguments and errors are
+    those of `adamw`.
 
     Args:
       b1: weight of the moment in the sign.
@@ -125,17 +127,17 @@ def lamb(
     impl: Impl = "auto",
     per_layer: bool = True,
 ) -> Optimizer:
-    """LAMB (arXiv:1904.00962): AdamW whose update of each array is as long as the array.
+    """Builds LAMB (arXiv:1904.00962): AdamW with each array's update scaled to the array's norm.
 
-    Its state is that of `optax.lamb`; arguments that are not listed, and errors, are those of
-    `adamw`. There is one ratio of norms per array, over all of its shards, as in optax. In the
-    step, where layers are stacked in arrays [layers, ...] that a loop slices, there is one for each
-    layer, as in the paper and as `optax.lamb` has it for layers in arrays of their own; the plan
-    names these arrays. Outside of it `update` knows no layers: give it their names,
-    `update(gradients, state, params, layers={"blocks/kernel"})`.
+    Its state is that of `optax.lamb`; arguments and errors not listed here are those of `adamw`.
+    There is one ratio of norms per array, over all of its shards, as in optax. Layers stacked in
+    arrays [layers, ...] for a loop get one ratio per layer within the step, as in the paper and as
+    `optax.lamb` has for layers in separate arrays; the plan lists these arrays. Outside of the
+    step, `update` does not know the layers: pass their names, `update(gradients, state, params,
+    layers={"blocks/kernel"})`.
 
-    Parameters are updated after the ratios are known, from the moments as they are stored: moments
-    in bfloat16 are rounded before they move them.
+    Parameters are updated after the ratios are known, from the moments as stored: bfloat16 moments
+    are rounded before the update uses them.
 
     Args:
       per_layer: False: one ratio for all layers that are stacked in an array.
@@ -169,15 +171,15 @@ def sgd(
     groups: GroupsLike = None,
     impl: Impl = "auto",
 ) -> Optimizer:
-    """Stochastic gradient descent, with momentum where asked for.
+    """Builds stochastic gradient descent, optionally with momentum.
 
     Its state is that of `optax.sgd`; with weight decay that of `optax.chain(add_decayed_weights,
-    sgd)`. Arguments and errors that are not listed are those of `adamw`.
+    sgd)`. Arguments and errors not listed here are those of `adamw`.
 
     Args:
       momentum: decay of the sum of gradients; None keeps no sum.
-      nesterov: look one step of the momentum ahead (Sutskever et al., ICML 2013).
-      weight_decay: added to the gradient times the parameter, before the momentum.
+      nesterov: use Nesterov momentum (Sutskever et al., ICML 2013).
+      weight_decay: times the parameter, added to the gradient before the momentum.
     """
     if momentum is None and nesterov:
         raise ValueError("nesterov=True needs momentum, which is None; 0.9 is usual")
@@ -207,12 +209,12 @@ def sgd(
 
 
 def scale_by_adam(b1: float | Schedule, b2: float, eps: float) -> optax.GradientTransformation:
-    """`optax.scale_by_adam`, with its state, whose first decay may be a schedule."""
+    """Returns `optax.scale_by_adam` with a `b1` that may be a schedule; the state is the same."""
     return _scheduled(lambda b1: optax.scale_by_adam(b1, b2, eps), b1)
 
 
 def adam_scalars(b1: float | Schedule, b2: float, eps: float) -> Callable[..., Any]:
-    """`Method.scalars` of AdamW and LAMB."""
+    """Returns `Method.scalars` of AdamW and LAMB."""
 
     def scalars(rate: Any, *, count: Any, **step: Any) -> optimizers.AdamScalars:
         now = _at(b1, count)
@@ -222,26 +224,26 @@ def adam_scalars(b1: float | Schedule, b2: float, eps: float) -> Callable[..., A
 
 
 def _at(b1: float | Schedule, count: Any) -> Any:
-    """The decay of update `count`, from 1; a number stays one of double precision."""
+    """Returns b1 for update `count`, counted from 1; a plain number keeps double precision."""
     return jnp.asarray(b1(count - 1), jnp.float32) if callable(b1) else b1
 
 
 def _scheduled(
     make: Callable[[Any], optax.GradientTransformation], b1: float | Schedule
 ) -> optax.GradientTransformation:
-    """What `make` makes of a decay, where that is one for each update."""
+    """Returns `make(b1)`, or for a schedule a transformation that calls `make` for each update."""
     if not callable(b1):
         return make(b1)
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
-        # The state holds nothing of the decay, so a new transformation takes it over.
+        # The state does not depend on the decay, so a new transformation can use it.
         return make(_at(b1, state.count + 1)).update(updates, state, params)
 
     return optax.GradientTransformation(make(0.9).init, update)
 
 
 def _scale_by_trust_ratio() -> optax.GradientTransformationExtraArgs:
-    """`optax.scale_by_trust_ratio`, mapped over the layers of the parameters named `layers`."""
+    """Returns `optax.scale_by_trust_ratio`, mapped over layers for the parameters in `layers`."""
     plain = optax.scale_by_trust_ratio()
 
     def update(
@@ -266,11 +268,12 @@ def lamb_passes(
     *,
     taken: Callable[[Arrays], Arrays] = lambda ratios: ratios,
 ) -> tuple[Arrays, tuple[Arrays, ...]]:
-    """Moments and norms, then, with the norms of whole parameters or layers, the parameters.
+    """Updates moments and norms first, then the parameters with norms of whole parameters or
+    layers.
 
     Args:
-      params, moments, grads, numbers: as a `Run` takes them.
-      taken: {name: ratio of norms} -> those that updates are multiplied by.
+      params, moments, grads, numbers: as in `Run`.
+      taken: {name: ratio of norms} -> the ratios that updates are multiplied by.
     """
     layers = numbers.context.layers
     moments, average = moments[:2], moments[2:]
@@ -283,7 +286,7 @@ def lamb_passes(
             for name, scalars in numbers.scalars.items()
         },
     )
-    # Other bits than the first moment's, which took the first ones of the seed.
+    # The salt gives other bits than the first moment's, which used the first bits of the seed.
     new = second.update_params(
         optimizers.LAMB_APPLY, params, average, half.updated, salt=0x5BD1E995, by_row=layers
     )
@@ -293,9 +296,10 @@ def lamb_passes(
 def trust_ratios(
     sums: tuple[Arrays, ...], context: UpdateContext, layers: Mapping[str, tuple[str, ...]]
 ) -> dict[str, jax.Array]:
-    """{name: float32 [], or [layers of this shard]}, of the roots of sums over all shards.
+    """Returns {name: float32 [], or [layers of this shard]}: ratios from sums over all shards.
 
-    One collective for equally split leaves. Sums of layers are over the shards of these layers.
+    Uses one collective for all leaves with the same sharding. Sums of layers are over the shards of
+    these layers.
     """
     split_alike: dict[tuple[str, ...], list[str]] = {}
     for name in sums[0]:
@@ -324,12 +328,12 @@ def _options(
 ) -> Options:
     if callable(weight_decay):
         raise TypeError(
-            f"{kernel}: weight_decay is a function and has to be a number; a schedule of the decay "
-            "works in a chain of optax's own parts (optax.add_decayed_weights takes it), which the "
-            "step takes as well"
+            f"{kernel}: weight_decay is a function and has to be a number; for a schedule of the "
+            "decay use a chain of optax's own parts (optax.add_decayed_weights takes it), which "
+            "the step supports as well"
         )
     if impl not in get_args(Impl):
-        choose(impl, kernel=kernel)  # says which there are
+        choose(impl, kernel=kernel)  # raises and lists the valid values
     check_numbers(weight_decay=weight_decay, clip_norm=clip_norm)
     if not callable(learning_rate):
         check_numbers(learning_rate=learning_rate)
@@ -358,7 +362,8 @@ _RANGES["ns_eps"] = _RANGES["eps"]
 
 
 def check_numbers(**numbers: Any) -> None:
-    """Refuses numbers out of range; arrays, as `optax.inject_hyperparams` makes them, pass."""
+    """Raises if a number is out of range; arrays, as from `optax.inject_hyperparams`, are not
+    checked."""
     for name, value in numbers.items():
         holds, limit = _RANGES[name]
         if not isinstance(value, int | float):

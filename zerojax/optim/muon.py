@@ -1,4 +1,4 @@
-"""Muon: in place on shards, and as `optax.contrib.muon`, whose state it has."""
+"""Muon: in place on shards, and as `optax.contrib.muon` with the same state."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ Tree = Any
 Dimensions = Callable[[Tree], Tree] | None
 
 _PARTS = (MuonState, optax.ScaleByAdamState, optax.ScaleByScheduleState)
-"""The states of optax that change; the others that these parts have are empty."""
+"""The optax states that change; the other states of these transformations are empty."""
 _LATE = 2**30
-"""A number of updates after which nothing is left to correct in a momentum."""
+"""Number of updates after which the bias correction of a momentum is 1."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Options:
-    """As the arguments of `muon`, and
+    """The arguments of `muon`, and three more.
 
     Attributes:
-      moments_dtype: None is optax's own: that of the parameters.
+      moments_dtype: dtype of the moments; None uses optax's default, the dtype of the parameters.
       stochastic: whether bfloat16 parameters and moments are rounded stochastically.
-      ema: as `fused.Options` has it.
+      ema: as in `fused.Options`.
     """
 
     learning_rate: float | Schedule
@@ -87,35 +87,38 @@ def muon(
     bias_correction: bool = True,
     adam_nesterov: bool | None = None,
 ) -> Optimizer:
-    """Muon (arXiv:2502.16982): matrices move along an orthogonal direction, all else by Adam.
+    """Builds Muon (arXiv:2502.16982): orthogonalized updates for matrices, Adam for other
+    parameters.
 
-    Its state is that of `optax.contrib.muon`, behind one of `optax.chain` where it clips. Elements
-    are updated in place on shards. For the products of matrices (Newton-Schulz) each matrix is put
-    together on one device: those of one size, of all stacks of layers, are dealt out over the
-    devices that share them, in float32. Matrices that every device has whole are multiplied on
-    every device. The plan's reasons say which are which.
+    Its state is that of `optax.contrib.muon`, inside the state of an `optax.chain` when it clips.
+    Elements are updated in place on shards. For the matrix products (Newton-Schulz) each matrix is
+    gathered on one device: matrices of equal size, of all stacks of layers, are distributed over
+    the devices that shard them, in float32. Replicated matrices are computed on every device. The
+    plan's reasons list both groups.
 
     Args:
       learning_rate: of matrices.
-      adam_learning_rate: of the others; None: that of matrices.
+      adam_learning_rate: of other parameters; None: that of matrices.
       beta: decay of the momentum.
-      nesterov: whether the momentum looks one step ahead.
-      ns_steps: rounds of Newton-Schulz.
-      weight_decay, adam_weight_decay: of matrices and of the others, per unit of learning rate.
+      nesterov: whether to use Nesterov momentum.
+      ns_steps: iterations of Newton-Schulz.
+      weight_decay, adam_weight_decay: of matrices and of other parameters, per unit of learning
+        rate.
       adam_b1, adam_b2: decay of Adam's moments.
-      eps: added to the root of Adam's second moment; ns_eps: to norms of matrices, None: `eps`.
-      consistent_rms: None multiplies an orthogonal matrix by the root of columns / rows, at least
-        1; a number (0.2 is usual) by the root of the larger one times it, so that AdamW's rates
-        serve.
+      eps: added to the root of Adam's second moment; ns_eps: added to norms of matrices, None:
+        `eps`.
+      consistent_rms: None multiplies an orthogonal matrix by sqrt(columns / rows), at least 1. A
+        number (0.2 is usual) multiplies it by this number times sqrt(max(rows, columns)), so that
+        AdamW's learning rates can be used.
       dimensions: parameters -> tree with the `optax.contrib.MuonDimensionNumbers` of matrices and
-        None elsewhere; None: every array of two dimensions is a matrix.
+        None elsewhere; None: every 2-D array is a matrix.
       clip_norm, impl: as in `adamw`.
-      bias_correction: whether the momentum is corrected for having begun at 0, as optax does and
-        Muon's author (https://kellerjordan.github.io/posts/muon/) and DeepSpeed do not.
-      adam_nesterov: whether Adam looks ahead, too; None: as `nesterov`, which is optax's way.
+      bias_correction: whether the momentum's bias toward its start at 0 is corrected, as in optax.
+        Muon's author (https://kellerjordan.github.io/posts/muon/) and DeepSpeed do not correct it.
+      adam_nesterov: whether Adam uses Nesterov momentum, too; None: as `nesterov`, as in optax.
 
     Raises:
-      ValueError, TypeError: a number out of its range.
+      ValueError, TypeError: a number is out of range.
     """
     ns_eps = eps if ns_eps is None else ns_eps
     if adam_learning_rate is None:
@@ -135,7 +138,7 @@ def muon(
         clip_norm=clip_norm,
     )
     if impl not in get_args(Impl):
-        choose(impl, kernel="muon")  # says which there are
+        choose(impl, kernel="muon")  # raises and lists the valid values
     return _make(
         _Options(
             learning_rate=learning_rate,
@@ -204,7 +207,7 @@ def _make(options: _Options) -> Optimizer:
 
 
 def _plain(options: _Options) -> Any:
-    """The optax side."""
+    """Builds the optax transformation."""
     core = _as_optax_has_it(options, options.eps, options.nesterov)
     changed = (options.ns_eps, options.adam_nesterov) != (options.eps, options.nesterov)
     if changed or not options.bias_correction:
@@ -215,8 +218,8 @@ def _plain(options: _Options) -> Any:
 
 
 def _apart(options: _Options) -> optax.GradientTransformation:
-    """Two of optax's, which move one state alike: matrices as the first has them, all else as the
-    second."""
+    """Combines two optax transformations with equal state updates: the first updates matrices, the
+    second all other parameters."""
     of_matrices = _as_optax_has_it(options, options.ns_eps, options.nesterov)
     of_others = _as_optax_has_it(options, options.eps, options.adam_nesterov)
 
@@ -238,7 +241,7 @@ def _with_counts(state: Tree, count_of: Callable[[jax.Array], Any]) -> Tree:
 
 
 def _numbers(options: _Options, params: Tree) -> Tree:
-    """The tree of `MuonDimensionNumbers`, and None of what is no matrix."""
+    """Returns the tree with `MuonDimensionNumbers` for matrices and None for other parameters."""
     if options.dimensions is not None:
         return options.dimensions(params)
     return jax.tree.map(lambda x: MuonDimensionNumbers() if x.ndim == 2 else None, params)
@@ -300,7 +303,7 @@ def _apply(
         new, momentum, *moved = _update_matrices(options, given, kinds, numbers)
         averages = {name: x for each in moved for name, x in each.items()}
     if others:
-        # Both parts have counted the same updates.
+        # Both parts have applied the same number of updates.
         state_of_others = of_others._replace(count=of_matrices.count)
         given = (others, grads, state_of_others, own(others))
         changed, *moved = _update_others(options, given, numbers)
@@ -330,7 +333,7 @@ def _apply(
 def _matrices(
     options: _Options, whole: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, tuple[MuonDimensionNumbers, float]]:
-    """{name: (its dimensions, what an orthogonal matrix is multiplied by)} of the matrices."""
+    """Returns {name: (dimensions, factor of the orthogonal matrix)} of the matrices."""
     kinds = {}
     for name, dims in _numbers(options, dict(whole)).items():
         if dims is None:
@@ -349,7 +352,7 @@ def _update_matrices(
     kinds: Mapping[str, tuple[MuonDimensionNumbers, float]],
     numbers: Numbers,
 ) -> tuple[Arrays, ...]:
-    """(matrices, their momentum, their average if there is one) after this step.
+    """Updates the matrices; returns (matrices, momentum, and the average if there is one).
 
     Args:
       arrays: (matrices, gradients, the state of their momentum, () or their average).
@@ -388,7 +391,7 @@ def _update_matrices(
     descent = dataclasses.replace(
         numbers, scalars={name: by_scale[kinds[name][1]] for name in params}
     )
-    # Other bits than the momentum's, which took the first ones of the seed.
+    # The salt gives other bits than the momentum's, which used the first bits of the seed.
     new = descent.update_params(
         rules.MUON_DESCENT, params, averages, (directions,), salt=0x5BD1E995
     )
@@ -400,9 +403,10 @@ def _update_others(
     arrays: tuple[Arrays, Arrays, Any, tuple[Arrays, ...]],
     numbers: Numbers,
 ) -> tuple[Arrays, ...]:
-    """(parameters, first moments, second moments, average if there is one) after this step.
+    """Updates all other parameters with Adam; arguments are as in `_update_matrices`.
 
-    Arguments as of `_update_matrices`.
+    Returns:
+      (parameters, first moments, second moments, and the average if there is one).
     """
     params, grads, state, averages = arrays
     context = numbers.context

@@ -1,8 +1,8 @@
-"""1-bit Adam: after a warm-up the second moment stays, and momentum travels as signs.
+"""1-bit Adam: after a warm-up the second moment is frozen, and devices send signs of momentum.
 
-Tang et al. 2021 (arXiv:2102.02888), algorithm 1. What the signs of a message leave out is kept
-where it was made and added to the next one (error feedback). Knows shards and messages of one
-device, not how they get to the others.
+Tang et al. 2021 (arXiv:2102.02888), algorithm 1. The error of each compressed message is kept where
+it was made and added to the next message (error feedback). Knows the shards and messages of one
+device, not how messages are sent.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Tree = Any
 TwoScalars = tuple[optimizers.AdamScalars, optimizers.AdamScalars]
 
 BLOCK = 256
-"""Values that share a scale."""
+"""Number of values that share a scale."""
 _SCALE_BYTES = 2
 
 
@@ -39,7 +39,7 @@ _SCALE_BYTES = 2
 
 
 def message_bytes(elements: int) -> int:
-    """Of so many values: a bit for each, and a bfloat16 scale for each block.
+    """Returns the bytes of a message: one bit per value, and a bfloat16 scale for each block.
 
     >>> message_bytes(256), message_bytes(1000)
     (34, 133)
@@ -48,15 +48,15 @@ def message_bytes(elements: int) -> int:
 
 
 def encode_signs(values: jax.Array) -> jax.Array:
-    """float32 [..., elements] -> uint8 [..., message_bytes]; 0 counts as positive."""
+    """Encodes float32 [..., elements] as uint8 [..., message_bytes]; 0 counts as positive."""
     lead, elements = values.shape[:-1], values.shape[-1]
     blocks = math.ceil(elements / BLOCK)
     padded = _padded(jnp.abs(values), blocks * BLOCK).reshape(*lead, blocks, BLOCK)
     counts = np.minimum(elements - BLOCK * np.arange(blocks), BLOCK).astype(np.float32)
     sums = jnp.sum(padded, axis=-1)
     means = sums / jnp.broadcast_to(counts, sums.shape)
-    # Rounded first: XLA may leave out a cast and the cast back, and what a message leaves out would
-    # be of another scale than the one that was sent.
+    # Rounded explicitly: XLA may remove a cast and the cast back, and the error feedback would then
+    # use another scale than the one that was sent.
     scales = lax.reduce_precision(means, exponent_bits=8, mantissa_bits=7).astype(jnp.bfloat16)
     size = math.ceil(elements / 8)
     bits = _padded((values >= 0).astype(jnp.uint8), size * 8).reshape(*lead, size, 8)
@@ -66,7 +66,8 @@ def encode_signs(values: jax.Array) -> jax.Array:
 
 
 def decode_signs(message: jax.Array, elements: int) -> jax.Array:
-    """uint8 [..., message_bytes] -> float32 [..., elements], each plus or minus its scale."""
+    """Decodes uint8 [..., message_bytes] to float32 [..., elements]: plus or minus the block's
+    scale."""
     lead, size = message.shape[:-1], math.ceil(elements / 8)
     each_byte = jnp.broadcast_to(message[..., :size, None], (*lead, size, 8))
     bits = (each_byte >> _places(each_byte.shape)) & np.uint8(1)
@@ -78,7 +79,7 @@ def decode_signs(message: jax.Array, elements: int) -> jax.Array:
 
 
 def _places(shape: tuple[int, ...]) -> jax.Array:
-    """uint8 [..., 8]: the place of each bit in its byte."""
+    """Returns the position of each bit in its byte, uint8 [..., 8]."""
     return lax.broadcasted_iota(jnp.uint8, shape, len(shape) - 1)
 
 
@@ -92,15 +93,15 @@ def _padded(values: jax.Array, size: int) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OneBit:
-    """What a step needs of an optimizer that sends signs of momentum.
+    """The part of an optimizer with 1-bit communication that a step needs.
 
     Attributes:
-      freeze_step: steps of the warm-up, which are AdamW.
+      freeze_step: warm-up steps, which run AdamW.
       b1: decay of the momentum.
       method, options: of AdamW.
-      name, warm_up_name: for sentences of a plan.
-      errors_name: how names of what signs left out begin in a state.
-      per_layer: whether a state keeps numbers of each layer besides.
+      name, warm_up_name: names for messages of a plan.
+      errors_name: prefix of the names of compression errors in a state.
+      per_layer: whether the state also keeps values for each layer.
     """
 
     name: ClassVar[str] = "1-bit Adam"
@@ -114,11 +115,12 @@ class OneBit:
     options: Options
 
     def frozen_at(self, state: Tree) -> jax.Array:
-        """int32 []: updates that are in the second moment when it is frozen, at least 1."""
+        """Returns the number of updates in the second moment when it is frozen, int32 [], at least
+        1."""
         return jnp.maximum(adam_part(state).count, 1)
 
     def momentum(self, state: Tree) -> Arrays:
-        """{name: this device's shard of the momentum}."""
+        """Returns {name: this device's shard of the momentum}."""
         momentum: Any = adam_part(state).mu
         return momentum
 
@@ -129,21 +131,21 @@ class OneBit:
         frozen_at: jax.Array,
         layers: Mapping[str, Arrays] | None = None,
     ) -> tuple[Arrays, Tree, dict[str, Arrays]]:
-        """One update with agreed momentum, on this device's shards.
+        """Applies one update with all-reduced momentum to this device's shards.
 
-        Parameters for which there is a momentum move along it, by the frozen second moment; an
-        element whose second moment is 0 had no gradient during the warm-up, and only decays. The
-        others are updated by AdamW, with a second moment that goes on.
+        Parameters with an entry in the momentum are updated with it and the frozen second moment.
+        An element whose second moment is 0 had no gradient during the warm-up, so only weight decay
+        changes it. AdamW updates the other parameters and their second moment.
 
         Args:
           arrays: (parameters, {name: gradient} of those that AdamW updates, {name: float32 new
             momentum} of the others, the optimizer's state).
-          context: as `Optimizer.apply` takes it; its scale is of the gradients alone.
-          frozen_at: of the method of this name.
-          layers: what is kept of each layer; None where nothing is.
+          context: as in `Optimizer.apply`; its scale applies to the gradients only.
+          frozen_at: from the method of this name.
+          layers: values kept for each layer; None if there are none.
 
         Returns:
-          parameters, the optimizer's state, and what changes of `layers`.
+          (parameters, the optimizer's state, the changed entries of `layers`).
         """
         params, grads, momentum, state = arrays
         whole = context.whole(params)
@@ -168,11 +170,12 @@ class OneBit:
         context: UpdateContext,
         layers: Mapping[str, Arrays] | None,
     ) -> tuple[Arrays, dict[str, Arrays]]:
-        """(parameters after an update along their momentum, what changes of `layers`).
+        """Returns (parameters after an update with their momentum, the changed entries of
+        `layers`).
 
         Args:
-          arrays: (parameters, agreed momentum, the momentum before, frozen second moments).
-          scalars: of `scalars_of`; context, layers: as `apply` takes them.
+          arrays: (parameters, all-reduced momentum, the previous momentum, frozen second moments).
+          scalars: from `scalars_of`; context, layers: as in `apply`.
         """
         params, momentum, _, nu = arrays
         moved = {}
@@ -190,7 +193,7 @@ class OneBit:
         whole: Mapping[str, jax.ShapeDtypeStruct],
         counts: tuple[jax.Array, jax.Array],
     ) -> dict[str, TwoScalars]:
-        """{name: a parameter's numbers for each of two counts of updates}."""
+        """Returns {name: the parameter's scalars at each of two update counts}."""
         is_schedule = lambda node: isinstance(node, optax.ScaleByScheduleState)  # noqa: E731
         parts = jax.tree.leaves(state, is_leaf=is_schedule)
         count = next((part.count for part in parts if is_schedule(part)), 0)
@@ -210,30 +213,31 @@ class OneBit:
 
 
 def unless(skip: jax.Array, new: Arrays, old: Arrays) -> Arrays:
-    """The new arrays, or the old ones where a step is skipped."""
+    """Selects the new arrays, or the old ones if the step is skipped."""
     return {name: jnp.where(skip, old[name], x) for name, x in new.items()}
 
 
 def adam_part(state: Tree) -> optax.ScaleByAdamState:
-    """Counts and moments in an optimizer's state."""
+    """Returns the part of an optimizer's state with Adam's count and moments."""
     is_adam = lambda node: isinstance(node, optax.ScaleByAdamState)  # noqa: E731
     (found,) = (part for part in jax.tree.leaves(state, is_leaf=is_adam) if is_adam(part))
     return found
 
 
 def one_bit_of(tx: Any) -> OneBit | None:
-    """What a step needs of an optimizer that sends signs; None: it does not."""
+    """Returns the `OneBit` of an optimizer with 1-bit communication, or None for other
+    optimizers."""
     return getattr(tx, "one_bit", None)
 
 
 def check_one_bit_numbers(maker: str, *, freeze_step: Any, b1: Any) -> None:
-    """Refuses what no optimizer that sends signs can work with.
+    """Raises if `freeze_step` or `b1` is not valid for 1-bit communication.
 
     Raises:
-      ValueError, TypeError: in one sentence each.
+      ValueError, TypeError: with value and limit.
     """
     if isinstance(freeze_step, bool) or not isinstance(freeze_step, int):
-        raise TypeError(f"freeze_step={freeze_step!r} is no whole number; give a number of steps")
+        raise TypeError(f"freeze_step={freeze_step!r} is not an integer; pass a number of steps")
     if freeze_step < 1:
         raise ValueError(
             f"freeze_step={freeze_step} has to be at least 1: without a warm-up there is no second "
@@ -244,7 +248,7 @@ def check_one_bit_numbers(maker: str, *, freeze_step: Any, b1: Any) -> None:
 
 
 def scalars_with(corrected: Callable[..., Any], bias_correction: bool) -> Callable[..., Any]:
-    """`Method.scalars` of AdamW or LAMB, with corrections of the moments or without."""
+    """Returns `Method.scalars` of AdamW or LAMB, with or without bias correction of the moments."""
 
     def scalars(rate: Any, **step: Any) -> optimizers.AdamScalars:
         made = corrected(rate, **step)
@@ -271,37 +275,38 @@ def one_bit_adam(
     impl: Impl = "auto",
     bias_correction: bool = True,
 ) -> Optimizer:
-    """1-bit Adam (arXiv:2102.02888), for data parallelism over slow networks, at stages 0 and 1.
+    """Builds 1-bit Adam (arXiv:2102.02888): data parallelism over slow networks, at stages 0 and 1.
 
-    The first `freeze_step` steps are AdamW's. After them the second moment stays, and in place of
-    gradients each device sends its own momentum as signs with a scale for 256 values, 0.13 bytes
-    for each parameter; their mean is sent back so, too. What signs leave out is kept and added to
-    what is sent next. Parameters that `wire.exact` names are updated by AdamW throughout. The
-    program that sends signs is another than that of the warm-up; the step number decides.
+    The first `freeze_step` steps run AdamW. After them the second moment is frozen. Instead of
+    gradients each device then sends its own momentum as signs with one scale per 256 values, 0.13
+    bytes per parameter; the mean is sent back in the same format. The compression error is kept and
+    added to the next message. Parameters that `wire.exact` names are updated by AdamW throughout.
+    The warm-up and the steps after it run different compiled programs; the step number decides
+    which.
 
-    Its state is that of `adamw`, so that a run can begin with a checkpoint of `adamw` and go on
-    with it; what signs leave out lies beside it, for each device. It has to be the whole
-    optimizer: `update` is refused, since momentum is made where each device's gradients are.
+    Its state is that of `adamw`, so a run can start from a checkpoint of `adamw` and continue.
+    Compression errors are stored next to it, for each device. It cannot be part of an optax chain:
+    `update` raises, because each device computes momentum from its own gradients.
 
     Args:
-      learning_rate, b1, b2, eps, weight_decay, mask, groups, impl: as `zerojax.adamw` takes them;
-        b1 is a number.
-      freeze_step: steps of the warm-up. The paper takes 15 to 25 % of a run; the second moment has
-        to be steady by then, so at least a few times 1 / (1 - b2).
-      clip_norm: limit of the gradient norm; None does not clip. After the warm-up nobody knows the
-        norm of the mean gradient, and in its place the root mean square over devices of the norm
-        of each one's gradient is taken, which is not smaller.
-      bias_correction: False leaves both moments as they are, as the paper and DeepSpeed do: the
-        first steps are then larger, by (1 - b1) / sqrt(1 - b2).
+      learning_rate, b1, b2, eps, weight_decay, mask, groups, impl: as in `zerojax.adamw`; b1 has to
+        be a number.
+      freeze_step: number of warm-up steps. The paper uses 15 to 25 % of a run. The second moment
+        has to be stable by then, so use at least a few times 1 / (1 - b2).
+      clip_norm: limit of the gradient norm; None does not clip. After the warm-up the norm of the
+        mean gradient is not known. The root mean square over devices of each device's gradient norm
+        is used instead, which is not smaller.
+      bias_correction: False applies no bias correction to either moment, as in the paper and
+        DeepSpeed: the first steps are then larger, by (1 - b1) / sqrt(1 - b2).
 
     Raises:
-      ValueError, TypeError: a number out of its range.
+      ValueError, TypeError: a number is out of range.
     """
     check_numbers(learning_rate=learning_rate, b1=b1, b2=b2, eps=eps)
     check_numbers(weight_decay=weight_decay, clip_norm=clip_norm)
     check_one_bit_numbers("one_bit_adam", freeze_step=freeze_step, b1=b1)
     if impl not in get_args(Impl):
-        choose(impl, kernel="adamw")  # says which there are
+        choose(impl, kernel="adamw")  # raises and lists the valid values
     method = Method(
         kernel="adamw",
         chain=lambda decay, rate: optax.chain(scale_by_adam(b1, b2, eps), decay, rate),

@@ -1,8 +1,8 @@
-"""1-bit LAMB: after a warm-up each layer's ratio of norms stays, and follows its second moment.
+"""1-bit LAMB: after a warm-up each layer's frozen trust ratio is scaled by a factor.
 
-Li et al. 2021 (arXiv:2104.06069), algorithm 1. Norms of a momentum that arrives as signs say
-nothing, so the average of a layer's ratios of the warm-up is multiplied by a factor: by how much a
-second moment that is rebuilt from momentum has shrunk or grown. Knows shards, as `one_bit` does.
+Li et al. 2021 (arXiv:2104.06069), algorithm 1. Norms of a momentum that was sent as signs carry no
+information. So the average of a layer's trust ratios during the warm-up is multiplied by a factor:
+the change of a second moment that is reconstructed from momentum. Knows shards, as `one_bit` does.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ Tree = Any
 Layers = Mapping[str, Arrays]
 
 COEFFICIENTS, FACTORS, SCALES, FRESH = "coefficients", "factors", "scales", "fresh"
-"""What a state keeps of each parameter whose momentum is sent as signs, float32: coefficients, the
-average of its ratios of norms in the warm-up, and factors, what they are multiplied by (0: there is
-none yet); scales, by which momentum is multiplied before its signs are taken: all three [], or
-[layers] of a stack. fresh, the second moment that is rebuilt, is a shard as the frozen one is."""
+"""State of each parameter whose momentum is sent as signs, float32. coefficients: average of its
+trust ratios during the warm-up. factors: multipliers of the coefficients (0: none yet). scales:
+multipliers of the momentum before its signs are taken. All three are [], or [layers] for a stack.
+fresh: the reconstructed second moment, a shard like the frozen one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OneBitLamb(OneBit):
-    """What a step needs of 1-bit LAMB.
+    """The part of 1-bit LAMB that a step needs.
 
     Attributes:
-      b2: decay of the second moment, of the one that is rebuilt, too.
-      bounds: least and largest ratio of norms in the warm-up.
+      b2: decay of the second moment, and of the reconstructed one.
+      bounds: smallest and largest trust ratio during the warm-up.
       coeff_beta: decay of the average of these ratios.
-      factor_bounds: least and largest factor of the average.
-      factor_threshold: part by which a factor may change in a step.
+      factor_bounds: smallest and largest factor of the average.
+      factor_threshold: largest relative change of a factor in one step.
     """
 
     name: ClassVar[str] = "1-bit LAMB"
@@ -78,15 +78,15 @@ class OneBitLamb(OneBit):
     def warm_up(
         self, arrays: tuple[Arrays, Arrays, Tree], context: UpdateContext, coefficients: Arrays
     ) -> tuple[Arrays, Tree, Arrays]:
-        """One update of LAMB on this device's shards, and the average of its ratios.
+        """Runs one LAMB update on this device's shards, and averages its trust ratios.
 
         Args:
           arrays: (parameters, gradients, the optimizer's state).
-          context: as `Optimizer.apply` takes it.
+          context: as in `Optimizer.apply`.
           coefficients: {name: average so far}.
 
         Returns:
-          parameters, the optimizer's state and the averages after it.
+          (parameters, the optimizer's state, the averages after this update).
         """
         params, grads, state = arrays
         ratios: Arrays = {}
@@ -97,7 +97,8 @@ class OneBitLamb(OneBit):
         return new, begun.end(after), unless(context.skip, averages, coefficients)
 
     def _average(self, old: jax.Array, ratio: jax.Array) -> jax.Array:
-        """An average begins as its first ratio; 1 is that of an array or update of zeros."""
+        """Returns the new average. It starts at the first ratio; a ratio of 1 (zero norms) is
+        ignored."""
         mean = self.coeff_beta * old + (1 - self.coeff_beta) * ratio
         return jnp.where(ratio == 1, old, jnp.where(old == 0, ratio, mean))
 
@@ -108,13 +109,13 @@ class OneBitLamb(OneBit):
         frozen_at: jax.Array,
         layers: Layers,
     ) -> dict[str, Arrays]:
-        """All that is kept of layers when signs begin, or when they begin anew.
+        """Returns the per-layer state at the first step with signs, or at a restart of it.
 
-        A layer without an average has the ratio of norms of this moment. A second moment that has
-        to be rebuilt anew begins as large as its layer's factor says.
+        A layer without an average uses the current trust ratio. A second moment that has to be
+        reconstructed again starts at the size given by its layer's factor.
 
         Args:
-          arrays: (parameters, the optimizer's state); context, frozen_at: as `apply` takes them.
+          arrays: (parameters, the optimizer's state); context, frozen_at: as in `apply`.
           layers: coefficients and factors.
         """
         params, state = arrays
@@ -149,7 +150,8 @@ class OneBitLamb(OneBit):
         context: UpdateContext,
         layers: Layers | None,
     ) -> tuple[Arrays, dict[str, Arrays]]:
-        """As `OneBit.move`, with each layer's coefficient times its new factor."""
+        """Updates parameters as `OneBit.move`, with each layer's coefficient times its new
+        factor."""
         assert layers is not None
         params, momentum, mu, nu = arrays
         fresh, updates, squares, largest = {}, {}, ({}, {}), {}
@@ -174,12 +176,12 @@ class OneBitLamb(OneBit):
     def _factors(
         self, squares: tuple[Arrays, Arrays], largest: Arrays, last: Arrays, context: UpdateContext
     ) -> Arrays:
-        """{name: factor of this step}.
+        """Returns {name: factor of this step}.
 
         Args:
           squares: sums of squares of this shard: of updates without weight decay, and with it.
-          largest: the frozen root by the rebuilt one, where it is largest in this shard.
-          last: factors of the step before.
+          largest: maximum over this shard of the frozen root divided by the reconstructed root.
+          last: factors of the previous step.
         """
         factors = {}
         for over, names in _split_alike(last, context).items():
@@ -187,7 +189,7 @@ class OneBitLamb(OneBit):
             of_step, of_update = context.sum_over(over, sums)
             shrunk = _joined(largest, names)
             shrunk = lax.pmax(shrunk, over) if over else shrunk
-            shrunk = jnp.where(shrunk > 0, shrunk, 1.0)  # of layers that do not move
+            shrunk = jnp.where(shrunk > 0, shrunk, 1.0)  # for layers without an update
             is_zero = of_update == 0
             part = jnp.sqrt(of_step) / jnp.sqrt(jnp.where(is_zero, 1.0, of_update))
             part = jnp.where(is_zero, 1.0, jnp.minimum(part, 1.0))
@@ -201,12 +203,12 @@ class OneBitLamb(OneBit):
 def over_layers(
     operation: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array, of_layers: jax.Array
 ) -> jax.Array:
-    """operation(x, a number of all of x, or of each layer of it: [] or [layers])."""
+    """Returns operation(x, y), with y for all of x or for each layer: shape [] or [layers]."""
     return operation(x, of_layers.reshape(*of_layers.shape, *(1,) * (x.ndim - of_layers.ndim)))
 
 
 def _of_layers(reduce: Callable[..., jax.Array], x: jax.Array, like: jax.Array) -> jax.Array:
-    """[] or [layers], as `like` is: a reduction of all of x, or of each layer of it."""
+    """Reduces all of x, or each layer of it: [] or [layers], as `like`."""
     return reduce(x, axis=tuple(range(like.ndim, x.ndim)))
 
 
@@ -216,7 +218,7 @@ def _step(
     now: optimizers.AdamScalars,
     frozen: optimizers.AdamScalars,
 ) -> tuple[jax.Array, jax.Array]:
-    """(an update without weight decay, what momentum was divided by)."""
+    """Returns (the update without weight decay, the divisor of the momentum)."""
     root = jnp.sqrt(nu / frozen.correction2) + now.eps
     return jnp.where(nu > 0, (momentum / now.correction1) / root, 0.0), root
 
@@ -224,14 +226,14 @@ def _step(
 def _united(
     squares: Arrays, whole: Mapping[str, jax.ShapeDtypeStruct], context: UpdateContext
 ) -> Arrays:
-    """{name: what brings the root mean square of each layer's momentum to the mean of all}.
+    """Returns {name: factor that scales each layer's momentum RMS to the mean RMS of all layers}.
 
     Args:
       squares: sums over this shard; whole: shapes of whole parameters.
     """
     sizes: Arrays = {}
     for over, names in _split_alike(squares, context).items():
-        # Two arrays, as all sums of `UpdateContext.sum_over` are.
+        # Two arrays, because `UpdateContext.sum_over` needs at least two.
         found = _joined(squares, names)
         summed, _ = context.sum_over(over, (found, jnp.zeros_like(found)))
         totals = _apart(summed, names, squares)
@@ -246,7 +248,7 @@ def _united(
 
 
 def _split_alike(names: Mapping[str, Any], context: UpdateContext) -> dict[tuple[str, ...], list]:
-    """{mesh axes: names of the parameters that are split over them}, for one collective each."""
+    """Groups names by the mesh axes that split them, to use one collective for each group."""
     found: dict[tuple[str, ...], list[str]] = {}
     for name in names:
         found.setdefault(tuple(context.axes[name]), []).append(name)
@@ -258,7 +260,7 @@ def _joined(arrays: Arrays, names: list[str]) -> jax.Array:
 
 
 def _apart(joined: jax.Array, names: list[str], like: Arrays) -> Arrays:
-    """The inverse of `_joined`."""
+    """Splits an array made by `_joined`."""
     found, start = {}, 0
     for name in names:
         end = start + like[name].size
@@ -267,12 +269,12 @@ def _apart(joined: jax.Array, names: list[str], like: Arrays) -> Arrays:
 
 
 def _bounded(ratios: Arrays, bounds: tuple[float, float]) -> Arrays:
-    """Ratios within bounds; one of an array or an update of zeros is 1 and stays."""
+    """Clips ratios to bounds, except ratios of 1 (an array or update of zeros)."""
     return {name: jnp.where(x == 1, x, jnp.clip(x, *bounds)) for name, x in ratios.items()}
 
 
 def _bounded_run(bounds: tuple[float, float], seen: Arrays | None = None) -> Any:
-    """LAMB's `Run` with bounded ratios, which are put into `seen`."""
+    """Returns LAMB's `Run` with clipped ratios, and writes them to `seen`."""
 
     def taken(ratios: Arrays) -> Arrays:
         found = _bounded(ratios, bounds)
@@ -304,32 +306,32 @@ def one_bit_lamb(
     factor_max: float = 4.0,
     factor_threshold: float = 0.1,
 ) -> Optimizer:
-    """1-bit LAMB (arXiv:2104.06069), for large batches over slow networks, at stages 0 and 1.
+    """Builds 1-bit LAMB (arXiv:2104.06069): large batches over slow networks, at stages 0 and 1.
 
-    The first `freeze_step` steps are LAMB's. After them the second moment stays and momentum
-    travels as signs, as `one_bit_adam` has it. A layer's ratio of norms is then the average of its
-    ratios in the warm-up times a factor: the largest quotient of the root of the frozen second
-    moment and of the root of one that is rebuilt from the momentum that arrives. Before signs are
-    taken momentum is scaled so that all layers have the same root mean square.
+    The first `freeze_step` steps run LAMB. After them the second moment is frozen, and momentum is
+    sent as signs, as in `one_bit_adam`. A layer's trust ratio is then the average of its ratios
+    during the warm-up times a factor. The factor is the largest quotient of the root of the frozen
+    second moment and the root of one that is reconstructed from the received momentum. Before signs
+    are taken, momentum is scaled so that all layers have the same root mean square.
 
     There is one ratio per array, and one for each layer of an array in which layers are stacked, as
     in `zerojax.lamb`. Parameters that `wire.exact` names are updated by LAMB throughout. The
-    optimizer's state is that of `lamb`; a run that goes on from one after `freeze_step` takes the
-    ratios of that moment in place of averages. What signs left out, and the rebuilt second moment,
-    lie beside it.
+    optimizer's state is that of `lamb`; a run that continues from a `lamb` state after
+    `freeze_step` uses the current ratios instead of averages. Compression errors and the
+    reconstructed second moment are stored next to it.
 
     Args:
-      learning_rate, freeze_step, b1, b2, eps, weight_decay, mask, clip_norm, groups, impl: as
-        `one_bit_adam` takes them.
-      bias_correction: False leaves both moments as they are, as DeepSpeed does.
-      min_coeff, max_coeff: bounds of a ratio of norms in the warm-up.
-      coeff_beta: decay of the average of these ratios; 1 / (1 - coeff_beta) updates should be no
-        more than `freeze_step`. It begins as the first of them.
+      learning_rate, freeze_step, b1, b2, eps, weight_decay, mask, clip_norm, groups, impl: as in
+        `one_bit_adam`.
+      bias_correction: False applies no bias correction to either moment, as in DeepSpeed.
+      min_coeff, max_coeff: bounds of a trust ratio during the warm-up.
+      coeff_beta: decay of the average of these ratios; 1 / (1 - coeff_beta) updates should not
+        exceed `freeze_step`. The average starts at the first ratio.
       factor_min, factor_max: bounds of the factor.
-      factor_threshold: part by which a factor may change from one step to the next.
+      factor_threshold: largest relative change of a factor from one step to the next.
 
     Raises:
-      ValueError, TypeError: a number out of its range.
+      ValueError, TypeError: a number is out of range.
     """
     check_numbers(learning_rate=learning_rate, b1=b1, b2=b2, eps=eps)
     check_numbers(weight_decay=weight_decay, clip_norm=clip_norm)
@@ -341,7 +343,7 @@ def one_bit_lamb(
     _check_bounds(min_coeff=min_coeff, max_coeff=max_coeff)
     _check_bounds(factor_min=factor_min, factor_max=factor_max)
     if impl not in get_args(Impl):
-        choose(impl, kernel="lamb")  # says which there are
+        choose(impl, kernel="lamb")  # raises and lists the valid values
     numbers = {
         "freeze_step": freeze_step,
         "b1": b1,
@@ -353,7 +355,8 @@ def one_bit_lamb(
     }
 
     def chain(decay: Any, rate: Any) -> optax.GradientTransformation:
-        # Updates are the step's own; the state is that of `lamb`.
+        # The step computes the updates itself; the chain defines the state, which is that of
+        # `lamb`.
         ratio = optax.scale_by_trust_ratio()
         return optax.chain(scale_by_adam(b1, b2, eps), decay, ratio, rate)
 
@@ -377,7 +380,7 @@ def one_bit_lamb(
 
 
 def _check_bounds(**bounds: float) -> None:
-    """Refuses bounds, given as (the least, the largest), between which there is nothing."""
+    """Raises unless the bounds, passed as (smallest, largest), are positive and in order."""
     (low_name, low), (high_name, high) = bounds.items()
     if not 0 < low <= high:
         raise ValueError(

@@ -1,7 +1,7 @@
 """Optimizer of zerojax: an optax transformation with an in-place update on shards.
 
-With it the forms of its state (as trained, and optax's in checkpoints) and the leaves that belong
-to each parameter.
+Also converts its state between the form used in training and optax's form in checkpoints, and maps
+functions over the leaves that belong to each parameter.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ Sums = tuple[jax.Array, ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StateCoding:
-    """How the two forms of an optimizer's state belong together.
+    """Conversion between the two forms of an optimizer's state.
 
-    The canonical form is optax's, and its arrays depend neither on the mesh nor on how parameters
-    are split. It is what checkpoints hold and what moves between meshes.
+    The canonical form is optax's; its arrays depend neither on the mesh nor on how parameters are
+    sharded. Checkpoints and transfers between meshes use it.
 
     Attributes:
       canonical_init: parameters -> the canonical state before the first update, for
         `jax.eval_shape` and `optax.tree.map_params`.
       abstract_state: ({name: `ShapeDtypeStruct` of the stored parameter with its `NamedSharding`},
-        {name: elements of the parameter without padding}) -> the state that training keeps, as
+        {name: elements of the parameter without padding}) -> the state used in training, as
         `ShapeDtypeStruct`s with `NamedSharding`s.
       new_state: (that tree, parameters) -> the state before the first update, to be traced.
       to_canonical: state -> canonical state of the same shards, inside `shard_map`.
       from_canonical: (canonical state, the tree of `plan.abstract_state`) -> state of the same
-        shards, inside `shard_map`. After `to_canonical` on the same shards it gives every bit back.
+        shards, inside `shard_map`. After `to_canonical` on the same shards it restores every bit.
     """
 
     canonical_init: Callable[[Tree], Tree]
@@ -56,7 +56,7 @@ class StateCoding:
 
 
 def coding_around(coding: StateCoding, ema: Ema | None) -> StateCoding:
-    """The coding of a state with an average of the parameters, which both forms have as it is."""
+    """Returns a coding for a state with an average of the parameters, equal in both forms."""
     if ema is None:
         return coding
 
@@ -91,7 +91,7 @@ def coding_around(coding: StateCoding, ema: Ema | None) -> StateCoding:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UpdateContext:
-    """What the step tells an optimizer beside gradients, state and parameters.
+    """Inputs of an optimizer's update besides gradients, state and parameters.
 
     Attributes:
       gradient_scale: float32 []; gradients are multiplied by it: loss weight, loss scale and
@@ -100,16 +100,16 @@ class UpdateContext:
       key: the typed PRNG key of this step, the same on every device.
       axes: {name: mesh axes of more than one device that a parameter is split over}; a norm over a
         whole parameter is summed over them.
-      choice: which implementation runs, and why.
-      shapes: {name: shape of the whole parameter}, for weight-decay masks that ask; {} where no
-        parameter is split.
-      piece: int32 []; number of the piece of a shard that is updated, where it comes in pieces.
+      choice: the implementation to run, with the reason.
+      shapes: {name: shape of the whole parameter}, for weight-decay masks that read shapes; {} if
+        no parameter is split.
+      piece: int32 []; index of the slice of a shard, if the shard is updated in slices.
       layers: {name: mesh axes among its `axes` that split dimension 0} of the parameters whose
         dimension 0 counts layers; LAMB has a ratio for each.
       dims: {name: for each dimension the mesh axes among its `axes` that split it} of parameters
-        that are split; Muon puts matrices together.
-      all_params: {name: the whole parameter's shape and dtype} of all parameters, where only some
-        are updated: masks and groups are told of all; {}: those that are updated are all.
+        that are split; Muon needs it to gather matrices.
+      all_params: {name: the whole parameter's shape and dtype} of all parameters if only some are
+        updated, because masks and groups see all; {} if all are updated.
     """
 
     gradient_scale: jax.Array
@@ -124,7 +124,8 @@ class UpdateContext:
     all_params: Mapping[str, jax.ShapeDtypeStruct] = dataclasses.field(default_factory=dict)
 
     def seed(self, name: str) -> jax.Array:
-        """uint32 [2]: random bits of a parameter's shard; copies of one shard get the same."""
+        """Returns random bits for a parameter's shard, uint32 [2]; copies of one shard get equal
+        bits."""
         key = jax.random.fold_in(self.key, sorted(self.axes).index(name))
         if self.piece is not None:
             key = jax.random.fold_in(key, self.piece)
@@ -133,7 +134,8 @@ class UpdateContext:
         return seed_of(key)
 
     def seeds(self, names: Sequence[str]) -> jax.Array:
-        """uint32 [names, 2]: `seed` of each, in few operations however many there are."""
+        """Returns `seed` of each name, uint32 [names, 2], in few operations for any number of
+        names."""
         number_of = {name: number for number, name in enumerate(sorted(self.axes))}
         groups: dict[tuple[str, ...], list[str]] = {}
         for name in names:
@@ -154,7 +156,7 @@ class UpdateContext:
         return jnp.concatenate(parts)[jnp.array([place[name] for name in names])]
 
     def whole(self, params: Arrays) -> dict[str, jax.ShapeDtypeStruct]:
-        """What all parameters are before they are split: shapes and dtypes, no arrays."""
+        """Returns {name: shape and dtype of the whole parameter}, without arrays."""
         if self.all_params:
             return dict(self.all_params)
         return {
@@ -163,10 +165,10 @@ class UpdateContext:
         }
 
     def sum_over(self, axes: tuple[str, ...], values: Sums) -> Sums:
-        """The sums over mesh axes of arrays of each shard, agreed in one step.
+        """Sums arrays over mesh axes, in one collective.
 
-        Two arrays at least: see `zerojax.parallel.update.build_norm` for what becomes of a single
-          one.
+        Needs at least two arrays: see `zerojax.parallel.update.build_norm` for the problem with a
+        single one.
         """
         return lax.psum(values, axes) if axes else values
 
@@ -176,12 +178,12 @@ Apply = Callable[[Arrays, Tree, Arrays, UpdateContext], tuple[Arrays, Tree]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BegunUpdate:
-    """An update whose numbers are known and whose arrays come later, whole or in pieces.
+    """Update whose scalars are computed and whose arrays come later, whole or in slices.
 
     Attributes:
-      moments: for each moment {name: what the state holds of it}, in the order of the rule.
-      run: (parameters, moments, gradients, piece) -> (parameters, moments), each moment and the
-        others {name: array} of some parameters; `piece` as in `UpdateContext`, or None.
+      moments: for each moment its entries in the state, {name: value}, in the order of the rule.
+      run: (parameters, moments, gradients, piece) -> (parameters, moments). Each argument, and each
+        moment, is {name: array} of some parameters; `piece` as in `UpdateContext`, or None.
       end: moments of all parameters -> the state after this step.
     """
 
@@ -194,41 +196,41 @@ Begin = Callable[[Tree, Mapping[str, jax.ShapeDtypeStruct], UpdateContext], Begu
 
 
 class Optimizer(optax.GradientTransformationExtraArgs):
-    """An optax transformation that can also update shards in place.
+    """Optax transformation that can also update shards in place.
 
-    `init` and `update` are optax's, with optax's states, so it goes into `optax.chain`. The step
-    calls `apply` instead, which writes parameters and moments once, without a tree of updates. Both
-    compute the same, up to the rounding of float32.
+    `init` and `update` follow optax's interface, with optax's states, so it works in `optax.chain`.
+    The step calls `apply` instead, which writes parameters and moments once, without a tree of
+    updates. Both give equal results up to float32 rounding.
 
     Attributes:
       apply: (gradients, state, parameters, context) -> (parameters, state): {name: this device's
-        shard}; called inside `shard_map` over the whole mesh. Gradients are not yet scaled, and the
-        clipping that `update` does is in `context.gradient_scale` already.
+        shard}; called inside `shard_map` over the whole mesh. Gradients are not yet scaled; the
+        clipping of `update` is already part of `context.gradient_scale`.
       kernel: name of its kernel, for `pallas_kernels.choice.choose`.
       impl: "auto", "xla", "mosaic_gpu" or "interpret".
       clip_norm: limit of the global gradient norm; None does not clip.
-      with_dtypes: (moments dtype, stochastic rounding or not) -> the same optimizer with other
-        moments. An optimizer that was not asked has optax's: of the parameters' dtype, rounded to
-        nearest.
-      coding: how the state becomes the one that is stored, and back; None where it is that already.
-      learning_rate: its schedule over updates applied, for reports; None where it is not known.
+      with_dtypes: (moments dtype, whether to round stochastically) -> the same optimizer with these
+        moments. By default moments are as in optax: in the parameters' dtype, rounded to nearest.
+      coding: conversion between the state and its stored form; None if they are the same.
+      learning_rate: its schedule over updates applied, for reports; None if unknown.
       begin: (state, {name: the whole parameter's shape and dtype}, context) -> `BegunUpdate`, for
-        shards that come in pieces; None where an element's update depends on other elements. State
-        may hold anything in place of the moments.
-      moments: what optax calls the moments that the state holds, in the order of the rule; () where
-        `begin` is None.
-      per_layer: whether layers that are stacked in one array are updated as arrays of their own.
+        shards that are updated in slices; None if an element's update depends on other elements.
+        The state may hold any object in place of a moment.
+      moments: optax's names of the moments in the state, in the order of the rule; () if `begin` is
+        None.
+      per_layer: whether layers that are stacked in one array are updated as separate arrays.
       with_stacks: {stack: names of its rows} -> the same optimizer for parameters of which some are
-        stacks; None where its state depends on how arrays are stacked.
-      with_tree: `ParameterTree` -> the same optimizer for parameters by name, whose mask (or what
-        else the user gave as a function of the parameters) sees the user's tree.
-      settings: parameters -> {name: what it does to the parameter}; None where that is not known.
-      matrices: {name: a whole parameter's shape and dtype} -> {name: its dimensions} of those whose
-        whole matrices it needs (`zerojax.optim.matrices`); None: it needs none.
-      ema: the average of the parameters that the state has; None: it has none.
-      with_ema: `Ema` -> the same optimizer with one, whose state is an `EmaState` around its own.
-      one_bit: what sends signs of momentum in place of gradients, `zerojax.optim.one_bit.OneBit`;
-        None: gradients are summed.
+        stacks; None if its state depends on how arrays are stacked.
+      with_tree: `ParameterTree` -> the same optimizer for parameters by name. Its mask, and other
+        arguments that are functions of the parameters, see the user's tree.
+      settings: parameters -> {name: the parameter's settings}; None if unknown.
+      matrices: {name: a whole parameter's shape and dtype} -> {name: its dimensions} of parameters
+        that it needs as whole matrices (`zerojax.optim.matrices`); None if there are none.
+      ema: the average of the parameters in the state; None without an average.
+      with_ema: `Ema` -> the same optimizer with an average, whose state is an `EmaState` around its
+        own.
+      one_bit: `zerojax.optim.one_bit.OneBit`, which sends signs of momentum instead of gradients;
+        None if gradients are summed.
     """
 
     apply: Apply
@@ -283,7 +285,7 @@ class Optimizer(optax.GradientTransformationExtraArgs):
 
 
 def coding_of(tx: optax.GradientTransformation) -> StateCoding | None:
-    """The coding of an optimizer's state; None where it is stored as it is."""
+    """Returns the coding of an optimizer's state, or None if both forms are the same."""
     return tx.coding if isinstance(tx, Optimizer) else None
 
 
@@ -295,16 +297,16 @@ def map_state(
     *,
     others: Callable[[Any], Any] = lambda _: "",
 ) -> Tree:
-    """A function of each leaf that belongs to a parameter and of something of that parameter.
+    """Maps a function over the leaves that belong to a parameter, with a value of that parameter.
 
-    A parameter that a part of the optimizer leaves to another part has no leaf there.
+    A part of an optimizer has no leaf for parameters that another part updates.
 
     Args:
       tx: the optimizer.
-      function: (leaf, value of `of_params`) -> what takes its place.
-      state: in its canonical form, or what has its structure.
-      of_params: {name of a parameter: anything}.
-      others: of each leaf that belongs to no parameter.
+      function: (leaf, value of `of_params`) -> the new leaf.
+      state: in its canonical form, or a tree of the same structure.
+      of_params: {name of a parameter: any value}.
+      others: function of the leaves that belong to no parameter.
     """
     coding = coding_of(tx)
     init = tx.init if coding is None else coding.canonical_init
@@ -318,8 +320,8 @@ def map_state(
             is_leaf=_is_masked,
         )
     except Exception:
-        # optax calls `init` with placeholders, and one that asks for their shapes fails
-        # (`optax.sm3`). Such a state is searched for dicts of parameters' names.
+        # optax calls `init` with placeholders, and an `init` that reads their shapes fails
+        # (`optax.sm3`). In such a state, dicts with parameters' names are searched.
         return _map_by_names(function, state, of_params, others)
 
 

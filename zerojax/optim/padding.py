@@ -1,13 +1,13 @@
-"""Optimizers on padded arrays: proof that an update does not see padding, or true shapes for it.
+"""Proves that an optimizer's update does not depend on padding, or runs it on the true shapes.
 
 An array is padded with zeros at the end of a dimension, or stored with its rows in another order.
-An update that goes element by element does not see either, nor does one that takes a sum of what is
-zero where there is padding. A mean divides by the number of elements, noise follows the shape, a
-matrix of another shape is another matrix: such an update is given arrays of the true shape
+An elementwise update does not depend on either, nor does an update that sums values which are zero
+in the padding. Other updates do: a mean divides by the number of elements, noise depends on the
+shape, and a matrix of another shape is another matrix. Such an update gets arrays of the true shape
 (`OnTrueShapes`). For the proof the update is traced twice, on true and on stored shapes. Both
-programs have to have the same operations and numbers, and the second is walked: of each value it is
-known which of its dimensions are padded ones of which parameter, and what stands in the padding,
-where that is a constant.
+programs must have the same operations and constants. The second program is then walked: for each
+value, the proof tracks which dimensions are padded, for which parameter, and the value in the
+padding if it is a constant.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ Structs = Mapping[str, jax.ShapeDtypeStruct]
 Tree = Any
 
 UNIFORM = "uniform"
-"""Of a dimension along which all elements of an array are the same."""
+"""Marks a dimension along which all elements of an array are equal."""
 PLAIN = "plain"
-"""Of a dimension that is not padded."""
+"""Marks a dimension that is not padded."""
 _ZERO = np.float32(0)
 _NOTHING = {"reduce_sum": 0, "reduce_or": 0, "reduce_and": 1, "reduce_prod": 1}
-"""By which padding changes no result of a reduction."""
+"""{reduction: padding value that does not change its result}."""
 _REDUCTIONS = {*_NOTHING, "reduce_max", "reduce_min"}
 _PASSED_ON = {"optimization_barrier"}
 Convert = Callable[[str, jax.Array], jax.Array]
@@ -42,17 +42,17 @@ Convert = Callable[[str, jax.Array], jax.Array]
 
 
 class NotProven(Exception):
-    """An update may see padding; the message says by what."""
+    """Raised when an update may depend on padding; the message names the operation."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Value:
-    """What is known of one array of a program.
+    """Known facts about one array of a program.
 
     Attributes:
       dims: for each dimension `UNIFORM`, `PLAIN`, or (name, dimension) of a padded one.
-      padding: what stands wherever a padded dimension has padding, or everywhere in an array that
-        is uniform; None where that is not known.
+      padding: the value in all padding, or of every element if the array is uniform; None if
+        unknown.
     """
 
     dims: tuple[Any, ...]
@@ -81,18 +81,19 @@ def why_padding_shows(
     stays_zero: bool = False,
     traced: ClosedJaxpr | None = None,
 ) -> str | None:
-    """None where an update of padded arrays is proven to be that of arrays of their true shapes.
+    """Returns None if the update of padded arrays provably equals that of arrays of true shapes.
 
     Args:
       tx: the optimizer.
-      true, stored: {name: struct}: the trained parameters, as they are and as they are stored.
+      true, stored: {name: struct}: the trained parameters with true and with stored shapes.
       dims: {name: the dimensions in which the two differ, in size or in the order of their rows}.
       layers: see `zerojax.optim.extra_arguments`.
       stays_zero: whether parameters have to stay zero in their padding.
-      traced: `trace_update` on the true shapes, where it is there already.
+      traced: `trace_update` on the true shapes, if already computed.
 
     Returns:
-      What could not be proven, as a short phrase such as "reduce_max of padded arrays".
+      Otherwise the operation that prevents the proof, as a short phrase such as "reduce_max of
+      padded arrays".
     """
     try:
         _Proof(tx, (true, stored), dims, layers, traced).run(stays_zero=stays_zero)
@@ -102,7 +103,7 @@ def why_padding_shows(
 
 
 class _Proof:
-    """Init and update of one optimizer, each traced on both kinds of shapes."""
+    """`init` and `update` of one optimizer, each traced on true and on stored shapes."""
 
     def __init__(
         self,
@@ -135,7 +136,8 @@ class _Proof:
         return _Value(dims, _ZERO if padded else None)
 
     def run(self, *, stays_zero: bool) -> None:
-        """Assumes zeros in all padding and drops what does not stay zero, until the rest holds."""
+        """Assumes zeros in all padding, and drops the assumption where it fails, until the rest
+        holds."""
         num_params, expected = len(self._params), [*self._params, *self._state]
         zero = [True] * len(expected)
         born = _walk(self._inits, self._params)
@@ -163,7 +165,7 @@ class _Proof:
 def trace_update(
     tx: optax.GradientTransformation, params: Structs, layers: frozenset[str]
 ) -> ClosedJaxpr:
-    """`(gradients, state, parameters, norm, loss) -> (updates, state)`, traced."""
+    """Traces `(gradients, state, parameters, norm, loss) -> (updates, state)`."""
     params = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in params.items()}
     update = optax.with_extra_args_support(tx).update
 
@@ -182,22 +184,22 @@ def _plain(leaf: Any) -> _Value:
 def _check_follows(value: _Value, wanted: _Value) -> None:
     for dim, other in zip(value.dims, wanted.dims, strict=True):
         if dim not in (other, UNIFORM):
-            raise NotProven("a result that does not follow the padded dimensions")
+            raise NotProven("a result whose dimensions differ from its parameter's")
 
 
 # Walking both programs
 
 
 def _walk(programs: Sequence[Any], inputs: Sequence[_Value]) -> list[_Value]:
-    """What is known of the results of a program.
+    """Returns the known facts about the results of a program.
 
     Args:
-      programs: the one that was traced on true shapes, and the one on stored shapes.
+      programs: the program traced on true shapes, and the one traced on stored shapes.
       inputs: of the second.
     """
     true, stored = programs
     if len(true.consts) != len(stored.consts):
-        raise NotProven("other constants for other shapes")
+        raise NotProven("constants that differ for padded shapes")
     consts = [_of_const(*pair) for pair in zip(true.consts, stored.consts, strict=True)]
     return _walk_jaxpr(true.jaxpr, stored.jaxpr, consts, inputs)
 
@@ -205,9 +207,9 @@ def _walk(programs: Sequence[Any], inputs: Sequence[_Value]) -> list[_Value]:
 def _of_const(one: Any, other: Any) -> _Value:
     shapes = jnp.shape(one), jnp.shape(other)
     if shapes[0] != shapes[1]:
-        raise NotProven("other constants for other shapes")
+        raise NotProven("constants that differ for padded shapes")
     if one is not other and not _same_bits(one, other):
-        raise NotProven("other constants for other shapes")
+        raise NotProven("constants that differ for padded shapes")
     if shapes[0] or jnp.issubdtype(jnp.result_type(other), jax.dtypes.prng_key):
         return _Value((PLAIN,) * len(shapes[0]))
     return _Value((), np.asarray(other))
@@ -237,16 +239,16 @@ def _walk_jaxpr(
         if isinstance(other, Literal) and isinstance(one, Literal):
             return _of_const(np.asarray(one.val), np.asarray(other.val))
         if isinstance(other, Literal) or isinstance(one, Literal) or twins[one] is not other:
-            raise NotProven("another program for other shapes")
+            raise NotProven("a program that differs for padded shapes")
         return values[other]
 
     define(true.constvars, stored.constvars, consts)
     define(true.invars, stored.invars, inputs)
     if len(true.eqns) != len(stored.eqns):
-        raise NotProven("another program for other shapes")
+        raise NotProven("a program that differs for padded shapes")
     for one, other in zip(true.eqns, stored.eqns, strict=True):
         if one.primitive is not other.primitive or len(one.invars) != len(other.invars):
-            raise NotProven("another program for other shapes")
+            raise NotProven("a program that differs for padded shapes")
         operands = [read(*pair) for pair in zip(one.invars, other.invars, strict=True)]
         define(one.outvars, other.outvars, _of_equation(one, other, operands))
     return [read(*pair) for pair in zip(true.outvars, stored.outvars, strict=True)]
@@ -256,7 +258,7 @@ def _of_equation(one: Any, other: Any, operands: list[_Value]) -> list[_Value]:
     name = other.primitive.name
     if name in _ELEMENTWISE:
         if _settings(one) != _settings(other):
-            raise NotProven("another program for other shapes")
+            raise NotProven("a program that differs for padded shapes")
         return [_of_elements(other, operands)]
     if name in _PASSED_ON:
         return operands
@@ -283,14 +285,14 @@ def _settings(equation: Any) -> dict[str, str]:
 
 def _same(one: Any, other: Any, setting: str) -> Any:
     if one.params[setting] != other.params[setting]:
-        raise NotProven("another program for other shapes")
+        raise NotProven("a program that differs for padded shapes")
     return other.params[setting]
 
 
 def _inner(equation: Any) -> Any:
-    """The program that an equation calls with just its own operands, closed; None if it does not.
+    """Returns the closed program that an equation calls with exactly its operands, or None.
 
-    A loop's program is given parts of the operands, or is run again on its results.
+    The program of a loop gets parts of the operands, or runs again on its results.
     """
     if equation.primitive.name in ("scan", "while"):
         return None
@@ -310,7 +312,7 @@ def _of_cond(one: Any, other: Any, operands: list[_Value]) -> list[_Value]:
 
 
 def _choose(values: list[_Value]) -> _Value:
-    """One of several values, which of them is not known."""
+    """Returns the facts that hold for any of several values."""
     dims = _join([value.dims for value in values])
     known = [value.padding for value in values]
     same = all(x is not None and x == known[0] for x in known)
@@ -318,7 +320,7 @@ def _choose(values: list[_Value]) -> _Value:
 
 
 def _join(dims: list[tuple[Any, ...]]) -> tuple[Any, ...]:
-    """The dimensions of arrays that are combined element by element; scalars go with any."""
+    """Returns the dimensions of arrays combined elementwise; scalars combine with any array."""
     longest = max(map(len, dims), default=0)
     result = []
     for each in zip(*(d for d in dims if len(d) == longest), strict=True):
@@ -336,7 +338,7 @@ def _of_elements(equation: Any, operands: list[_Value]) -> _Value:
     if all(x is not None for x in known):
         return _Value(dims, _evaluate(equation, known))
     first, last = operands[0], operands[-1]
-    # What is not padded and makes these infinite or NaN does so in all elements.
+    # An operand without padding that makes these infinite or NaN does so in all elements.
     if name == "mul" and any(x.is_zero and not y.padded for x, y in ((first, last), (last, first))):
         return _Value(dims, _zero_of(equation))
     if name == "div" and first.is_zero and not last.padded:
@@ -351,7 +353,7 @@ def _zero_of(equation: Any) -> Any:
 
 
 def _evaluate(equation: Any, known: list[Any]) -> Any:
-    """One element of an operation on known numbers; None where it is not known here."""
+    """Evaluates an elementwise operation on known numbers; None if it is not supported here."""
     name, dtype = equation.primitive.name, equation.outvars[0].aval.dtype
     if name == "integer_pow":
         known = [*known, equation.params["y"]]
@@ -371,7 +373,7 @@ def _of_reduction(one: Any, equation: Any, operand: _Value) -> _Value:
     if over_padding and not (name in _NOTHING and _is(operand.padding, _NOTHING[name])):
         raise NotProven(f"{name} of padded arrays")
     sizes = [[e.invars[0].aval.shape[at] for at in axes] for e in (one, equation)]
-    if UNIFORM in taken and sizes[0] != sizes[1]:  # as many terms as the array is large
+    if UNIFORM in taken and sizes[0] != sizes[1]:  # the number of terms depends on the shape
         raise NotProven(f"{name} of a constant in another shape")
     unchanged = name in _NOTHING and _is(operand.padding, _NOTHING[name])
     return _Value(kept, operand.padding if unchanged and _Value(kept).padded else None)
@@ -451,25 +453,25 @@ _NUMPY: dict[str, Callable[..., Any]] = {
     "square": np.square,
     "sub": np.subtract,
 }
-"""What is computed of known numbers."""
+"""NumPy functions that evaluate operations on known numbers."""
 _ELEMENTWISE = {*_NUMPY} | {
     *("acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cos", "cosh", "sin", "sinh"),
     *("tan", "tanh", "cbrt", "exp", "exp2", "expm1", "log", "log1p", "logistic", "integer_pow"),
     *("erf", "erf_inv", "erfc", "ceil", "floor", "round", "rem", "clamp", "nextafter", "xor"),
     *("complex", "conj", "imag", "real", "copy_p", "reduce_precision"),
 }
-"""Names of JAX's operations that compute each element from those at the same place."""
+"""Names of JAX's elementwise operations."""
 
 
 class OnTrueShapes(optax.GradientTransformationExtraArgs):
-    """Takes and returns stored arrays, and computes on arrays of the true shapes.
+    """Transformation on stored arrays that computes on arrays of the true shapes.
 
-    Leaves of the state that have a parameter's shape are stored as the parameter is; all others
-    keep the shape that the transformation gives them.
+    Leaves of the state with a parameter's shape are stored as the parameter is; all others keep the
+    shape that the transformation gives them.
 
     Attributes:
       inner: the transformation.
-      owners: the state's tree; the name of a parameter where a leaf has its shape, else "".
+      owners: the state's tree; the name of a parameter for leaves with its shape, else "".
     """
 
     inner: optax.GradientTransformationExtraArgs
@@ -490,8 +492,8 @@ class OnTrueShapes(optax.GradientTransformationExtraArgs):
           tx: the transformation.
           true: {name: the true shape and dtype} of all trained parameters.
           stored: {name: the stored shape}.
-          cut: from the stored shape to the true one, traced.
-          pad: back, with zeros.
+          cut: converts from the stored shape to the true one, traced.
+          pad: converts back, padding with zeros.
         """
         inner = optax.with_extra_args_support(tx)
         state = jax.eval_shape(inner.init, dict(true))

@@ -1,8 +1,8 @@
-"""The user's own tree of the parameters, as optimizers see it.
+"""Converts between parameters by name and the user's own tree, for optimizers.
 
 zerojax keeps parameters in one dict by name ("backbone/kernel"). Optimizers of optax read paths:
-masks, labels and learning rates are functions of a nested tree. So they are given the tree that
-the model has. Their states are stored by name again. Knows names, never arrays or meshes.
+masks, labels and learning rates are functions of a nested tree. So optimizers get the model's own
+tree, and their states are stored by name again. Knows names, never arrays or meshes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MISSING = object()
 
 
 class ParameterTree:
-    """Converts between parameters by name and the tree of the user's model.
+    """Conversion between parameters by name and the tree of the user's model.
 
     Attributes:
       names: the user's tree, with the name of the parameter at each leaf.
@@ -37,24 +37,25 @@ class ParameterTree:
     def nest(self, by_name: Mapping[str, Any]) -> Tree:
         """Returns the user's tree of values by name.
 
-        Parameters that `by_name` lacks, such as frozen ones, are left out of dicts; elsewhere
-        `optax.MaskedNode` takes their place.
+        Parameters missing from `by_name`, such as frozen ones, are left out of dicts; in other
+        containers `optax.MaskedNode` replaces them.
         """
         return {} if (tree := _nest(self.names, by_name)) is _MISSING else tree
 
     def by_name(self, tree: Tree, names: Collection[str]) -> dict[str, Any]:
-        """Returns {name: value} for a tree like `nest`'s, or the upper part of one.
+        """Returns {name: value} for a tree like `nest`'s, or a prefix of one.
 
-        A value above several parameters, as in a mask `{"backbone": True}`, is that of each.
+        A value above several parameters, as in a mask `{"backbone": True}`, applies to each of
+        them.
 
         Raises:
-          ValueError: the tree has other entries than the parameters.
+          ValueError: the entries of the tree do not match the parameters.
         """
         values = dict(_values(tree, self.names))
         return {name: values[name] for name in names}
 
     def choice_by_name(self, choice: Any) -> Any:
-        """Returns a function of parameters by name for what the user chose for their tree.
+        """Converts an argument for the user's tree to a function of parameters by name.
 
         Args:
           choice: a function of the user's tree that returns one, such as a mask; such a tree; or
@@ -70,13 +71,14 @@ class ParameterTree:
                 return chosen
             try:
                 return self.by_name(chosen, params)
-            except (ValueError, KeyError):  # whoever uses it says what does not fit
+            except (ValueError, KeyError):  # the caller raises an error for it
                 return chosen
 
         return of_names
 
     def state_by_name(self, state: Tree) -> Tree:
-        """Returns an optimizer's state with each tree of parameters in it as a dict by name."""
+        """Returns an optimizer's state with each tree of parameters in it converted to a dict by
+        name."""
         if _is_part(state, self.names):
             return dict(_values(state, self.names))
         children, structure = _children(state)
@@ -85,16 +87,16 @@ class ParameterTree:
         return jax.tree.unflatten(structure, [self.state_by_name(child) for child in children])
 
     def nest_state(self, state: Tree) -> Tree:
-        """Returns an optimizer's state with the user's tree in place of dicts by name."""
+        """Returns an optimizer's state with the user's tree instead of dicts by name."""
         nest = lambda part: self.nest(part) if self.holds(part) else part  # noqa: E731
         return jax.tree.map(nest, state, is_leaf=self.holds)
 
 
 class OnParameterTree(optax.GradientTransformationExtraArgs):
-    """Takes and returns dicts by name, and calls a transformation with the user's tree.
+    """Transformation of dicts by name that calls another one with the user's tree.
 
     Attributes:
-      ema: of the transformation, where it has one (`zerojax.with_ema`).
+      ema: of the transformation, if it has one (`zerojax.with_ema`).
     """
 
     ema: Any
@@ -170,7 +172,7 @@ def _nest(node: Any, by_name: Mapping[str, Any]) -> Any:
 
 
 def _is_container_like(tree: Any, node: Any) -> bool:
-    """Whether a tree's node has the kind of a node of names, and no key that is not there."""
+    """Returns True if a node has the container type of a node of names, and no unknown key."""
     if isinstance(node, dict):
         return isinstance(tree, Mapping) and tree.keys() <= node.keys()
     children, structure = _children(tree)
@@ -178,7 +180,7 @@ def _is_container_like(tree: Any, node: Any) -> bool:
 
 
 def _is_part(state: Any, node: Any) -> bool:
-    """Whether a part of a state is the tree of the parameters, or of some of them."""
+    """Returns True if a part of a state is the tree of all or some of the parameters."""
     if isinstance(node, str) or not _is_container_like(state, node) or not _children(state)[0]:
         return False
 

@@ -1,4 +1,4 @@
-"""Precision: the dtypes of storage, computation, communication and sums."""
+"""Precision: the dtypes of storage, computation, communication and accumulation."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from zerojax.optim.weight_codes import KINDS
 
 DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "fp16": jnp.float16}
 STORED = (np.dtype(jnp.float32), np.dtype(jnp.bfloat16))
-"""What parameters and moments can be stored in: types with the range of float32."""
+"""Dtypes allowed for parameters and moments: those with the range of float32."""
 
 
 @names_keywords()
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Precision:
-    """The dtypes of one training run.
+    """Dtypes of one training run.
 
     Attributes:
       param_dtype: the stored parameters that the optimizer updates. float32: master weights.
-        bfloat16: no masters; updates are rounded stochastically, so that those far below one unit
-        in the last place still move a parameter on average.
+        bfloat16: no masters; updates are rounded stochastically, so that updates far below one unit
+        in the last place still change a parameter on average.
       compute_dtype: parameters as the model reads them, and the floating-point leaves of a batch.
-      reduce_dtype: gradients on the wire.
+      reduce_dtype: gradients in collectives.
       accumulate_dtype: gradients summed over microbatches. float32 costs 4 bytes per parameter at
-        stages 0 and 1, where gradients are whole.
+        stages 0 and 1, where gradients are not sharded.
       moments_dtype: the optimizer's moments as they are stored; its arithmetic is float32.
-      freeze_dtype: parameters that are not trained, as they are stored. None: `frozen_dtype`.
-      freeze_codes: "nf4" or "int8": of these parameters the kernels, as
-        `zerojax.plan.frozen_codes` says, are stored as codes of 4 or 8 bits. None: none is.
-      loss_scale: how the loss is scaled so that small float16 gradients are not lost. None takes
-        `LossScale()` where the compute or reduce dtype is float16, and no scale elsewhere.
+      freeze_dtype: stored frozen parameters. None: `frozen_dtype`.
+      freeze_codes: "nf4" or "int8" stores the kernels among frozen parameters, as chosen by
+        `zerojax.plan.frozen_codes`, as codes of 4 or 8 bits. None: no codes.
+      loss_scale: how the loss is scaled so that small float16 gradients are not lost. None uses
+        `LossScale()` if the compute or reduce dtype is float16, and otherwise no scale.
     """
 
     param_dtype: Any = jnp.float32
@@ -62,13 +62,14 @@ class Precision:
             dtype = getattr(self, name)
             if dtype not in STORED:
                 raise ValueError(
-                    f"Precision.{name}={dtype.name} loses small values for good: what is stored or "
-                    "summed up is float32 or bfloat16; lower precision belongs in compute_dtype"
+                    f"Precision.{name}={dtype.name} loses small values for good: use float32 or "
+                    "bfloat16 for what is stored or accumulated; lower precision belongs in "
+                    "compute_dtype"
                 )
         if self.freeze_dtype not in (None, *STORED, self.compute_dtype):
             raise ValueError(
-                f"Precision.freeze_dtype={self.freeze_dtype.name} loses large and small weights, "
-                f"and compute_dtype={self.compute_dtype.name} could have held them; use float32, "
+                f"Precision.freeze_dtype={self.freeze_dtype.name} loses large and small weights "
+                f"that compute_dtype={self.compute_dtype.name} could represent; use float32, "
                 "bfloat16 or None, the compute dtype"
             )
         if self.freeze_codes not in (None, *KINDS):
@@ -81,25 +82,25 @@ class Precision:
             object.__setattr__(self, "loss_scale", LossScale())
         if self.loss_scale is not None and not is_scaled:
             raise ValueError(
-                f"Precision.loss_scale is given and compute_dtype={self.compute_dtype.name}: only "
-                "float16 needs one, bfloat16 has float32's range; drop it or use float16"
+                f"Precision.loss_scale is set, but compute_dtype={self.compute_dtype.name}: only "
+                "float16 needs a loss scale, bfloat16 has float32's range; drop it or use float16"
             )
 
     @property
     def has_masters(self) -> bool:
-        """Whether parameters are stored in float32."""
+        """Whether parameters are stored in float32 (master weights)."""
         return self.param_dtype == np.dtype(jnp.float32)
 
     @property
     def frozen_dtype(self) -> np.dtype:
-        """Of parameters that are not trained: nothing adds small updates to them, so they need no
-        more than what they are computed with. Where `param_dtype` is 16 bits, that one."""
+        """Dtype of frozen parameters. They get no small updates, so the compute dtype is enough.
+        With a 16-bit `param_dtype` it is that one."""
         if self.freeze_dtype is not None:
             return np.dtype(self.freeze_dtype)
         return np.dtype(self.compute_dtype if self.has_masters else self.param_dtype)
 
     def describe(self) -> str:
-        """One line for people."""
+        """Returns a one-line description for the log."""
         masters = "master weights" if self.has_masters else "parameters without masters"
         parts = [
             f"{self.compute_dtype.name} compute",
@@ -127,10 +128,10 @@ _DTYPE_FIELDS = (
 
 
 def default_precision(platform: str | None) -> tuple[str, str]:
-    """(the precision of a run that asks for none, the reason for a plan's reader).
+    """Returns (default precision of a run, the reason for the plan).
 
     Args:
-      platform: of the devices, as JAX names it; None where this process has none of them.
+      platform: of the devices, as JAX names it; None if this process has no devices.
     """
     if platform == "cpu":
         return "fp32", "precision='fp32': CPUs have no fast bf16"
@@ -147,14 +148,15 @@ def as_precision(
     freeze_dtype: str | None = None,
     loss_scale: LossScale | None = None,
 ) -> Precision:
-    """A `Precision` from its short name.
+    """Builds a `Precision` from its short name.
 
     Args:
       precision: "fp32", "bf16", "fp16" or a `Precision`.
       reduce_dtype, accumulate_dtype, param_dtype, moments_dtype, freeze_dtype: "fp32", "bf16" or
-        (reductions, and what is frozen under fp16) "fp16"; None keeps the default: reductions and
-        what is frozen in the compute dtype, all else float32. freeze_dtype can also be "nf4" or
-        "int8": codes of the kernels among what is frozen, the rest in the default.
+        (for reductions, and for frozen parameters under fp16) "fp16". None keeps the default:
+        reductions and frozen parameters in the compute dtype, all else float32. freeze_dtype can
+        also be "nf4" or "int8": codes for the kernels among frozen parameters, the default for the
+        rest.
       loss_scale: of float16; None keeps the default.
 
     Raises:

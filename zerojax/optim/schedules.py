@@ -1,10 +1,10 @@
-"""Learning-rate schedules over applied updates: warm-up with a decay, and DeepSpeed's.
+"""Learning-rate schedules over applied updates: warm-up with a decay, and DeepSpeed's schedules.
 
-DeepSpeed's have equal values at each update. The formulas are those of
-`deepspeed/runtime/lr_schedules.py` (0.19.8). There a schedule is first asked when it is made and
-then after every update that was applied, so update `count`, from 0, has what the class there
-computes for `last_batch_iteration = count - 1`. Counts are exact integers; the rest is float32 here
-and double precision there.
+DeepSpeed's schedules have equal values at each update. The formulas are those of
+`deepspeed/runtime/lr_schedules.py` (0.19.8). DeepSpeed evaluates a schedule once when it is created
+and then after every applied update. So update `count`, from 0, has the value that DeepSpeed's class
+computes for `last_batch_iteration = count - 1`. Counts are exact integers; other values are float32
+here and double precision in DeepSpeed.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ WarmupType = Literal["log", "linear"]
 
 
 def as_schedule(learning_rate: float | Schedule) -> Schedule:
-    """A function of updates applied; a number is one that is constant."""
+    """Returns the rate as a function of updates applied; a number becomes a constant schedule."""
     if callable(learning_rate):
         return learning_rate
     return optax.constant_schedule(learning_rate)
 
 
 def build_schedule(config: OptimizerConfig, steps: int | None) -> tuple[Schedule, str]:
-    """(learning rate as a function of updates applied, one line that explains it)."""
+    """Returns (learning rate as a function of updates applied, one line that explains it)."""
     check_whole_number("steps", steps, 0, MAX_SIZE)
     peak, final = config.learning_rate, config.learning_rate * config.final_lr_fraction
     if config.warmup_steps is not None:
@@ -68,7 +68,7 @@ def build_schedule(config: OptimizerConfig, steps: int | None) -> tuple[Schedule
 
 
 def _with_warmup(after: Schedule, peak: float, warmup: int) -> Schedule:
-    """Linear from peak/warmup at the first update to `peak`, then `after` counted from there."""
+    """Returns a linear rise from peak/warmup at the first update to `peak`, followed by `after`."""
     if warmup == 0:
         return after
 
@@ -81,15 +81,17 @@ def _with_warmup(after: Schedule, peak: float, warmup: int) -> Schedule:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LRRangeTest:
-    """A rate that grows without end, to see which rate is too much (arXiv:1803.09820)."""
+    """Learning rate that grows without limit, to find the largest usable rate
+    (arXiv:1803.09820)."""
 
     lr_range_test_min_lr: float = 1e-3
     """Rate of the first update."""
     lr_range_test_step_size: int = 2000
-    """Updates in which `lr_range_test_step_rate` times the first rate is added."""
+    """Number of updates in which the rate grows by `lr_range_test_step_rate` times the first
+    rate."""
     lr_range_test_step_rate: float = 1.0
     lr_range_test_staircase: bool = False
-    """Whether it is added at once, at the end of those updates."""
+    """Whether the rate grows in one step at the end of these updates instead of continuously."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
@@ -97,7 +99,7 @@ class LRRangeTest:
         check_positive(self, "lr_range_test_step_size")
 
     def rate(self, count: jax.Array) -> jax.Array:
-        """float32 []: the learning rate of an update."""
+        """Returns the learning rate of an update, float32 []."""
         size = self.lr_range_test_step_size
         passed = count // size if self.lr_range_test_staircase else count / size
         return self.lr_range_test_min_lr * (1 + self.lr_range_test_step_rate * passed)
@@ -105,32 +107,35 @@ class LRRangeTest:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OneCycle:
-    """Up and down once, then a decay; Adam's first beta goes the other way (arXiv:1803.09820)."""
+    """Rate that rises and falls once, then decays; Adam's beta1 moves oppositely
+    (arXiv:1803.09820)."""
 
     cycle_min_lr: float
-    """Rate of the first update, and of the last one of the cycle."""
+    """Rate of the first update and of the last update of the cycle."""
     cycle_max_lr: float
-    """Rate between the halves."""
+    """Rate at the middle of the cycle, between its two halves."""
     decay_lr_rate: float = 0.0
-    """After the cycle the rate is `cycle_min_lr` / (1 + this, for each `decay_step_size`)."""
+    """After the cycle the rate is `cycle_min_lr` / (1 + this * number of `decay_step_size`
+    intervals)."""
     cycle_first_step_size: int = 2000
-    """Updates on the way up."""
+    """Updates of the rising half."""
     cycle_second_step_size: int | None = None
-    """Updates on the way down; None: as many as on the way up."""
+    """Updates of the falling half; None: as many as in the rising half."""
     cycle_first_stair_count: int = 0
-    """Steps of a stair on the way up; 0 changes the rate at every update."""
+    """Number of stair steps in the rising half; 0 changes the rate at every update."""
     cycle_second_stair_count: int | None = None
-    """The same on the way down; None: as on the way up."""
+    """The same for the falling half; None: as in the rising half."""
     decay_step_size: int = 0
-    """Updates after the cycle that count as one; 0: no decay."""
+    """Updates per decay interval after the cycle; 0: no decay."""
     cycle_momentum: bool = True
-    """Whether betas change too: the first as below, the second to 0.99."""
+    """Whether betas change too: beta1 as below, beta2 to 0.99."""
     cycle_min_mom: float = 0.8
-    """First beta of the first update, and between the halves."""
+    """beta1 of the first update and at the middle of the cycle."""
     cycle_max_mom: float = 0.9
-    """First beta of the second update, and at the end of the cycle."""
+    """beta1 of the second update and at the end of the cycle."""
     decay_mom_rate: float = 0.0
-    """After the cycle it is `cycle_max_mom` * (1 + this, for each `decay_step_size`)."""
+    """After the cycle beta1 is `cycle_max_mom` * (1 + this * number of `decay_step_size`
+    intervals)."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
@@ -153,18 +158,18 @@ class OneCycle:
 
     @property
     def _halves(self) -> tuple[int, int]:
-        """Updates on the way up and on the way down."""
+        """Updates of the rising and of the falling half."""
         first, second = self.cycle_first_step_size, self.cycle_second_step_size
         return first, first if second is None else second
 
     @property
     def _stairs(self) -> tuple[int, int]:
-        """Steps of the stair on the way up and on the way down."""
+        """Stair steps of the rising and of the falling half."""
         first, second = self.cycle_first_stair_count, self.cycle_second_stair_count
         return first, first if second is None else second
 
     def _height(self, count: jax.Array) -> jax.Array:
-        """Where in the cycle an update is: 0 at its ends, 1 between the halves."""
+        """Returns the position in the cycle: 0 at its ends, 1 in the middle."""
         first, second = self._halves
         up, down = self._stairs
         rising = _climb(count, first, up)
@@ -172,11 +177,11 @@ class OneCycle:
         return jnp.where(count <= first, rising, falling)
 
     def _passed(self, count: jax.Array) -> jax.Array:
-        """Decay steps since the end of the cycle."""
+        """Returns the number of decay intervals since the end of the cycle."""
         return (count - sum(self._halves)) / self.decay_step_size
 
     def rate(self, count: jax.Array) -> jax.Array:
-        """float32 []: the learning rate of an update."""
+        """Returns the learning rate of an update, float32 []."""
         low, high = self.cycle_min_lr, self.cycle_max_lr
         after: Any = low
         if self.decay_step_size:
@@ -185,7 +190,7 @@ class OneCycle:
         return jnp.where(count < sum(self._halves), cycle, after)
 
     def b1(self, count: Any) -> jax.Array:
-        """float32 []: the first beta of an update."""
+        """Returns beta1 of an update, float32 []."""
         count = jnp.asarray(count, jnp.int32)
         low, high = self.cycle_min_mom, self.cycle_max_mom
         after: Any = high
@@ -193,12 +198,12 @@ class OneCycle:
             after = high * (1 + self.decay_mom_rate * self._passed(count))
         cycle = high - (high - low) * self._height(count)
         later = jnp.where(count < sum(self._halves), cycle, after)
-        # DeepSpeed begins at the lower end, and is at the upper one from its first step on.
+        # DeepSpeed starts at the minimum, and uses the maximum from its first step on.
         return jnp.where(count == 0, low, later).astype(jnp.float32)
 
     @property
     def first_update_with_b1_of_one(self) -> int | None:
-        """The update from which on the first beta is 1 or more; None: there is none."""
+        """First update whose beta1 is 1 or more; None if there is none."""
         growth = self.cycle_max_mom * self.decay_mom_rate
         if not (self.cycle_momentum and self.decay_step_size and growth):
             return None
@@ -208,16 +213,16 @@ class OneCycle:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WarmupLR:
-    """A rate that rises and stays."""
+    """Learning rate with a warm-up, constant afterwards."""
 
     warmup_min_lr: float = 0.0
     """Rate of the first two updates."""
     warmup_max_lr: float | None = None
     """Rate after the warm-up; None: the optimizer's."""
     warmup_num_steps: int = 1000
-    """Updates until it is reached; 1 is taken as 2."""
+    """Updates until `warmup_max_lr` is reached; 1 is treated as 2."""
     warmup_type: WarmupType = "log"
-    """"log" is at two thirds of the way after a tenth of 1000 updates; "linear" is even."""
+    """"log" completes two thirds of the rise after a tenth of 1000 updates; "linear" is even."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
@@ -225,11 +230,11 @@ class WarmupLR:
         check_positive(self, "warmup_num_steps")
 
     def _after(self, count: jax.Array) -> Any:
-        """What the rate is after the warm-up, as a part of the whole way."""
+        """Returns the rate after the warm-up, as a fraction of the rise from minimum to maximum."""
         return 1.0
 
     def rate(self, count: jax.Array) -> jax.Array:
-        """float32 []: the learning rate of an update."""
+        """Returns the learning rate of an update, float32 []."""
         assert self.warmup_max_lr is not None
         risen = _warm_up(count, self.warmup_num_steps, self.warmup_type)
         part = jnp.where(count <= max(2, self.warmup_num_steps), risen, self._after(count))
@@ -238,7 +243,8 @@ class WarmupLR:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WarmupDecayLR(WarmupLR):
-    """A rate that rises, and falls evenly to `warmup_min_lr` at the end of the run."""
+    """Learning rate with a warm-up, then a linear decay to `warmup_min_lr` at the end of the
+    run."""
 
     total_num_steps: int
     """Updates of the whole run."""
@@ -256,16 +262,16 @@ class WarmupDecayLR(WarmupLR):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WarmupCosineLR:
-    """The optimizer's rate times a part that rises, and falls as a cosine."""
+    """The optimizer's rate times a ratio that rises in the warm-up and falls as a cosine."""
 
     total_num_steps: int
     """Updates of the whole run."""
     warmup_min_ratio: float = 0.0
-    """Part at the second update; at the first it is 0 whatever this says."""
+    """Ratio at the second update; at the first update it is always 0."""
     warmup_num_steps: int = 1000
-    """Updates until the part is 1; 1 is taken as 2."""
+    """Updates until the ratio is 1; 1 is treated as 2."""
     cos_min_ratio: float = 1e-4
-    """Part at the end of the run, and after it."""
+    """Ratio at the end of the run and after it."""
     warmup_type: WarmupType = "log"
 
     def __post_init__(self) -> None:
@@ -274,7 +280,7 @@ class WarmupCosineLR:
         check_positive(self, "total_num_steps", "warmup_num_steps")
 
     def part(self, count: jax.Array) -> jax.Array:
-        """float32 []: what the optimizer's rate is multiplied by at an update."""
+        """Returns the multiplier of the optimizer's rate at an update, float32 []."""
         warmup, low = max(2, self.warmup_num_steps), self.cos_min_ratio
         risen = _warm_up(count, self.warmup_num_steps, self.warmup_type)
         rising = self.warmup_min_ratio + (1 - self.warmup_min_ratio) * risen
@@ -293,14 +299,14 @@ DEEPSPEED_SCHEDULES: Mapping[str, type[_Settings]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeepSpeedSchedule:
-    """A schedule as an optimizer of zerojax or optax takes it.
+    """DeepSpeed schedule in the form that zerojax and optax optimizers take.
 
     Attributes:
-      settings: what it was made of, with DeepSpeed's defaults.
+      settings: its parameters, with DeepSpeed's defaults.
       learning_rate: of an update, by the number of updates applied before it.
-      b1: the first beta in the same way; None: the optimizer's own.
-      b2: the second beta; None: the optimizer's own.
-      notes: what of it surprises people, a sentence each.
+      b1: beta1 in the same form; None: the optimizer's own.
+      b2: beta2; None: the optimizer's own.
+      notes: surprising properties of the schedule, one sentence each.
     """
 
     settings: _Settings
@@ -313,30 +319,31 @@ class DeepSpeedSchedule:
 def build_deepspeed_schedule(
     kind: str, params: Mapping[str, Any], *, learning_rate: float
 ) -> DeepSpeedSchedule:
-    """The schedule of a `scheduler` section.
+    """Builds the schedule of a `scheduler` section.
 
     Args:
       kind: its `type`: one of `DEEPSPEED_SCHEDULES`.
-      params: its `params`; a list of one number is that number.
+      params: its `params`; a list of one number counts as that number.
       learning_rate: the optimizer's own, which `WarmupLR` without `warmup_max_lr` and
-        `WarmupCosineLR` take.
+        `WarmupCosineLR` use.
 
     Raises:
       ConfigError: an unknown type or setting, with the nearest known one; a number out of range;
-        rates by parameter group, or a start in the middle.
+        rates per parameter group; or `last_batch_iteration`, a start in the middle of the schedule.
     """
     if kind not in DEEPSPEED_SCHEDULES:
         known = ", ".join(DEEPSPEED_SCHEDULES)
         raise ConfigError(
-            f"{kind!r} is not a schedule of DeepSpeed's own ({known}); for another give "
-            "optimizer=optax.adamw(schedule), where any function of the number of updates is one",
+            f"{kind!r} is not one of DeepSpeed's own schedules ({known}); for another one pass "
+            "optimizer=optax.adamw(schedule), with any function of the number of updates as "
+            "schedule",
             ("type",),
         )
     given = {name: _single(name, value) for name, value in params.items()}
     if given.pop("last_batch_iteration", -1) != -1:
         raise ConfigError(
-            "a schedule starts with the run and goes on where a checkpoint ended; leave this out "
-            "and load the checkpoint",
+            "a schedule starts with the run and continues from a checkpoint; leave this out and "
+            "load the checkpoint",
             ("last_batch_iteration",),
         )
     if kind == "WarmupLR" and given.get("warmup_max_lr") is None:
@@ -361,9 +368,9 @@ def _single(name: str, value: Any) -> Any:
     if len(value) == 1:
         return value[0]
     raise ConfigError(
-        f"{list(value)!r} has a value for each parameter group of torch, and there is one group "
-        "here; give one number, and what parameters differ by as "
-        "optimizer=zerojax.adamw(..., groups={'regex': {'learning_rate_factor': 0.1}})",
+        f"{list(value)!r} has a value for each torch parameter group, but zerojax has one group; "
+        "give one number, and set different rates with optimizer=zerojax.adamw(..., "
+        f"groups={{'regex': {{'learning_rate_factor': 0.1}}}})",
         (name,),
     )
 
@@ -375,7 +382,7 @@ def _notes(settings: _Settings) -> list[str]:
         notes.append(f"the first update has learning rate {first:g}, as in DeepSpeed")
         if settings.warmup_type == "log":
             notes.append(
-                "warmup_type is log, DeepSpeed's default: half of the way is done after "
+                "warmup_type is log, DeepSpeed's default: half of the rise is done after "
                 f"{math.sqrt(max(2, settings.warmup_num_steps)):.0f} of "
                 f"{settings.warmup_num_steps} updates; set linear for an even rise"
             )
@@ -385,27 +392,27 @@ def _notes(settings: _Settings) -> list[str]:
             notes.append(f"total_num_steps ({total}) is below warmup_num_steps ({warmup})")
     if isinstance(settings, OneCycle) and settings.cycle_momentum:
         notes.append(
-            "cycle_momentum is on, DeepSpeed's default: beta1 goes between "
+            "cycle_momentum is on, DeepSpeed's default: beta1 moves between "
             f"{settings.cycle_min_mom:g} and {settings.cycle_max_mom:g}, and beta2 is "
-            f"{_ONE_CYCLE_B2}, whatever optimizer.params.betas says"
+            f"{_ONE_CYCLE_B2}; optimizer.params.betas is ignored"
         )
         if (limit := settings.first_update_with_b1_of_one) is not None:
             notes.append(
-                f"decay_mom_rate lets beta1 reach 1 at update {limit + 1}, as in DeepSpeed, and "
-                "Adam is undefined there; end before, or set decay_mom_rate to 0"
+                f"decay_mom_rate makes beta1 reach 1 at update {limit + 1}, as in DeepSpeed, where "
+                "Adam is undefined; end before, or set decay_mom_rate to 0"
             )
     return notes
 
 
 def _climb(passed: jax.Array, size: int, stairs: int) -> jax.Array:
-    """Part of a way of `size` updates, in steps of a stair where there are any."""
+    """Returns the completed fraction of `size` updates, in stair steps if `stairs` is positive."""
     if stairs > 0:
         return jnp.clip(passed, 0, size) * stairs // size / stairs
     return passed / size
 
 
 def _warm_up(count: jax.Array, num_steps: int, kind: WarmupType) -> jax.Array:
-    """Part of the warm-up that is done; its first two updates are at 0."""
+    """Returns the completed fraction of the warm-up; it is 0 at the first two updates."""
     num_steps, done = max(2, num_steps), jnp.maximum(count - 1, 0)
     if kind == "linear":
         return done / num_steps

@@ -13,14 +13,14 @@ from zerojax.models import trees
 
 Tree = Any
 EXTRA_ARGUMENTS = ("value", "grad", "grad_norm", "layers")
-"""What `extra_arguments` gives."""
+"""Keywords that `extra_arguments` returns."""
 
 
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
-    """`optax.clip_by_global_norm` that takes the norm from the step, which has it already.
+    """Returns `optax.clip_by_global_norm` that uses the norm computed by the step.
 
-    It comes first in a chain: the norm that the step hands on is that of the gradients. Elsewhere
-    take optax's own.
+    It has to be first in a chain, because the step passes the norm of the gradients. In other
+    places use optax's own.
     """
 
     def update(
@@ -36,7 +36,8 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArg
 def map_layers(
     function: Callable[..., Any], layers: Container[str], first: Tree, *others: Tree
 ) -> Tree:
-    """`jax.tree.map(function, first, *others)`; of leaves with names in `layers`, row by row."""
+    """Maps a function over trees like `jax.tree.map`; leaves named in `layers` are mapped row by
+    row."""
     named = {name: name in layers for name in trees.flatten_names(first)}
 
     def leaf(is_stack: bool, *arrays: jax.Array) -> Any:
@@ -46,10 +47,10 @@ def map_layers(
 
 
 def with_raw_keys(tx: optax.GradientTransformation, params: Tree) -> optax.GradientTransformation:
-    """The transformation with uint32 arrays in place of typed PRNG keys in its state.
+    """Returns the transformation with uint32 arrays instead of typed PRNG keys in its state.
 
     Args:
-      tx: as it is returned where its state has no typed key.
+      tx: returned unchanged if its state has no typed key.
       params: structs.
     """
     impls: list[Any] = []
@@ -87,16 +88,16 @@ def _is_key(x: Any) -> bool:
 def extra_arguments(
     grads: Mapping[str, Any], grad_norm: jax.Array, loss: jax.Array, layers: frozenset[str]
 ) -> dict[str, Any]:
-    """The keywords of `update`, for a `GradientTransformationExtraArgs` that takes them.
+    """Returns the keywords of `update` for a `GradientTransformationExtraArgs`.
 
     Args:
-      grads: those of the mean loss, of the shapes of the parameters.
+      grads: of the mean loss, with the shapes of the parameters.
       grad_norm: float32 []; their l2 norm before clipping.
       loss: float32 []; the mean loss of the global batch.
       layers: names of parameters whose dimension 0 counts layers.
 
     Returns:
       "value" and "grad" as optax names them (`optax.polyak_sgd`, `optax.contrib.momo`), and
-      "grad_norm" and "layers", which zerojax's own take.
+      "grad_norm" and "layers" for zerojax's own optimizers.
     """
     return {"value": loss, "grad": grads, "grad_norm": grad_norm, "layers": layers}

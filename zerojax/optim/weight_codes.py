@@ -1,12 +1,12 @@
-"""Weights that are not trained, in 4 or 8 bits: blocks of codes with a scale each, as bytes.
+"""Quantizes frozen weights to 4 or 8 bits: blocks of codes with one scale each, as bytes.
 
-64 values that follow one another along one dimension are a block. It is stored as bytes in a row
-along the same dimension: the codes of its values, then its scale, bfloat16 with the lower byte
-first. So an array of codes has as many dimensions as the weights, is cut into shards like them
-wherever a cut does not go through a block, and is one array in a checkpoint and in a collective.
+A block is 64 consecutive values along one dimension. It is stored as consecutive bytes along the
+same dimension: the codes of its values, then its scale, a little-endian bfloat16. So an array of
+codes has as many dimensions as the weights, can be sharded like them at block boundaries, and is
+one array in a checkpoint and in a collective.
 
 nf4: 32 bytes, each with the code of value i in its lower and of value i + 32 in its upper 4 bits;
-  the code is the nearest of `NF4_LEVELS` times the scale, which is the largest magnitude.
+the code is the nearest of `NF4_LEVELS` times the scale, which is the largest magnitude.
 int8: 64 bytes, the nearest multiple of the scale, which is the largest magnitude / 127.
 """
 
@@ -25,7 +25,7 @@ from jax import lax
 from zerojax.models.protocol import LazyArray
 
 BLOCK = 64
-"""Values that share a scale."""
+"""Number of values that share a scale."""
 
 NF4_LEVELS = np.array(
     [
@@ -45,7 +45,8 @@ _SCALE_BYTES = 2
 KINDS = tuple(_CODE_BYTES)
 _LARGEST_INT8 = 127
 _IN_CACHE = 1 << 16
-"""Values that the host codes at a time: 7 ns each on one core, in place of 11 for many at once."""
+"""Values that the host encodes at a time: 7 ns each on one core, instead of 11 ns for many at
+once."""
 
 
 FROZEN_CODES = "frozen_codes"
@@ -53,18 +54,18 @@ FROZEN_CODES = "frozen_codes"
 
 
 def codes_of_plan(plan: Mapping[str, Any]) -> dict[str, WeightCodes]:
-    """{parameter: how it is coded}, of the plan in a checkpoint."""
+    """Returns {parameter: its `WeightCodes`} of the plan in a checkpoint."""
     return {name: WeightCodes(**fields) for name, fields in plan.get(FROZEN_CODES, {}).items()}
 
 
 @dataclasses.dataclass(frozen=True)
 class WeightCodes:
-    """How one parameter is coded: static and hashable, as a traced program may hold it.
+    """Quantization of one parameter: static and hashable, so that a traced program may hold it.
 
     Attributes:
       kind: "nf4" or "int8".
-      dim: the dimension along which blocks lie, counted from the end (negative, so that it survives
-        the slicing of leading dimensions); 64 divides its size.
+      dim: the dimension of the blocks, counted from the end (negative, so that it stays valid when
+        leading dimensions are sliced); its size is a multiple of 64.
     """
 
     kind: str
@@ -76,24 +77,24 @@ class WeightCodes:
         return _CODE_BYTES[self.kind] + _SCALE_BYTES
 
     def coded_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the uint8 array that stands for values of this shape."""
+        """Returns the shape of the uint8 array for values of this shape."""
         sizes = list(shape)
         assert sizes[self.dim] % BLOCK == 0, (shape, self.dim)
         sizes[self.dim] = sizes[self.dim] // BLOCK * self.block_bytes
         return tuple(sizes)
 
     def true_shape(self, coded: Sequence[int]) -> tuple[int, ...]:
-        """The inverse of `coded_shape`."""
+        """Returns the shape of the values for codes of this shape."""
         sizes = list(coded)
         assert sizes[self.dim] % self.block_bytes == 0, (coded, self.dim)
         sizes[self.dim] = sizes[self.dim] // self.block_bytes * BLOCK
         return tuple(sizes)
 
     def encode(self, values: Any) -> Any:
-        """uint8 codes of floating-point values, which are taken as float32.
+        """Encodes floating-point values, taken as float32, as uint8 codes.
 
-        NumPy's arrays give NumPy's, any other a traced array, with the same bits: what decides is
-        comparisons with products, which both round alike.
+        NumPy arrays return a NumPy array, others a traced array, with equal bits: codes depend on
+        comparisons with products, which both round equally.
         """
         blocked = self._in_blocks(values.shape, BLOCK)
         if not isinstance(values, np.ndarray):
@@ -109,7 +110,7 @@ class WeightCodes:
         return result.reshape(self.coded_shape(values.shape))
 
     def _encode_blocks(self, xp: Any, values: Any, axis: int) -> Any:
-        """uint8; `axis` has the 64 values of a block, and what they become."""
+        """Encodes blocks as uint8; `axis` has the 64 values of a block, and then their bytes."""
         blocks = values.astype(np.float32)
         largest = xp.max(xp.abs(blocks), axis=axis, keepdims=True)
         exact = largest if self.kind == "nf4" else largest * np.float32(1 / _LARGEST_INT8)
@@ -124,8 +125,8 @@ class WeightCodes:
         return xp.concatenate(parts, axis=axis)
 
     def decode(self, codes: jax.Array, dtype: Any) -> jax.Array:
-        """Traced: the values, level times scale in float32, rounded once to `dtype`; what is below
-        float16's normal numbers becomes 0 there."""
+        """Decodes traced codes: level times scale in float32, rounded once to `dtype`; float16
+        subnormals become 0."""
         size, axis = self.block_bytes, self._axis(codes.ndim)
         blocks = codes.reshape(self._in_blocks(codes.shape, size))
         body, low, high = (
@@ -142,7 +143,7 @@ class WeightCodes:
         return _rounded(units * scale, dtype).reshape(self.true_shape(codes.shape))
 
     def decode_on_host(self, codes: np.ndarray) -> np.ndarray:
-        """float32 values, the bits of `decode`."""
+        """Decodes on the host to float32 values with the same bits as `decode`."""
         size, axis = self.block_bytes, self._axis(codes.ndim)
         blocks = codes.reshape(self._in_blocks(codes.shape, size))
         body, low, high = np.split(blocks, [size - 2, size - 1], axis=axis)
@@ -156,7 +157,8 @@ class WeightCodes:
             return (units * scale).reshape(self.true_shape(codes.shape))
 
     def _axis(self, ndim: int) -> int:
-        """Where a block's elements are, once the dimension is two: blocks, elements."""
+        """Returns the axis of a block's elements after splitting the dimension into blocks and
+        elements."""
         return ndim + self.dim + 1
 
     def _in_blocks(self, shape: Sequence[int], size: int) -> tuple[int, ...]:
@@ -165,7 +167,7 @@ class WeightCodes:
 
 
 class CodedArray:
-    """The codes of a `LazyArray`, itself one: a part is made when it is read.
+    """Codes of a `LazyArray`, itself lazy: a part is encoded when it is read.
 
     Attributes:
       shape, dtype: of the whole array of codes, uint8.
@@ -178,7 +180,7 @@ class CodedArray:
         self._values, self._codes = values, codes
 
     def read(self, index: Sequence[tuple[int, int]]) -> np.ndarray:
-        """See `LazyArray.read`; the box holds whole blocks."""
+        """Reads a box of whole blocks, see `LazyArray.read`."""
         own, size = list(index), self._codes.block_bytes
         first, last = own[self._codes.dim]
         assert first % size == last % size == 0, (index, self._codes)
@@ -187,10 +189,10 @@ class CodedArray:
 
 
 def codes_for(kind: str, shape: Sequence[int], stack_dims: int) -> WeightCodes | None:
-    """How a parameter of this shape is coded; None where 64 divides none of its dimensions.
+    """Returns the `WeightCodes` for a parameter of this shape, or None if 64 divides no dimension.
 
-    Blocks lie along the smallest dimension that 64 divides, the last of equal ones: it depends on
-    no mesh, and ZeRO cuts the largest dimension, so that both are seldom the same.
+    Blocks lie along the smallest dimension that 64 divides, the last one of equal sizes. This does
+    not depend on the mesh; ZeRO splits the largest dimension, so the two are rarely the same.
 
     Args:
       stack_dims: leading dimensions that count layers.
@@ -202,12 +204,12 @@ def codes_for(kind: str, shape: Sequence[int], stack_dims: int) -> WeightCodes |
 
 
 def bytes_per_parameter(kind: str) -> float:
-    """Codes and scales: 0.53125 or 1.03125."""
+    """Returns the bytes of codes and scales per parameter: 0.53125 or 1.03125."""
     return (_CODE_BYTES[kind] + _SCALE_BYTES) / BLOCK
 
 
 def _nearest_nf4(xp: Any, blocks: Any, scale: Any, axis: int) -> Any:
-    """Codes of two values in a byte; of two equally near levels the lower."""
+    """Returns nf4 codes, two values per byte; ties go to the lower level."""
     code = xp.zeros(blocks.shape, np.uint8)
     for boundary in _BOUNDARIES:
         above = blocks > boundary * scale
@@ -217,11 +219,11 @@ def _nearest_nf4(xp: Any, blocks: Any, scale: Any, axis: int) -> Any:
 
 
 def _level(code: jax.Array) -> jax.Array:
-    """float32: the level of each 4-bit code, chosen by its bits among the bits of the levels.
+    """Returns the level of each 4-bit code, float32, selected with bit operations.
 
-    A table would be an input of its own to what is traced; and choices by `jnp.where` are made
-    between arrays of one number, which JAX takes out of a loop over layers and keeps (16 float32
-    copies of a kernel, compiled for an H100).
+    A table would be an extra input of the traced program. Selections with `jnp.where` between
+    constant arrays are no better: JAX hoists them out of a loop over layers and keeps them (16
+    float32 copies of a kernel, compiled for an H100).
     """
     chosen: list[Any] = [int(level) for level in NF4_LEVELS.view(np.int32)]
     code = code.astype(jnp.int32)
@@ -235,13 +237,13 @@ def _level(code: jax.Array) -> jax.Array:
 def _nearest_int8(xp: Any, blocks: Any, scale: Any, axis: int) -> Any:
     units = xp.rint(blocks / xp.where(scale == 0, np.float32(1), scale))
     units = xp.clip(units, -_LARGEST_INT8, _LARGEST_INT8)
-    code = xp.where(units == units, units, 0).astype(np.int8)  # of NaN the scale tells
+    code = xp.where(units == units, units, 0).astype(np.int8)  # NaN shows in the scale
     return code.view(np.uint8) if xp is np else lax.bitcast_convert_type(code, jnp.uint8)
 
 
 def _rounded(values: jax.Array, dtype: Any) -> jax.Array:
-    """A cast that the compiler keeps: it may leave out one to 16 bits and back, and compute with
-    more digits than the values that are promised have."""
+    """Casts so that the compiler keeps the rounding: XLA may remove a cast to 16 bits and back, and
+    then compute with more digits than the stored values have."""
     kind = jnp.finfo(dtype)
     if kind.bits < 32:
         values = lax.reduce_precision(values, kind.nexp, kind.nmant)

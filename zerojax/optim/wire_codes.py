@@ -1,8 +1,8 @@
-"""Gradients on the wire in 8 or 4 bits: blocks of codes with a scale each, as one row of bytes.
+"""Quantizes gradients in collectives to 8 or 4 bits: blocks of codes with one scale each, as bytes.
 
-A block of values v is stored as the nearest integers to v / scale, of at most 127 or 7 in
-magnitude, with scale = largest magnitude / 127 or / 7, bfloat16, rounded up; so no value is off by
-more than half a scale. A block with a NaN or an infinity has no finite value when it is decoded.
+A block of values v is stored as the nearest integers to v / scale, with magnitude at most 127 or 7.
+The scale is largest magnitude / 127 or / 7, bfloat16, rounded up, so the error of a value is at
+most half a scale. A block with a NaN or an infinity decodes to no finite value.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ import jax.numpy as jnp
 from jax import lax
 
 BLOCKS = {8: 256, 4: 64}
-"""{bits: values that share a scale}. In blocks of 256 codes of 4 bits cost a small GPT 0.05 to 0.09
-of its loss, in blocks of 64 less than 0.01 (three seeds)."""
+"""{bits: values that share a scale}. With 4-bit codes, blocks of 256 cost a small GPT 0.05 to 0.09
+of its loss, blocks of 64 less than 0.01 (three seeds)."""
 _LARGEST = {8: 127, 4: 7}
 _SCALE_BYTES = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class GradientCodes:
-    """How the gradient of one parameter is coded and summed: static and hashable.
+    """Quantization and summation of one parameter's gradient: static and hashable.
 
     Attributes:
       bits: of a code, 8 or 4.
-      in_node: neighbours among the shards that share a node: they sum first, and what is sent
-        between nodes is coded again. 1: all send each other their parts at once.
+      in_node: number of consecutive shards on one node: they are summed first, and the result is
+        encoded again to be sent between nodes. 1: all devices exchange their parts at once.
     """
 
     bits: int
     in_node: int = 1
 
     def in_blocks(self, elements: int) -> int:
-        """So many values, or as many as fill their last block."""
+        """Rounds the number of values up to whole blocks."""
         block = BLOCKS[self.bits]
         return -(-elements // block) * block
 
     def num_bytes(self, elements: int) -> int:
-        """Of a row of so many values, with its scales.
+        """Returns the bytes of a row of values, with its scales.
 
         >>> GradientCodes(8).num_bytes(1000), GradientCodes(4).num_bytes(128)
         (1032, 68)
@@ -49,14 +49,14 @@ class GradientCodes:
         return blocks * (BLOCKS[self.bits] * self.bits // 8 + _SCALE_BYTES)
 
     def encode(self, values: jax.Array) -> jax.Array:
-        """[..., elements], floating point -> uint8 [..., num_bytes]."""
+        """Encodes floating-point [..., elements] as uint8 [..., num_bytes]."""
         block, largest = BLOCKS[self.bits], _LARGEST[self.bits]
         missing = self.in_blocks(values.shape[-1]) - values.shape[-1]
         widths = [(0, 0)] * (values.ndim - 1) + [(0, missing)]
         values = jnp.pad(values.astype(jnp.float32), widths)
         blocks = values.reshape(*values.shape[:-1], -1, block)
         scales = _rounded_up(jnp.max(jnp.abs(blocks), axis=-1) / largest)
-        # Said on its own: a maximum on CPUs may pass over NaN (xla_cpu_enable_fast_min_max).
+        # Checked explicitly: a maximum on CPUs may ignore NaN (xla_cpu_enable_fast_min_max).
         scales = jnp.where(jnp.isfinite(blocks).all(axis=-1), scales, jnp.nan).astype(scales.dtype)
         wide = scales.astype(jnp.float32)[..., None]
         quotients = jnp.where(wide > 0, blocks / jnp.where(wide > 0, wide, 1.0), 0.0)
@@ -67,7 +67,7 @@ class GradientCodes:
         return jnp.concatenate(lines, axis=-1)
 
     def decode(self, sent: jax.Array, elements: int) -> jax.Array:
-        """uint8 [..., num_bytes] -> float32 [..., elements]."""
+        """Decodes uint8 [..., num_bytes] to float32 [..., elements]."""
         block = BLOCKS[self.bits]
         blocks = self.in_blocks(elements) // block
         size = block * self.bits // 8
@@ -75,13 +75,13 @@ class GradientCodes:
         codes = _from_bytes(sent[..., : blocks * size].reshape(*lead, blocks, size), self.bits)
         pairs = sent[..., blocks * size :].reshape(*lead, blocks, _SCALE_BYTES)
         scales = lax.bitcast_convert_type(pairs, jnp.bfloat16).astype(jnp.float32)
-        # 0 times infinity is NaN: no value of such a block is taken for one.
+        # 0 times infinity is NaN, so no value of such a block decodes to a number.
         values = codes.astype(jnp.float32) * scales[..., None]
         return values.reshape(*lead, -1)[..., :elements]
 
     @property
     def bits_each(self) -> float:
-        """Of a value in a long row, its part of the scale included.
+        """Bits per value in a long row, including its part of the scale.
 
         >>> GradientCodes(8).bits_each, GradientCodes(4).bits_each
         (8.0625, 4.25)
@@ -90,7 +90,7 @@ class GradientCodes:
 
 
 def bytes_sent(codes: GradientCodes, elements: int, shards: int) -> int:
-    """By one of the devices that add up a gradient of so many values and keep a shard of it each.
+    """Returns the bytes sent by one of the devices that reduce-scatter a gradient of this size.
 
     Each shard is a row. In two levels, m devices of each of n nodes, n rows go to each of the m - 1
     neighbours, and one row of their sum to each of the n - 1 other nodes.
@@ -103,9 +103,10 @@ def bytes_sent(codes: GradientCodes, elements: int, shards: int) -> int:
 
 
 def _rounded_up(scales: jax.Array) -> jax.Array:
-    """bfloat16, not below but for a few units in float32's last place.
+    """Rounds scales up to bfloat16, except within a few units in float32's last place.
 
-    So what a division is compiled to does not decide about scales that bfloat16 has exactly.
+    This way the compiled form of the division does not change scales that bfloat16 represents
+    exactly.
     """
     bits = lax.bitcast_convert_type(scales, jnp.uint32)
     up = (bits + jnp.uint32(0xFFF0)) & jnp.uint32(0xFFFF0000)
@@ -113,8 +114,8 @@ def _rounded_up(scales: jax.Array) -> jax.Array:
 
 
 def _as_bytes(codes: jax.Array, bits: int) -> jax.Array:
-    """int8 [..., block] -> uint8 [..., block * bits / 8]; of 4 bits the two halves of a block side
-    by side."""
+    """Packs int8 [..., block] into uint8 [..., block * bits / 8]; with 4 bits, the two halves of a
+    block share bytes."""
     if bits == 8:
         return lax.bitcast_convert_type(codes, jnp.uint8)
     half = codes.shape[-1] // 2
@@ -123,7 +124,7 @@ def _as_bytes(codes: jax.Array, bits: int) -> jax.Array:
 
 
 def _from_bytes(sent: jax.Array, bits: int) -> jax.Array:
-    """The way back, int8."""
+    """Unpacks to int8."""
     if bits == 8:
         return lax.bitcast_convert_type(sent, jnp.int8)
     halves = (sent & 15, sent >> 4)

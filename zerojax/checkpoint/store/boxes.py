@@ -7,11 +7,12 @@ from collections.abc import Iterator
 
 Shape = tuple[int, ...]
 Box = tuple[Shape, Shape]
-"""Where a box begins in each dimension, and its sizes."""
+"""(index of a box's first element in each dimension, its sizes)."""
 
 
 def boxes_of_run(shape: Shape, first: int, count: int) -> Iterator[Box]:
-    """The boxes that elements `first` to `first + count` of an array in C order make up, in order.
+    """Yields the boxes that cover elements `first` to `first + count` of an array in C order, in
+    order.
 
     At most two for each dimension but the last, and one.
 
@@ -40,7 +41,7 @@ def boxes_of_run(shape: Shape, first: int, count: int) -> Iterator[Box]:
 
 
 def overlap(box: Box, other: Box) -> Box | None:
-    """What two boxes have in common; None where that is nothing.
+    """Returns the intersection of two boxes, or None if it is empty.
 
     >>> overlap(((0, 5), (2, 5)), ((1, 0), (4, 7)))
     ((1, 5), (1, 2))
@@ -54,7 +55,7 @@ def overlap(box: Box, other: Box) -> Box | None:
 
 
 def box_of(index: tuple[slice, ...], shape: Shape) -> Box:
-    """The box that an index of slices means in an array.
+    """Converts an index of slices to a box.
 
     >>> box_of((slice(2, 4), slice(None)), (4, 10))
     ((2, 0), (2, 10))
@@ -64,7 +65,7 @@ def box_of(index: tuple[slice, ...], shape: Shape) -> Box:
 
 
 def slices_of(box: Box, origin: Shape) -> tuple[slice, ...]:
-    """The index of a box in an array that itself begins at `origin`."""
+    """Returns the index of a box in an array that starts at `origin`."""
     return tuple(
         slice(at - zero, at - zero + size)
         for at, size, zero in zip(box[0], box[1], origin, strict=True)
@@ -74,18 +75,17 @@ def slices_of(box: Box, origin: Shape) -> tuple[slice, ...]:
 def parts_of_run(
     block: Box, run: tuple[int, int], rows: tuple[int, ...] | None, wanted: Box
 ) -> Iterator[tuple[int, Shape, tuple[slice, ...], Box]]:
-    """What a run of a block's elements has of a part of the array.
+    """Yields the parts of a wanted box that a run of a block's elements contains.
 
     Args:
-      block: where it begins in the array, as it was stored, and its shape.
-      run: number of the first element in the block, in C order, and how many there are.
-      rows: the row of the array that each stored row is, -1 where it is none; None where they are
-        the same.
+      block: start of the block in the stored array, and its shape.
+      run: index of the first element in the block, in C order, and the number of elements.
+      rows: the array's row of each stored row, -1 for padding; None if they are the same.
       wanted: the part of the array.
 
     Yields:
-      (elements of the run before a box of it, shape of the box, an index in the box, the box of the
-      array whose values are there).
+      (elements of the run before one of its boxes, shape of the box, an index in the box, the box
+      of the array with these values).
     """
     (start, shape), before = block, 0
     if not run[1]:
@@ -95,7 +95,7 @@ def parts_of_run(
         for stored, array in _rows_of_array((begin, size), rows):
             common = overlap(array, wanted)
             if common is not None:
-                # From the rows of the array to those that are stored.
+                # From rows of the array to stored rows.
                 moved = zip(stored[0], common[0], array[0], strict=True)
                 place = tuple(row + part - whole for row, part, whole in moved), common[1]
                 yield before, size, slices_of(place, begin), common
@@ -103,7 +103,7 @@ def parts_of_run(
 
 
 def _rows_of_array(box: Box, rows: tuple[int, ...] | None) -> Iterator[tuple[Box, Box]]:
-    """(a part of the box as stored, the same as the array has it); rows of padding are left out."""
+    """Yields (a part of the stored box, the same part in the array), without rows of padding."""
     if rows is None:
         yield box, box
         return

@@ -1,12 +1,12 @@
-"""Durable direct I/O: bytes past the page cache, whole and in order.
+"""Durable direct I/O: complete, ordered transfers that bypass the page cache.
 
 `O_DIRECT` moves data between the disk and memory of this process without a copy in the page cache;
 in exchange the address, the length and the offset must be multiples of the disk's block (open(2)).
 
-`StreamFile` appends: what is given is copied into aligned buffers, which threads write while the
-next ones are filled. On a machine with two cores 522 MB took 0.28 s with a CRC-32 of them, `write`
-and `fsync` of the same bytes 0.35 s without one (medians of 6, in turns); and no memory is taken
-from others.
+`StreamFile` appends: data is copied into aligned buffers, which threads write while the next ones
+are filled. On a machine with two cores 522 MB took 0.28 s including a CRC-32, and `write` and
+`fsync` of the same bytes 0.35 s without one (medians of 6, alternating); and no page cache is taken
+from other processes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 
 from zerojax.runtime.folder_lock import FolderTakenError, Hold, hold
 
-BLOCK = 4096  # bytes; a multiple of the logical block of the disks that are sold
+BLOCK = 4096  # bytes; a multiple of the logical block of common disks
 _MIB = 2**20
 _LIBC = ctypes.CDLL(None, use_errno=True)
 BUFFER_BYTES = 4 * 2**20
@@ -32,20 +32,21 @@ _RESERVE = 64 * 2**20  # bytes by which the file grows ahead of what is written
 
 
 class StoreError(RuntimeError):
-    """A store that cannot be used as it was asked; the text says why and what to do.
+    """A store that cannot be used as requested; the text says why and what to do.
 
-    What the operating system refuses (a full disk, a broken one) is an `OSError` with its number.
+    Failures of the operating system (a full disk, a broken one) are `OSError`s with their number.
     """
 
 
 class StoreFailedError(StoreError):
-    """A store that the disk has failed in the middle of a run; a restart goes on from before."""
+    """A store whose disk failed in the middle of a run; a restart continues from an earlier
+    state."""
 
     is_bad_input = False
 
 
 def pad_to_block(num_bytes: int) -> int:
-    """The next multiple of `BLOCK`.
+    """Rounds up to a multiple of `BLOCK`.
 
     >>> pad_to_block(1), pad_to_block(4096)
     (4096, 4096)
@@ -54,15 +55,15 @@ def pad_to_block(num_bytes: int) -> int:
 
 
 def aligned_buffer(num_bytes: int) -> np.ndarray:
-    """`num_bytes` (a multiple of `BLOCK`) of zeros as uint8 that start at a page of memory."""
+    """Allocates `num_bytes` (a multiple of `BLOCK`) of zeros as uint8, aligned to a memory page."""
     return np.frombuffer(mmap.mmap(-1, num_bytes), np.uint8)
 
 
 def read_into(descriptor: int, buffer: memoryview, offset: int) -> None:
-    """Fills `buffer` from byte `offset` of the file on.
+    """Fills `buffer` with the file's bytes from `offset`.
 
     Raises:
-      OSError: EIO when the file ends before that, or what the system says.
+      OSError: EIO if the file ends before that, or from the operating system.
     """
     done = 0
     while done < len(buffer):
@@ -76,7 +77,7 @@ def write_from(descriptor: int, buffer: memoryview, offset: int) -> None:
     """Writes all of `buffer` to byte `offset` of the file.
 
     Raises:
-      OSError: what the system says, such as ENOSPC.
+      OSError: from the operating system, such as ENOSPC.
     """
     done = 0
     while done < len(buffer):
@@ -87,16 +88,17 @@ def write_from(descriptor: int, buffer: memoryview, offset: int) -> None:
 
 
 def _whole_blocks(done: int, length: int) -> int:
-    """Where to go on after `done` bytes: a transfer may stop inside a block, and begin in none."""
+    """Rounds `done` down to whole blocks, from which a transfer that stopped in a block
+    continues."""
     return done if done == length else done // BLOCK * BLOCK
 
 
 def open_direct(path: Path) -> tuple[int, bool]:
-    """Opens an allocated file for reading and writing, past the page cache where that is possible.
+    """Opens an allocated file for reading and writing, bypassing the page cache if possible.
 
     Returns:
       The descriptor, and whether it bypasses the page cache. tmpfs and some network and overlay
-      file systems refuse that, some when the file is opened, some at the first transfer.
+      file systems do not support that; some fail at open, some at the first transfer.
     """
     flags = os.O_RDWR | os.O_CLOEXEC
     try:
@@ -116,12 +118,12 @@ def open_direct(path: Path) -> tuple[int, bool]:
 
 
 def check_space(folder: Path, needed: int, *, remedy: str | None) -> None:
-    """Refuses what does not fit on the disk of `folder`.
+    """Raises if the disk of `folder` has too little space.
 
     Args:
       folder: an existing folder.
       needed: bytes that will be written in addition to what is there.
-      remedy: what else would help, a clause that begins with "or"; None: nothing else.
+      remedy: a further remedy, a clause that begins with "or"; None: none.
 
     Raises:
       OSError: ENOSPC, with the bytes needed and the bytes that this user may still write.
@@ -139,7 +141,7 @@ def check_space(folder: Path, needed: int, *, remedy: str | None) -> None:
 
 
 def allocate(path: Path, num_bytes: int) -> None:
-    """Makes the file, or makes it longer, and reserves its blocks, so that no sweep runs out."""
+    """Creates or extends the file and reserves its blocks, so that no sweep runs out of space."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         os.posix_fallocate(descriptor, 0, num_bytes)
@@ -149,13 +151,13 @@ def allocate(path: Path, num_bytes: int) -> None:
 
 
 def reserve(descriptor: int, num_bytes: int) -> None:
-    """Makes a file that is being written longer, with its blocks where the file system can.
+    """Extends a file that is being written, and reserves its blocks if the file system supports it.
 
-    Not by `posix_fallocate`: where a file system cannot, as NFS before 4.2, the C library touches
-    every block itself, beside the threads that are writing those blocks.
+    Does not use `posix_fallocate`: on a file system without support, such as NFS before 4.2, the C
+    library writes to every block itself, concurrently with the threads that write those blocks.
 
     Raises:
-      OSError: what the system says, such as ENOSPC.
+      OSError: from the operating system, such as ENOSPC.
     """
     fallocate = getattr(_LIBC, "fallocate64", None) or getattr(_LIBC, "fallocate", None)
     if fallocate is not None:
@@ -169,12 +171,13 @@ def reserve(descriptor: int, num_bytes: int) -> None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Puts `content` in the place of `path`: after a crash the old or the new is there, whole.
+    """Replaces `path` by `content` atomically: after a crash the old or the new file is there,
+    complete.
 
     write + fsync of a new file, rename, fsync of the folder (rename(2), fsync(2)).
     """
     new = path.with_name(path.name + ".new")
-    new.unlink(missing_ok=True)  # of a crash; the store is held by this process alone
+    new.unlink(missing_ok=True)  # left by a crash; only this process uses the store
     descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         done = 0
@@ -188,7 +191,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes the names in `folder` last."""
+    """Syncs the names in `folder` to disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -197,14 +200,14 @@ def sync_folder(folder: Path) -> None:
 
 
 def lock_folder(folder: Path) -> Hold:
-    """Takes `folder` for this process, until it is released or the process has ended.
+    """Locks `folder` for this process, until it is released or the process has ended.
 
-    The system keeps the lock until the last write in flight of a killed process is over, so
-    whoever opens the folder next finds nothing moving.
+    The operating system keeps the lock until the last write in flight of a killed process is done,
+    so the next process that opens the folder finds no writes in progress.
 
     Raises:
-      StoreError: another store, of this or another process, holds it.
-      OSError: what the system says.
+      StoreError: another store, of this or another process, has locked it.
+      OSError: from the operating system.
     """
     try:
         return hold(folder, twice="refuse")
@@ -213,7 +216,7 @@ def lock_folder(folder: Path) -> Hold:
 
 
 class StreamFile:
-    """A file that is written once, from its begin to its end.
+    """File that is written once, from start to end.
 
     Attributes:
       path: of the file.
@@ -221,10 +224,10 @@ class StreamFile:
     """
 
     def __init__(self, path: Path) -> None:
-        """Makes the file, which must not be there yet.
+        """Creates the file, which must not exist yet.
 
         Raises:
-          OSError: what the system says.
+          OSError: from the operating system.
         """
         self.path = path
         self.num_bytes = 0
@@ -236,10 +239,10 @@ class StreamFile:
         self._pool = concurrent.futures.ThreadPoolExecutor(NUM_THREADS, "zerojax-stream")
 
     def append(self, values: np.ndarray) -> None:
-        """Appends the bytes of a contiguous array; when this returns it may change.
+        """Appends the bytes of a contiguous array, which may change after this returns.
 
         Raises:
-          OSError: what the system says, here or about an earlier append.
+          OSError: from the operating system, for this or an earlier append.
         """
         left = values.reshape(-1).view(np.uint8)
         while left.size:
@@ -253,10 +256,10 @@ class StreamFile:
                 self._flush()
 
     def close(self) -> None:
-        """Ends the file; when this returns all of it is on the disk.
+        """Finishes the file; when this returns, all of it is on the disk.
 
         Raises:
-          OSError: what the system says.
+          OSError: from the operating system.
         """
         try:
             if self._filled:
@@ -270,14 +273,14 @@ class StreamFile:
             self.abandon()
 
     def abandon(self) -> None:
-        """Gives up file and threads, whatever was written. May be called twice."""
+        """Closes file and threads without finishing the file. May be called twice."""
         self._pool.shutdown(wait=True)
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor, self._buffers, self._writes = -1, [], []
 
     def _free_buffer(self) -> np.ndarray:
-        """The buffer whose turn it is, not being written from."""
+        """Returns the next buffer of the ring, after its last write has ended."""
         if self._turn == len(self._buffers):
             self._buffers.append(aligned_buffer(BUFFER_BYTES))
             self._writes.append(None)
@@ -287,7 +290,7 @@ class StreamFile:
         return self._buffers[self._turn]
 
     def _flush(self) -> None:
-        """Starts to write what is in the buffer; the last one of a file up to a whole block."""
+        """Starts to write the current buffer, padded to a whole block."""
         length = pad_to_block(self._filled)
         buffer = self._buffers[self._turn]
         buffer[self._filled : length] = 0
@@ -299,7 +302,8 @@ class StreamFile:
         self._filled, self._turn = 0, (self._turn + 1) % NUM_BUFFERS
 
     def _reserve(self, num_bytes: int) -> None:
-        """Makes the file longer, so that no write has to: those would wait for each other."""
+        """Extends the file ahead of writes, because writes that extend it would wait for each
+        other."""
         if not self._is_direct or num_bytes <= self._reserved:
             return
         self._reserved = pad_to_block(num_bytes + (_RESERVE if self._reserved else 0))

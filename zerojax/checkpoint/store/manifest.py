@@ -29,17 +29,19 @@ _FORMAT = 2
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What a store says about itself.
+    """Description of a store's contents.
 
     Attributes:
-      sizes: bytes of each bucket, as the caller asked, before padding.
-      piece_bytes: bytes moved at once; checksums are taken over pieces.
+      sizes: bytes of each bucket, as the caller passed them, before padding.
+      piece_bytes: bytes moved at once; checksums are computed over pieces.
       durable: whether each bucket has two slots.
-      generation: sweeps that wrote and ended; the generation that `slots` and `checksums` tell of.
-      begun: the generation that a sweep began to write over this one; equal to `generation` where
-        none did. A durable store never writes over what it has, so there they are always equal.
+      generation: number of finished sweeps that wrote something; `slots` and `checksums` describe
+        this generation.
+      begun: the generation that a sweep started to write over this one; equal to `generation` if
+        none did. A durable store never overwrites its current generation, so there they are always
+        equal.
       slots: of each bucket, the file (0 or 1) that holds it.
-      checksums: of each bucket, `BucketTransfer.wait`; None where it was never written: zeros.
+      checksums: of each bucket, `BucketTransfer.wait`; None if it was never written: zeros.
     """
 
     sizes: tuple[int, ...]
@@ -52,7 +54,7 @@ class Manifest:
 
     @property
     def num_buckets(self) -> int:
-        """How many buckets there are."""
+        """Number of buckets."""
         return len(self.sizes)
 
     @property
@@ -62,33 +64,33 @@ class Manifest:
 
     @functools.cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Where each bucket begins in a file of buckets, and where the last one ends."""
+        """Start of each bucket in a file of buckets, and the end of the last one."""
         return tuple(itertools.accumulate(map(pad_to_block, self.sizes), initial=0))
 
     @property
     def file_bytes(self) -> int:
-        """Bytes of one file of buckets."""
+        """Bytes of one bucket file."""
         return self.offsets[-1]
 
     @property
     def num_slots(self) -> int:
-        """Files of buckets."""
+        """Number of bucket files."""
         return 2 if self.durable else 1
 
 
 def first_manifest(
     num_buckets: int, bucket_bytes: int | Sequence[int], piece_bytes: int, *, durable: bool
 ) -> Manifest:
-    """Of a store of zeros; the arguments are those of `BucketStore.create`.
+    """Returns the manifest of a store of zeros; the arguments are those of `BucketStore.create`.
 
     Raises:
-      ValueError: a number that is too small, or sizes of more or fewer buckets.
+      ValueError: a number that is too small, or a number of sizes that differs from `num_buckets`.
     """
     check_at_least("num_buckets", num_buckets, 1)
     sizes = (bucket_bytes,) * num_buckets if isinstance(bucket_bytes, int) else tuple(bucket_bytes)
     if len(sizes) != num_buckets:
         raise ValueError(
-            f"bucket_bytes has {len(sizes)} sizes, and num_buckets={num_buckets}; give one size "
+            f"bucket_bytes has {len(sizes)} sizes, but num_buckets={num_buckets}; give one size "
             "for each bucket, or one for all"
         )
     check_at_least("bucket_bytes", min(sizes), 1)
@@ -104,7 +106,7 @@ def first_manifest(
 
 
 def check_at_least(name: str, value: int, least: int) -> None:
-    """Refuses a number that is too small.
+    """Raises if a number is too small.
 
     Raises:
       ValueError: naming it and the limit.
@@ -114,10 +116,10 @@ def check_at_least(name: str, value: int, least: int) -> None:
 
 
 def save_manifest(folder: Path, manifest: Manifest) -> None:
-    """Replaces the manifest of `folder`, atomically and lastingly.
+    """Replaces the manifest of `folder`, atomically and durably.
 
     Raises:
-      OSError: what the disk says, such as ENOSPC; the former manifest is still there, unless the
+      OSError: from the disk, such as ENOSPC; the previous manifest is still there, unless the
         folder could not be synced after the rename.
     """
     text = json.dumps({"format": _FORMAT, **dataclasses.asdict(manifest)})
@@ -135,7 +137,7 @@ def load_manifest(folder: Path) -> Manifest:
     """Reads the manifest of `folder`.
 
     Raises:
-      StoreError: there is none, or it is not one that this version wrote.
+      StoreError: there is none, or it was not written by this version.
     """
     path = folder / NAME
     try:
@@ -144,14 +146,14 @@ def load_manifest(folder: Path) -> Manifest:
         raise StoreError(f"{error}; delete the folder and fill the store again") from None
     except FileNotFoundError as error:
         raise StoreError(
-            f"{folder}: no store is here ({NAME} is missing, as when its creation was stopped); "
-            "create it"
+            f"{folder}: no store is here ({NAME} is missing, for example because its creation was "
+            "interrupted); create it"
         ) from error
     text, _, rest = content.partition(b"\n")
     if rest != f"crc32 {zlib.crc32(text):08x}\n".encode():
         raise StoreError(
-            f"{path}: its checksum does not agree with its text, so it was changed or the disk is "
-            "at fault; delete the folder and fill the store again, from a checkpoint"
+            f"{path}: its checksum does not match its text, so it was changed or the disk is "
+            "faulty; delete the folder and fill the store again, from a checkpoint"
         )
     try:
         fields = loads(text)
@@ -169,13 +171,13 @@ def load_manifest(folder: Path) -> Manifest:
     except (JsonError, TypeError, KeyError, AttributeError):
         pass
     raise StoreError(
-        f"{path}: its values are none that a store has, so it was changed on purpose; delete the "
+        f"{path}: its values are not valid for a store, so it was changed on purpose; delete the "
         "folder and fill the store again, from a checkpoint"
     )
 
 
 def _is_possible(manifest: Manifest) -> bool:
-    """Whether every field has its kind and range."""
+    """Returns True if every field has a valid type and range."""
 
     def number(value: Any, least: int, most: int = 2**62) -> bool:
         return type(value) is int and least <= value <= most
@@ -195,22 +197,22 @@ def _is_possible(manifest: Manifest) -> bool:
 
 
 def slot_path(folder: Path, slot: int) -> Path:
-    """The file of slot 0 or 1 of all buckets."""
+    """Returns the path of bucket file 0 or 1."""
     return folder / f"buckets{slot}.bin"
 
 
 def tell_mixed(folder: Path, manifest: Manifest) -> str:
-    """What is wrong with a scratch store whose last sweep did not end, and what to do."""
+    """Returns the error message for a scratch store whose last sweep did not end."""
     return (
         f"{folder}: the sweep that began generation {manifest.begun} did not end, so some buckets "
-        f"are of it and some of generation {manifest.generation}; make the store anew "
-        "(replace=True) and fill it from the last checkpoint; durable=True would have kept a whole "
-        "generation, for twice the disk"
+        f"belong to it and some to generation {manifest.generation}; create the store again "
+        "(replace=True) and fill it from the last checkpoint; durable=True would have kept a "
+        "complete generation, for twice the disk space"
     )
 
 
 def check_files(folder: Path, manifest: Manifest) -> None:
-    """Refuses a store of two generations, or with a file that has the wrong length.
+    """Raises for a store of two generations, or with a file of the wrong length.
 
     Raises:
       StoreError: naming the generations, or the file and both lengths.
@@ -222,16 +224,16 @@ def check_files(folder: Path, manifest: Manifest) -> None:
         size = path.stat().st_size if path.exists() else 0
         if size != manifest.file_bytes:
             raise StoreError(
-                f"{path}: {size} bytes, the manifest says {manifest.file_bytes}; it was cut off or "
-                "taken away: delete the folder and fill the store again, from a checkpoint"
+                f"{path}: {size} bytes, the manifest says {manifest.file_bytes}; it was truncated "
+                "or removed: delete the folder and fill the store again, from a checkpoint"
             )
 
 
 def make_files(folder: Path, manifest: Manifest) -> None:
-    """Makes the files of the slots, every block of them reserved.
+    """Creates the files of the slots, with all blocks reserved.
 
     Raises:
-      OSError: the disk has too little space; then no file of a slot is there.
+      OSError: the disk has too little space; then no slot file remains.
     """
     paths = [slot_path(folder, slot) for slot in range(manifest.num_slots)]
     give_up(folder)
@@ -246,13 +248,13 @@ def make_files(folder: Path, manifest: Manifest) -> None:
         give_up(folder)
         raise OSError(
             error.errno,
-            f"{folder}: {disk_bytes} bytes could not be set aside: {error.strerror}; free some "
+            f"{folder}: {disk_bytes} bytes could not be reserved: {error.strerror}; free some "
             f"space, choose a folder on another disk, {remedy}",
         ) from error
     sync_folder(folder)
 
 
 def give_up(folder: Path) -> None:
-    """Removes the manifest, then the buckets, also what a stopped creation left of them."""
+    """Removes the manifest, then the buckets, including remains of an interrupted creation."""
     for path in (folder / NAME, slot_path(folder, 0), slot_path(folder, 1)):
         path.unlink(missing_ok=True)

@@ -1,8 +1,9 @@
-"""Large arrays in files, written in pieces and read by any part.
+"""Large arrays in files, written in pieces; any part of them can be read.
 
-Every process writes a file of bytes and a table beside it. A piece is a run of elements of a block,
-a block a part of an array, such as the shard of one device. Who reads asks for a part of an array
-and need not know how it was cut. Neither ever holds more than a piece and what was asked for.
+Every process writes a file of bytes and a table next to it. A block is a part of an array, such as
+the shard of one device; a piece is a run of elements of a block. A reader requests a part of an
+array and need not know how it was split. Neither writer nor reader holds more than a piece and the
+requested part in memory.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ _MOST_BYTES = 256 << 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardBlock:
-    """A part of an array, whose elements come in pieces.
+    """Part of an array, whose elements come in pieces.
 
     Attributes:
       name: of the array.
-      start: where the block begins in the array, as it was stored.
+      start: index of the block's first element in the stored array.
       shape: of the block.
-      rows: for an array whose rows were stored in another order: the row of the array that each
-        stored row is, -1 where it is none; None where they are the same.
-      whole: shape of the array; what lies beyond is padding. None: take no fingerprint.
+      rows: for an array whose rows were stored in another order: the array's row of each stored
+        row, -1 for padding; None if the order is the same.
+      whole: shape of the array; elements outside are padding. None: compute no fingerprint.
     """
 
     name: str
@@ -52,20 +53,20 @@ class ShardBlock:
 
 
 class PieceWriter:
-    """Writes the pieces of one process into a folder; the table is written by `close`.
+    """Writes the pieces of one process into a folder; `close` writes the table.
 
     When `close` returns, file and table are on the disk.
     """
 
     def __init__(self, folder: Path, process: int):
-        """Begins the file of a process.
+        """Creates the file of a process.
 
         Args:
           folder: exists, and may be shared by all processes.
           process: number of this one.
 
         Raises:
-          OSError: what the system says.
+          OSError: from the operating system.
         """
         self._file = StreamFile(folder / f"process_{process}.bin")
         self._tables: dict[ShardBlock, list[tuple[int, int, int]]] = {}
@@ -76,8 +77,8 @@ class PieceWriter:
         """Appends elements of a block.
 
         Args:
-          block: whose they are.
-          first: number of the first of them in the block, in C order.
+          block: the block.
+          first: index of the first element in the block, in C order.
           piece: 1-D and contiguous.
         """
         self._dtypes.setdefault(block.name, piece.dtype.name)
@@ -88,7 +89,7 @@ class PieceWriter:
         self._tables.setdefault(block, []).append((first, len(piece), at))
 
     def close(self) -> None:
-        """Writes the table and ends the file."""
+        """Writes the table and closes the file."""
         self._file.close()
         blocks = [
             {
@@ -130,33 +131,34 @@ class _Pieces:
 
 
 class PieceReader:
-    """Arrays that `PieceWriter`s of all processes have left in a folder."""
+    """Reads arrays that `PieceWriter`s of all processes have written into a folder."""
 
     def __init__(self, folder: Path):
         """Reads the tables.
 
         Args:
-          folder: where they wrote.
+          folder: of the writers.
 
         Raises:
           StoreError: a table is missing or of another version.
-          OSError: what the system says.
+          OSError: from the operating system.
         """
         self._pieces: dict[str, list[_Pieces]] = {}
         tables = sorted(folder.glob("process_*.json"))
         if not tables:
-            raise StoreError(f"{folder}: no table of arrays is here")
+            raise StoreError(f"{folder} holds no table of arrays")
         for path in tables:
             for found in _read_table(path):
                 self._pieces.setdefault(found.block.name, []).append(found)
 
     @property
     def names(self) -> frozenset[str]:
-        """The arrays that are here."""
+        """Names of the arrays in the folder."""
         return frozenset(self._pieces)
 
     def fingerprint(self, name: str) -> Sums | None:
-        """Of the values of an array when they were written; None: it was not taken."""
+        """Returns the fingerprint of an array's values when they were written; None if not
+        computed."""
         found: dict[tuple[Shape, int], Sums] = {}
         for one in self._pieces[name]:
             if one.sums is None:
@@ -166,14 +168,14 @@ class PieceReader:
         return fingerprint_math.add(*found.values())
 
     def read(self, name: str, box: Box) -> np.ndarray:
-        """The part of an array.
+        """Reads a part of an array.
 
         Args:
           name: one of `names`.
-          box: where it begins, and its sizes.
+          box: the part.
 
         Raises:
-          StoreError: parts of it were written nowhere.
+          StoreError: some of its elements were never written.
         """
         pieces = self._pieces[name]
         result = np.empty(box[1], pieces[0].dtype)
@@ -196,11 +198,11 @@ class PieceReader:
 
 
 def _read_table(path: Path) -> list[_Pieces]:
-    """The blocks of one process.
+    """Reads the blocks of one process.
 
     Raises:
-      StoreError: the table is not one that this version wrote, or does not fit to its file.
-      OSError: what the system says.
+      StoreError: the table was not written by this version, or does not match its file.
+      OSError: from the operating system.
     """
     try:
         table = load(path, max_bytes=_MOST_BYTES, follow=False)
@@ -218,14 +220,16 @@ def _read_table(path: Path) -> list[_Pieces]:
     except UnreadableError as error:
         raise StoreError(str(error)) from None
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise StoreError(f"{path}: no table of arrays ({type(error).__name__}: {error})") from None
+        raise StoreError(
+            f"{path}: not a table of arrays ({type(error).__name__}: {error})"
+        ) from None
 
 
 def _as_pieces(data: Path, entry: dict[str, Any], size: int) -> _Pieces:
-    """The entry of a block.
+    """Converts the entry of a block.
 
     Raises:
-      KeyError, TypeError, ValueError: it is none, or its pieces are not in the file.
+      KeyError, TypeError, ValueError: it is not a valid entry, or its pieces are not in the file.
     """
     dtype, runs, sums = np.dtype(entry["dtype"]), entry["pieces"], entry.get("sums")
     start, shape = tuple(entry["start"]), tuple(entry["shape"])
@@ -238,17 +242,17 @@ def _as_pieces(data: Path, entry: dict[str, Any], size: int) -> _Pieces:
     for pair in sums or ():
         numbers += pair
     if not all(type(number) is int and 0 <= number < 2**62 for number in numbers):
-        raise ValueError(f"{quoted(entry['name'])} has numbers that are no places")
+        raise ValueError(f"{quoted(entry['name'])} has invalid positions")
     is_even = len(start) == len(shape) and (rows is None or len(rows) >= start[0] + shape[0])
     has_sums = sums is None or (len(sums) == len(runs) and all(len(pair) == 2 for pair in sums))
     if not (isinstance(entry["name"], str) and is_even and has_sums) or dtype.hasobject:
-        raise ValueError(f"{quoted(entry['name'])} has no block")
+        raise ValueError(f"{quoted(entry['name'])} has no valid block")
     block = ShardBlock(name=entry["name"], start=start, shape=shape, rows=rows)
     return _Pieces(data, block, dtype, runs, sums)
 
 
 def _read_run(pieces: _Pieces, run: tuple[int, int, int], wanted: Box, result: np.ndarray) -> int:
-    """Puts what a run has of a part into `result`; returns how many elements that are."""
+    """Copies the elements that a run has of the wanted box into `result`; returns their number."""
     (first, count, offset), block, found = run, pieces.block, 0
     parts = parts_of_run((block.start, block.shape), (first, count), block.rows, wanted)
     for before, size, inside, box in parts:
@@ -263,7 +267,7 @@ def _read_run(pieces: _Pieces, run: tuple[int, int, int], wanted: Box, result: n
 
 
 def _fill(path: Path, byte: int, target: np.ndarray) -> None:
-    """Reads a contiguous array from a place in a file."""
+    """Reads a contiguous array from a position in a file."""
     view = target.reshape(-1).view(np.uint8).data
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -273,7 +277,7 @@ def _fill(path: Path, byte: int, target: np.ndarray) -> None:
 
 
 def _sums_of_run(block: ShardBlock, first: int, piece: np.ndarray) -> Sums:
-    """The fingerprint of a run of elements of a block, padding left out."""
+    """Returns the fingerprint of a run of a block's elements, without padding."""
     assert block.whole is not None
     whole = (0,) * len(block.whole), block.whole
     parts = parts_of_run((block.start, block.shape), (first, len(piece)), block.rows, whole)

@@ -1,4 +1,4 @@
-"""Measured bandwidth of a disk, by sweeps of the store."""
+"""Measures the bandwidth of a disk, with sweeps of the store."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _PASSES = 3
 
 @dataclasses.dataclass(frozen=True)
 class DiskRates:
-    """What a disk did with so many transfers under way; the best of three passes, bytes / second.
+    """Measured rates of a disk for a number of threads; the best of three passes, bytes / second.
 
     Attributes:
       num_threads: threads that read and write, each at most 4 MiB at once.
-      is_direct: whether the page cache was bypassed; where not, reads may never reach the disk.
+      is_direct: whether the page cache was bypassed; if not, reads may never reach the disk.
       write: every bucket written.
       read: every bucket read.
       both: every bucket read and written, the sum of both directions.
@@ -40,19 +40,19 @@ def measure_rates(
     """Measures sweeps over a store in a new folder below `folder`, and removes it.
 
     Args:
-      folder: an existing folder on the disk in question.
+      folder: an existing folder on the disk to measure.
       num_bytes: size of the store; rounded up to buckets of 16 MiB, at least 4 of them.
       threads: numbers of threads to try.
 
     Yields:
-      One `DiskRates` for each of `threads`, as soon as it is known.
+      One `DiskRates` for each of `threads`, as soon as it is measured.
 
     Raises:
-      OSError: the folder is not there or may not be written to, or the disk has too little space.
+      OSError: the folder does not exist or is not writable, or the disk has too little space.
     """
     num_buckets = max(-(-num_bytes // BUCKET_BYTES), 4)
     with tempfile.TemporaryDirectory(prefix="zerojax-bench-", dir=folder) as place:
-        # The first write to a reserved block is slower, and no later sweep meets one.
+        # The first write to a reserved block is slower, and later sweeps have no first writes.
         with BucketStore.create(place, num_buckets=num_buckets, bucket_bytes=BUCKET_BYTES) as store:
             _time_sweep(store, read=False, write=True)
         for num_threads in threads:

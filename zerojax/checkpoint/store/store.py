@@ -45,25 +45,25 @@ NUM_THREADS = 4
 class BucketStore:
     """Numbered buckets in the files of a folder, read and written in sweeps.
 
-    By default a store is scratch: one copy, and a sweep writes over it. A process that ends inside
-    a sweep leaves buckets of two generations, and the store is refused from then on. A durable
-    store has two slots for each bucket; a sweep writes to the slot that does not count, and one
-    rename makes it count. Killed at any moment, it opens with its last whole generation.
+    By default a store is scratch space: one copy, which a sweep overwrites. If a process ends
+    inside a sweep, the buckets are of two generations, and the store cannot be opened any more. A
+    durable store has two slots for each bucket: a sweep writes to the inactive slot, and one rename
+    makes it active. After a kill at any moment, it opens with its last complete generation.
 
     Attributes:
-      folder: where its files are.
+      folder: of its files.
       is_direct: whether transfers bypass the page cache.
-      buffer_bytes: memory of the ring of buffers, whatever the number of buckets.
+      buffer_bytes: memory of the ring of buffers, independent of the number of buckets.
     """
 
     def __init__(
         self, folder: Path, manifest: Manifest, lock: Hold, *, num_threads: int, num_buffers: int
     ):
-        """Use `create` or `open`."""
+        """Initializes a store; use `create` or `open`."""
         self.folder = folder
         self._manifest = manifest
         self._sweeping = False
-        self._refusal: str | None = None  # why no further sweep may begin
+        self._refusal: str | None = None  # why no further sweep may start
         self._descriptors: list[int] = []
         self._lock: Hold | None = lock
         self._pool = TransferPool(num_threads=num_threads, piece_bytes=manifest.piece_bytes)
@@ -84,22 +84,23 @@ class BucketStore:
         num_threads: int = NUM_THREADS,
         num_buffers: int = FEWEST_BUFFERS,
     ) -> Self:
-        """Makes a store of zeros and opens it.
+        """Creates a store of zeros and opens it.
 
         Args:
-          folder: made where it is missing; only files of the store's own names are touched.
-          num_buckets: how many, at least 1.
-          bucket_bytes: bytes of one, or of each, at least 1; on disk padded to 4096. In memory all
-            have the size of the largest.
-          durable: keep two generations, for twice the disk.
-          replace: give up a store that is there, whatever its condition.
-          num_threads: transfers of at most 4 MiB under way at once.
+          folder: created if missing; only files with the store's own names are changed.
+          num_buckets: number of buckets, at least 1.
+          bucket_bytes: bytes of every bucket, or of each, at least 1; on disk padded to 4096. In
+            memory all have the size of the largest.
+          durable: keep two generations, for twice the disk space.
+          replace: overwrite an existing store, whatever its condition.
+          num_threads: number of concurrent transfers, of at most 4 MiB each.
           num_buffers: buckets in memory, at least 3.
 
         Raises:
-          ValueError: a number that is too small, or sizes of more or fewer buckets.
-          StoreError: a store is there and `replace` is False, or it is open elsewhere.
-          OSError: ENOSPC when the disk has too little space; nothing is left behind.
+          ValueError: a number that is too small, or a number of sizes that differs from
+            `num_buckets`.
+          StoreError: a store exists and `replace` is False, or it is open elsewhere.
+          OSError: ENOSPC if the disk has too little space; no files remain then.
         """
         manifest = first_manifest(num_buckets, bucket_bytes, PIECE_BYTES, durable=durable)
         _check_counts(num_threads, num_buffers)
@@ -109,8 +110,8 @@ class BucketStore:
         try:
             if (path / NAME).exists() and not replace:
                 raise StoreError(
-                    f"{path}: a store is there already; open it, pass replace=True to give up "
-                    "what it holds, or choose another folder"
+                    f"{path}: a store exists already; open it, pass replace=True to overwrite it, "
+                    "or choose another folder"
                 )
             make_files(path, manifest)
             save_manifest(path, manifest)
@@ -127,16 +128,16 @@ class BucketStore:
         num_threads: int = NUM_THREADS,
         num_buffers: int = FEWEST_BUFFERS,
     ) -> Self:
-        """Opens a store with its last whole generation.
+        """Opens a store with its last complete generation.
 
         Args:
-          folder: where `create` made it.
+          folder: of the store.
           num_threads: as in `create`.
           num_buffers: as in `create`.
 
         Raises:
-          StoreError: none is there, it is open elsewhere, a file has the wrong length, or a sweep
-            of a scratch store did not end, so that its buckets are of two generations.
+          StoreError: there is no store, it is open elsewhere, a file has the wrong length, or a
+            sweep of a scratch store did not end, so that its buckets are of two generations.
         """
         _check_counts(num_threads, num_buffers)
         path = Path(folder)
@@ -153,12 +154,12 @@ class BucketStore:
 
     @property
     def num_buckets(self) -> int:
-        """How many buckets there are."""
+        """Number of buckets."""
         return self._manifest.num_buckets
 
     @property
     def bucket_bytes(self) -> int:
-        """Bytes of one bucket, without padding; of the largest where they differ."""
+        """Bytes of one bucket, without padding; of the largest if they differ."""
         return self._manifest.bucket_bytes
 
     @property
@@ -173,12 +174,12 @@ class BucketStore:
 
     @property
     def generation(self) -> int:
-        """Sweeps that wrote something and ended, since the store was made."""
+        """Number of finished sweeps that wrote something, since the store was created."""
         return self._manifest.generation
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes of all files of buckets."""
+        """Bytes of all bucket files."""
         return self._manifest.num_slots * self._manifest.file_bytes
 
     def sweep(
@@ -188,25 +189,25 @@ class BucketStore:
         order: Sequence[int] | None = None,
         read: bool = True,
     ) -> Iterator[Bucket]:
-        """Goes through the buckets once; the last one handed back makes a new generation.
+        """Iterates over the buckets once; a completed loop with writes makes a new generation.
 
         The new generation is made when the loop runs to its end and wrote at least one bucket;
-        buckets that it did not write stay as they were. A loop that is left before (`break`, an
-        exception) leaves a durable store as it was, and a scratch store mixed as soon as it wrote.
+        buckets that it did not write are unchanged. If a loop ends early (`break`, an exception), a
+        durable store is unchanged, and a scratch store is mixed if the loop wrote anything.
 
         Args:
           dtype: of `bucket.array`; its size must divide the bytes of every bucket.
-          order: numbers of the buckets to visit, each at most once; all of them, from 0 on.
-          read: False where every byte will be set anyway; arrays then hold anything.
+          order: numbers of the buckets to visit, each at most once; by default all, from 0 on.
+          read: False if every byte will be written anyway; arrays then have undefined contents.
 
         Returns:
-          An iterator to be used at once and to its end. Errors of the threads are raised in it.
+          An iterator, to be used immediately and to its end. It raises errors of the threads.
 
         Raises:
           ValueError: a dtype or an order that does not fit.
-          StoreError: another sweep is under way, the store is closed or mixed, or a bucket is not
-            what was written (it is named).
-          OSError: what the disk says, naming the bucket. ENOSPC where it is full.
+          StoreError: another sweep is in progress, the store is closed or mixed, or a bucket
+            differs from what was written (the message names it).
+          OSError: from the disk, naming the bucket. ENOSPC if it is full.
         """
         kind = np.dtype(dtype)
         uneven = [size for size in set(self.bucket_sizes) if size % kind.itemsize]
@@ -220,7 +221,8 @@ class BucketStore:
         return self._sweep(kind, places, read)
 
     def close(self) -> None:
-        """Waits for what is under way and gives up files, threads and lock. May be called twice."""
+        """Waits for transfers in progress and releases files, threads and lock. May be called
+        twice."""
         if self._lock is None:
             return
         self._pool.close()
@@ -250,8 +252,9 @@ class BucketStore:
                 all_direct &= direct
             if not all_direct:
                 warn_user(
-                    f"{self.folder}: this file system refuses O_DIRECT, so buckets go through the "
-                    "page cache: slower, and it takes memory from others; another disk would do"
+                    f"{self.folder}: this file system does not support O_DIRECT, so buckets go "
+                    "through the page cache: slower, and it takes memory from other programs; use "
+                    "another disk"
                 )
         except BaseException:
             self._pool.close()
@@ -265,7 +268,7 @@ class BucketStore:
             raise StoreError(self._refusal)
         if self._sweeping:
             raise StoreError(
-                f"{self.folder}: another sweep is under way; end it, or leave its loop, first"
+                f"{self.folder}: another sweep is in progress; end it, or leave its loop, first"
             )
         self._sweeping = True
         written: dict[int, int] = {}  # bucket -> checksum
@@ -321,7 +324,7 @@ class BucketStore:
         return finish
 
     def _next_slot(self, index: int) -> int:
-        """The slot to write bucket `index` to: in a durable store the one that does not count."""
+        """Returns the slot to write bucket `index` to: in a durable store the inactive one."""
         return 1 - self._manifest.slots[index] if self.is_durable else 0
 
     def _wait(self, transfer: BucketTransfer, complaint: str) -> int:
@@ -335,7 +338,7 @@ class BucketStore:
             raise OSError(error.errno, f"{text}; {remedy}" if remedy else text) from error
 
     def _begin(self) -> None:
-        """Says on disk that a scratch store is being written over, before it is."""
+        """Marks a scratch store on disk as being overwritten, before the first write."""
         if self.is_durable:
             return
         self._keep_lock()
@@ -345,7 +348,7 @@ class BucketStore:
         self._refusal = tell_mixed(self.folder, begun)
 
     def _keep_lock(self) -> None:
-        """Sees that nobody has taken the folder over from a process that was stopped for long."""
+        """Raises if another process took the folder over while this one was suspended."""
         assert self._lock is not None
         try:
             self._lock.keep()
@@ -354,7 +357,8 @@ class BucketStore:
             raise StoreError(self._refusal) from None
 
     def _commit(self, written: dict[int, int]) -> None:
-        """Makes what was written count. Until the manifest is replaced, the old one holds."""
+        """Makes the written buckets active. Until the manifest is replaced, the old one is
+        valid."""
         slots, checksums = list(self._manifest.slots), list(self._manifest.checksums)
         for index, checksum in written.items():
             slots[index], checksums[index] = self._next_slot(index), checksum
@@ -366,11 +370,11 @@ class BucketStore:
             slots=tuple(slots),
             checksums=tuple(checksums),
         )
-        # Between here and the end it is unknown which of two manifests is on disk.
+        # From here to the end it is unknown which of two manifests is on disk.
         self._refusal = self._refusal or _tell_unsure(self.folder, new)
         self._keep_lock()
         if self.is_durable:
-            # A scratch store needs no order on disk: checksums tell what a power cut took.
+            # A scratch store needs no order on disk: checksums detect what a power failure lost.
             for slot in {slots[index] for index in written}:
                 os.fdatasync(self._descriptors[slot])
         save_manifest(self.folder, new)
@@ -380,7 +384,7 @@ class BucketStore:
 def _tell_unsure(folder: Path, manifest: Manifest) -> str:
     return (
         f"{folder}: the manifest of generation {manifest.begun} could not be written; close the "
-        "store, fix what was wrong with the disk, and open it: it has the last whole generation"
+        "store, fix the problem with the disk, and open it: it has the last complete generation"
     )
 
 

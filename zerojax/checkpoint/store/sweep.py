@@ -1,7 +1,7 @@
-"""Sweep over buckets: i+1 is read and i-1 written while i is in use.
+"""Sweeps over buckets: bucket i+1 is read and i-1 written while i is in use.
 
-Threads move a bucket in pieces and take checksums: a disk answers several requests at once faster
-than one after the other, and checksums, as the transfers themselves, let other threads run.
+Threads move a bucket in pieces and compute checksums: a disk answers concurrent requests faster
+than sequential ones, and checksums, like transfers, release the GIL.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ from zerojax.checkpoint.store.direct_io import BLOCK, StoreError, read_into, wri
 
 FEWEST_BUFFERS = 3  # one being read, one computed on, one being written
 Start = Callable[[int, np.ndarray], Callable[[], None]]
-"""Starts to move a bucket, given its number and buffer; what it returns waits for the end."""
+"""Starts to move a bucket, given its number and buffer; returns a function that waits for the
+end."""
 
 
 class BucketTransfer:
-    """One bucket on its way."""
+    """Transfer of one bucket in progress."""
 
     def __init__(self, pieces: list[concurrent.futures.Future[int]]):
         self._pieces = pieces
 
     def wait(self) -> int:
-        """Waits for all pieces, also after one has failed, so that the buffer is free again.
+        """Waits for all pieces, even after one has failed, so that the buffer is free again.
 
         Returns:
           The checksum of the bucket: CRC-32 over the checksums of its pieces, little-endian. It
-          finds torn, stale and flipped buckets; it is no protection against intent.
+            detects torn, stale and bit-flipped buckets, not deliberate changes.
 
         Raises:
           OSError: that of the first piece that failed.
@@ -42,18 +43,18 @@ class BucketTransfer:
 
 
 class TransferPool:
-    """Threads that read and write pieces of at most `piece_bytes`, a multiple of the block."""
+    """Threads that read and write pieces of at most `piece_bytes`, a multiple of the block size."""
 
     def __init__(self, *, num_threads: int, piece_bytes: int):
         self.piece_bytes = piece_bytes
         self._executor = concurrent.futures.ThreadPoolExecutor(num_threads, "zerojax-store")
 
     def read(self, descriptor: int, buffer: np.ndarray, offset: int) -> BucketTransfer:
-        """Starts to fill `buffer`, uint8, from byte `offset` of the file on."""
+        """Starts to fill `buffer`, uint8, with the file's bytes from `offset`."""
         return self._start(_read_piece, descriptor, buffer, offset)
 
     def write(self, descriptor: int, buffer: np.ndarray, offset: int) -> BucketTransfer:
-        """Starts to write `buffer`, uint8, to byte `offset`; it must not change meanwhile."""
+        """Starts to write `buffer`, uint8, at byte `offset`; it must not change meanwhile."""
         return self._start(_write_piece, descriptor, buffer, offset)
 
     def _start(
@@ -72,15 +73,15 @@ class TransferPool:
         )
 
     def close(self) -> None:
-        """Waits for what is under way and ends the threads."""
+        """Waits for transfers in progress and ends the threads."""
         self._executor.shutdown(wait=True)
 
 
 def checksum_piece(piece: memoryview) -> int:
-    """CRC-32 over the sums of each block of 4096 bytes, taken as 512 words of 64 bits.
+    """Returns the CRC-32 over the sums of each block of 4096 bytes, taken as 512 words of 64 bits.
 
-    What a disk does wrong it does by blocks, and their order counts here; a flipped bit changes its
-    block's sum. Words that change places inside a block would not be seen. CRC-32 over all bytes
+    Disk errors affect whole blocks, and the order of blocks counts here; a flipped bit changes its
+    block's sum. Words that swap places inside a block would not be detected. CRC-32 over all bytes
     is ten times slower (4 against 45 GB/s on one core) and took a quarter of a sweep's rate.
     """
     words = np.frombuffer(piece, np.uint64).reshape(-1, BLOCK // 8)
@@ -99,14 +100,14 @@ def _write_piece(descriptor: int, piece: memoryview, offset: int) -> int:
 
 
 class Bucket:
-    """One bucket, in the caller's hands until the next one is asked for.
+    """One bucket, valid until the next one is requested.
 
     Attributes:
       index: its number.
       array: its bytes in the store's own memory, as the dtype of the sweep; shape [elements].
-        Change it in place, then call `write`. Another bucket comes into that memory later: what
-        must stay is to be copied. `jax.device_put` on the CPU does not copy an aligned array:
-        wait for what was computed of it (`jax.block_until_ready`) before the next bucket.
+        Change it in place, then call `write`. Another bucket uses that memory later, so copy what
+        must stay. `jax.device_put` on the CPU does not copy an aligned array: wait for results
+        computed from it (`jax.block_until_ready`) before the next bucket.
     """
 
     def __init__(self, index: int, array: np.ndarray, start_write: Callable[[], None]):
@@ -115,17 +116,17 @@ class Bucket:
         self._start_write: Callable[[], None] | None = start_write
 
     def write(self) -> None:
-        """Starts to write `array` and returns at once; from then on it is read-only.
+        """Starts to write `array` and returns immediately; afterwards the array is read-only.
 
-        Without it the bucket stays on disk as it was.
+        Without this call the bucket on disk does not change.
 
         Raises:
-          StoreError: it was written already, or the sweep has gone on.
+          StoreError: it was already written, or the sweep has moved on.
         """
         if self._start_write is None:
             raise StoreError(
-                f"bucket {self.index} was written already or is no longer in memory; call "
-                "bucket.write() once, before the next bucket is asked for"
+                f"bucket {self.index} was already written or is no longer in memory; call "
+                "bucket.write() once, before the next bucket is requested"
             )
         start_write = self._release()
         start_write()
@@ -149,14 +150,14 @@ def sweep_buckets(
     start_read: Start,
     start_write: Start,
 ) -> Iterator[Bucket]:
-    """Yields one bucket after the other; whatever ends it, no transfer is left under way.
+    """Yields one bucket after the other; on any exit, waits for all transfers.
 
     Args:
       order: numbers of buckets, each at most once.
       ring: at least `FEWEST_BUFFERS` buffers; bucket number p of `order` uses ring[p % len(ring)].
       as_array: the caller's view of a bucket, given its number and buffer.
       start_read: starts to read a bucket into a buffer.
-      start_write: starts to write one from it.
+      start_write: starts to write a bucket from a buffer.
     """
     reads: dict[int, Callable[[], None]] = {}
     writes: dict[int, Callable[[], None]] = {}
@@ -191,7 +192,7 @@ def sweep_buckets(
 
 
 def _drain(waits: Sequence[Callable[[], None]]) -> None:
-    """Waits for transfers whose outcome no longer matters: the first error is on its way."""
+    """Waits for transfers and ignores their errors: the first error is already being raised."""
     for wait in waits:
         try:
             wait()

@@ -1,4 +1,4 @@
-"""Chats: records, templates, and the tokens of answers, into a text set."""
+"""Prepares chats: from records and templates to a text set with the tokens of answers."""
 
 from zerojax.data.chats.chat_preparation import PreparedChats, prepare_chats
 

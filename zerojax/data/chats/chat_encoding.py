@@ -1,7 +1,7 @@
-"""Token ids of rendered chats, and which of them are answers.
+"""Encodes rendered chats as token ids, and marks the tokens of answers.
 
-The text is encoded once and as a whole, so that no seam is tokenised twice, and answers are found
-by the characters that each token stands for.
+The whole text is encoded at once, so that tokens can span the borders of messages. The tokens of
+answers are found by the characters that each token covers.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import numpy as np
 
 from zerojax.data.chats.conversations import Pair, RecordError
 
-# What some templates put before an answer for which nothing was thought.
+# Written by some templates before an answer without reasoning.
 _EMPTY_THOUGHT = re.compile(r"\s*<think>\s*</think>\s*")
 
 
 @runtime_checkable
 class OffsetTokenizer(Protocol):
-    """What chats need of a tokenizer, besides what every one has."""
+    """Additional tokenizer interface that chats need."""
 
     @property
     def separator(self) -> np.ndarray:
@@ -29,18 +29,19 @@ class OffsetTokenizer(Protocol):
         ...
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """(int32 [n] ids, int64 [n, 2] of the characters [start, end) of each) of each text."""
+        """Returns for each text (int32 [n] ids, int64 [n, 2]: characters [start, end) of each
+        id)."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MarkedText:
-    """A text and the places of its answers.
+    """Text with the positions of its answers.
 
     Attributes:
       text: rendered.
       answers: [start, end) in characters.
-      is_pair: whether it was rendered by no template, so that ids go around it.
+      is_pair: whether it was made without a template, so that prefix and end ids are added.
     """
 
     text: str
@@ -50,12 +51,12 @@ class MarkedText:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EncodedChat:
-    """A text as a model takes it.
+    """Token ids of a text, with the tokens to predict.
 
     Attributes:
       ids: int32 [n].
       asked: bool [n], whether it is part of an answer.
-      num_seams: answers that begin inside of a token, of which the question has a part.
+      num_seams: answers that begin inside a token that also covers a part of the question.
     """
 
     ids: np.ndarray
@@ -64,7 +65,7 @@ class EncodedChat:
 
 
 def marked_pair(pair: Pair) -> MarkedText:
-    """A text and its continuation as one text."""
+    """Joins a text and its continuation."""
     text = pair.prompt + pair.completion
     return MarkedText(text=text, answers=((len(pair.prompt), len(text)),), is_pair=True)
 
@@ -72,10 +73,10 @@ def marked_pair(pair: Pair) -> MarkedText:
 def without_frame(
     text: str, answers: Sequence[tuple[int, int]], special: tuple[str, ...]
 ) -> tuple[tuple[int, int], ...]:
-    """Places of answers that were found by rendering, without what belongs to the frame.
+    """Returns answer positions found by rendering, without parts that belong to the frame.
 
-    That is an empty thought before an answer, which is part of the request where nothing is to be
-    thought, and white space behind the token that ends it, which a model is never asked for.
+    These are an empty thought before an answer, which belongs to the request if there is no
+    reasoning, and white space after the token that ends it, which a model never has to predict.
 
     Args:
       special: texts of the tokenizer's special tokens.
@@ -93,7 +94,7 @@ def without_frame(
 
 
 def encode_marked(tokenizer: OffsetTokenizer, texts: Sequence[MarkedText]) -> list[EncodedChat]:
-    """Ids of texts, and which of them are answers."""
+    """Encodes texts, and marks the tokens of answers."""
     encoded = tokenizer.encode_with_offsets([one.text for one in texts])
     return [
         _framed(tokenizer, made) if one.is_pair else made
@@ -103,19 +104,19 @@ def encode_marked(tokenizer: OffsetTokenizer, texts: Sequence[MarkedText]) -> li
 
 
 def check_asked(encoded: EncodedChat) -> None:
-    """Refuses a text of which nothing, or everything, is an answer.
+    """Raises if no token, or every token, of a text is part of an answer.
 
     Raises:
-      RecordError: says which.
+      RecordError: with the case.
     """
     if not encoded.asked.any():
         raise RecordError(
-            "no token of it is an answer, so that there is nothing to learn; leave the row out, or "
-            "look at the template's generation marks"
+            "no token of it is an answer, so there is nothing to learn; leave the row out, or "
+            "check the template's generation marks"
         )
     if encoded.asked.all():
         raise RecordError(
-            "every token of it is an answer, so that nothing is a question; give it a question, or "
+            "every token of it is an answer, so nothing is a question; give it a question, or "
             "prepare such text with --format text"
         )
 
@@ -126,14 +127,14 @@ def _encoded(one: MarkedText, ids: np.ndarray, offsets: np.ndarray) -> EncodedCh
     for start, end in one.answers:
         mine = np.flatnonzero((starts < end) & (ends > start))
         if mine.size:
-            # With tokens between them that stand for no character.
+            # Includes tokens between them that cover no character.
             asked[mine[0] : mine[-1] + 1] = True
             num_seams += bool(starts[mine[0]] < start)
     return EncodedChat(ids=ids, asked=asked, num_seams=num_seams)
 
 
 def _framed(tokenizer: Any, made: EncodedChat) -> EncodedChat:
-    """With the ids around a text, those before it as a question; none that is there already."""
+    """Adds prefix and end ids to a text unless it has them; prefix ids count as question."""
     prefix = np.asarray(getattr(tokenizer, "prefix", ()), np.int32)
     closing = _closing(tokenizer)
     if prefix.size and np.array_equal(made.ids[: len(prefix)], prefix):
@@ -146,7 +147,7 @@ def _framed(tokenizer: Any, made: EncodedChat) -> EncodedChat:
 
 
 def _closing(tokenizer: Any) -> np.ndarray:
-    """The ids that end a text; none for bytes, which have a blank line between two."""
+    """Returns the ids that end a text; none for bytes, which use a blank line between two texts."""
     if tokenizer.to_dict().get("kind") == "bytes":
         return np.zeros(0, np.int32)
     separator = np.asarray(tokenizer.separator, np.int32)

@@ -1,4 +1,4 @@
-"""Preparation of chats: from records to a folder of texts with the tokens that are answers."""
+"""Prepares chats: converts records to a folder of texts with the tokens of answers marked."""
 
 from __future__ import annotations
 
@@ -51,18 +51,19 @@ _Placed = tuple[str, Chat | Pair]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PreparedChats:
-    """What `prepare_chats` has written.
+    """Result of `prepare_chats`.
 
     Attributes:
       num_records: rows that were read.
-      num_texts: chats that were written, those to validate with among them.
-      num_validation_texts: the last ones, set apart.
-      num_tokens, num_asked: tokens of all texts, and those of them that are answers.
+      num_texts: chats that were written, including the validation chats.
+      num_validation_texts: the last ones, for validation.
+      num_tokens, num_asked: tokens of all texts, and those of answers.
       longest: tokens of the longest text.
-      num_seams: answers that begin inside of a token, of which the question has a part.
+      num_seams: answers that begin inside a token that also covers a part of the question.
       skipped: rows that were left out.
       reasons: of the first of them, with file and number.
-      way: "marks" of the template, "renderings" of what comes before an answer, or "pairs".
+      way: how answers were found: by "marks" of the template, by "renderings" of the chat up to an
+        answer, or in "pairs".
     """
 
     folder: Path
@@ -95,28 +96,28 @@ def prepare_chats(
     """Writes the chats of files of records into `out`, for `zerojax.train(..., data=out)`.
 
     Streams: memory does not grow with the number of chats. The sidecar is written last, so that
-    what an interrupted run leaves is never taken for whole.
+    files of an interrupted run are never taken for complete.
 
     Args:
-      data: a file of JSON lines, a .parquet or .arrow file, a folder of them, or a folder that
-        `datasets` has saved; of rows with "messages", "conversations", or "prompt" and
-        "completion".
-      out: a folder; made if missing; must not hold token files yet.
-      tokenizer: a model's folder or tokenizer.json, or what else `as_tokenizer` takes.
+      data: a file of JSON lines, a .parquet or .arrow file, a folder of them, or a folder saved by
+        `datasets`; of rows with "messages", "conversations", or "prompt" and "completion".
+      out: a folder; created if missing; must not hold token files yet.
+      tokenizer: a model's folder or tokenizer.json, or any other value for `as_tokenizer`.
       template: a file of Jinja, or the name of a template in the tokenizer's folder; None: its
         default one.
-      validation_fraction: of the chats, from the end, to validate with.
-      bad: "refuse": the first row that cannot be trained on ends it; "skip": such rows are left out
-        and counted.
-      answers: "all": a text for each chat, in which all its answers are asked for; "each": a text
-        for each answer, with what comes before it, for templates that write a turn in another way
-        once messages follow it.
-      date: of which `strftime_now` of a template tells, in ISO's form; None: now.
+      validation_fraction: fraction of the chats, from the end, for validation.
+      bad: "refuse": raise at the first row that cannot be trained on; "skip": leave such rows out
+        and count them.
+      answers: "all": one text per chat, which trains all its answers; "each": one text per answer,
+        with the messages before it, for templates that render a turn differently once messages
+        follow it.
+      date: returned by `strftime_now` in a template, in ISO format; None: now.
       limits: of the rendering of one chat.
 
     Raises:
-      ValueError: a row that is no chat, with file and number; a template that fails; no answers.
-      FileNotFoundError: no such data. ImportError: a package that is missing, with the command.
+      ValueError: a row that is not a chat, with file and number; a template that fails; no answers.
+      FileNotFoundError: no such data. ImportError: a missing package, with the command to install
+        it.
       OSError: a full disk or an unwritable folder, in one sentence.
     """
     _check_choices(validation_fraction, bad, answers)
@@ -152,7 +153,7 @@ def prepare_chats(
 
 
 def find_record_files(data: str | Path) -> list[Path]:
-    """The files of records that a path means.
+    """Returns the files of records at a path.
 
     Raises:
       FileNotFoundError: no such path. ValueError: a folder without such files.
@@ -185,20 +186,20 @@ def _check_choices(fraction: float, bad: str, answers: str) -> None:
 def _tokenizer_of(spec: Any) -> Tokenizer:
     if bpe_size(spec) is not None:
         raise ValueError(
-            f"tokenizer={spec!r} is to be trained, and chats need that of the model which learns "
-            "them; pass its folder or its tokenizer.json"
+            f"tokenizer={spec!r} has to be trained, but chats need the tokenizer of the model that "
+            "learns them; pass its folder or its tokenizer.json"
         )
     ready = as_tokenizer(spec)
     if not isinstance(ready, OffsetTokenizer):
         raise TypeError(
-            f"tokenizer={spec!r} has no method encode_with_offsets, which chats need to tell "
+            f"tokenizer={spec!r} has no method encode_with_offsets, which chats need to separate "
             "answers from questions; pass a model's tokenizer.json"
         )
     return ready
 
 
 def _home_of(spec: Any) -> Path | None:
-    """The folder of a tokenizer's files."""
+    """Returns the folder of a tokenizer's files."""
     path = user_path(spec) if isinstance(spec, str | Path) else None
     if path is None or not path.exists():
         return None
@@ -206,7 +207,7 @@ def _home_of(spec: Any) -> Path | None:
 
 
 def _model_size(home: Path | None) -> int | None:
-    """Rows of the embedding of the model beside a tokenizer; None: there is none."""
+    """Returns the vocabulary size of the model in a tokenizer's folder; None if there is none."""
     file = None if home is None else home / "config.json"
     if file is None or not file.is_file():
         return None
@@ -217,7 +218,7 @@ def _model_size(home: Path | None) -> int | None:
 
 @dataclasses.dataclass(kw_only=True)
 class _Preparation:
-    """One run over the records; fields as the arguments of `prepare_chats`."""
+    """State of one run over the records; fields as the arguments of `prepare_chats`."""
 
     tokenizer: Any
     template: FoundTemplate | None
@@ -283,7 +284,7 @@ class _Preparation:
         return "marks" if self.process.has_markers else "renderings"
 
     def _write_beside(self, folder: Path) -> dict[str, str]:
-        """Tokenizer and template; {file name: sha256}."""
+        """Writes tokenizer and template; returns {file name: sha256}."""
         files = [save_tokenizer(self.tokenizer, folder / TOKENIZER_FILE)]
         if self.process is not None and self.template is not None:
             files.append(folder / TEMPLATE_FILE)
@@ -306,7 +307,7 @@ class _Preparation:
                     yield place, chat
 
     def _leave_out(self, place: str, why: str) -> None:
-        """Counts a row that cannot be trained on, or refuses it.
+        """Counts a row that cannot be trained on, or raises.
 
         Raises:
           ValueError: rows are not skipped.
@@ -318,7 +319,8 @@ class _Preparation:
             self.reasons.append(f"{place}: {why}")
 
     def _encoded(self, chats: Iterable[_Placed]) -> Iterator[tuple[str, EncodedChat]]:
-        """All texts in their order; one batch is rendered while the last is encoded."""
+        """Yields all encoded texts in order; renders one batch while the previous one is
+        encoded."""
         waiting: list[_Placed] = []
         for batch in itertools.chain(_batches(chats), [[]]):
             rendered = self._receive(waiting)
@@ -343,8 +345,8 @@ class _Preparation:
         if self.template is None:
             where = "the tokenizer" if self.home is None else str(self.home)
             raise ValueError(
-                f"{place}: a chat needs a template, and {where} has none ({TEMPLATE_FILE}, or "
-                "chat_template in tokenizer_config.json); give a model's folder with --tokenizer "
+                f"{place}: a chat needs a template, but {where} has none ({TEMPLATE_FILE}, or "
+                "chat_template in tokenizer_config.json); pass a model's folder with --tokenizer "
                 "FOLDER, or a template with --template FILE"
             )
         return TemplateProcess(
@@ -356,7 +358,7 @@ class _Preparation:
         )
 
     def _receive(self, batch: Sequence[_Placed]) -> list[tuple[str, MarkedText]]:
-        """The batch that was sent, as texts, without those that are left out."""
+        """Returns the texts of the batch that was sent, without those that are left out."""
         is_chat = [isinstance(chat, Chat) for _, chat in batch]
         answers = iter(self.process.receive() if self.process is not None and any(is_chat) else ())
         found = []
@@ -393,7 +395,7 @@ class _Preparation:
         if self.model_size is not None and ids.max() >= self.model_size:
             raise RecordError(
                 f"token id {ids.max()} is outside the vocabulary [0, {self.model_size}) of "
-                f"{self.home}/config.json; give the tokenizer of that model"
+                f"{self.home}/config.json; use the tokenizer of that model"
             )
 
     def _check_any(self, files: Sequence[Path], writer: TextSetWriter) -> None:
@@ -401,7 +403,7 @@ class _Preparation:
             return
         where = str(files[0]) + (f" and {len(files) - 1} more" if len(files) > 1 else "")
         if not self.num_records:
-            raise ValueError(f"{where}: there is no row in it; give at least one chat")
+            raise ValueError(f"{where} has no rows; pass at least one chat")
         raise ValueError(
             f"{where}: none of its {self.num_records} rows can be trained on; the first: "
             f"{self.reasons[0]}"
@@ -409,14 +411,14 @@ class _Preparation:
 
 
 def _why_not(rendering: Rendering) -> str | None:
-    """Why a chat has no text with answers; None: it has."""
+    """Returns why a chat has no text with answers, or None if it has."""
     if rendering.error is not None:
-        return f"the template fails ({rendering.error}); fix the row, or give --template FILE"
+        return f"the template fails ({rendering.error}); fix the row, or pass --template FILE"
     if rendering.turn is not None:
         return (
-            f"{rendering.turn}, so that the answer's tokens cannot be told from the others; give a "
-            "template with {% generation %} marks (--template FILE), or make a text of each answer "
-            "(--answers each)"
+            f"{rendering.turn}, so the answer's tokens cannot be identified; use a template with "
+            f"{{% generation %}} marks (--template FILE), or make one text per answer (--answers "
+            "each)"
         )
     return None
 

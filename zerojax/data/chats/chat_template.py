@@ -1,14 +1,14 @@
-"""Chat templates in Jinja's sandbox, rendered by a process of their own with limits.
+"""Renders chat templates in Jinja's sandbox, in a separate process with limits.
 
-A template comes with a model, so it is the code of strangers: it may loop, or ask for more memory
-than there is, also inside of one call of C that no Python signal interrupts. This file is the
-program of that process as well (`python -P chat_template.py`): it imports nothing of zerojax, reads
-a line of JSON with the template and the limits from its standard input, then a line for each batch
-of chats, and answers each chat with a line.
+A template comes with a model, so it is untrusted code: it may loop, or allocate too much memory,
+even inside one C call that no Python signal interrupts. This file is also the program of that
+process (`python -P chat_template.py`): it imports nothing of zerojax, reads a line of JSON with the
+template and the limits from its standard input, then a line for each batch of chats, and answers
+each chat with a line.
 
-What templates expect of their surroundings is what transformers gives them: blocks trimmed, `break`
-and `continue`, `raise_exception`, `strftime_now`, `tojson` without HTML's escapes, and
-`{% generation %} ... {% endgeneration %}` around what an assistant says.
+Templates get the same environment as in transformers: trimmed blocks, `break` and `continue`,
+`raise_exception`, `strftime_now`, `tojson` without HTML escapes, and `{% generation %} ... {%
+endgeneration %}` around the assistant's text.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from typing import Any
 
 MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _MAX_WORDS = 200
-# Names under which datasets give what a model thought; the first is what templates read.
+# Names of a model's reasoning in datasets; templates read the first one.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class TurnError(ValueError):
-    """An answer whose place in the rendered text cannot be found."""
+    """Raised for an answer whose position in the rendered text cannot be found."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What one chat may take.
+    """Limits of one chat's rendering.
 
     Attributes:
-      seconds: of processor time; the system ends the process that takes more.
+      seconds: of processor time; the operating system kills a process that exceeds it.
       characters: of rendered text.
-      megabytes: of memory, besides what the process has when it begins.
+      megabytes: of memory, in addition to the process's memory at its start.
     """
 
     seconds: float = 5.0
@@ -50,10 +50,10 @@ class Limits:
 
 
 class ChatTemplate:
-    """A compiled template.
+    """Compiled template.
 
     Attributes:
-      has_markers: whether it says itself what an assistant says.
+      has_markers: whether it marks the assistant's text itself.
     """
 
     def __init__(
@@ -64,14 +64,16 @@ class ChatTemplate:
         now: str | None = None,
         limits: Limits | None = None,
     ):
-        """Args:
+        """Compiles a template.
+
+        Args:
           source: Jinja.
           variables: such as `bos_token`.
-          now: the time that `strftime_now` tells, in ISO's form; None: the clock's.
-          limits: of `characters` alone; the others are the process's.
+          now: the time for `strftime_now`, in ISO format; None: the current time.
+          limits: only `characters` is used; the process applies the others.
 
         Raises:
-          Exception: of jinja2, for a template that is none.
+          Exception: of jinja2, for an invalid template.
         """
         self.has_markers = MARKER.search(source) is not None
         self._variables, self._limits = variables or {}, limits or Limits()
@@ -80,14 +82,14 @@ class ChatTemplate:
         self._template = self._environment(now).from_string(source)
 
     def _environment(self, now: str | None) -> Any:
-        # Lazy: an optional package.
+        # Lazy: the package is optional.
         import jinja2.ext
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         template = self
 
         class Generation(jinja2.ext.Extension):
-            """`{% generation %}`: notes where in the text its block came to lie."""
+            """Extension `{% generation %}`: records the position of its block in the text."""
 
             tags = {"generation"}  # noqa: RUF012 - as jinja2 has it
 
@@ -103,7 +105,8 @@ class ChatTemplate:
                 return text
 
         class Names(jinja2.utils.Namespace):
-            """`namespace(...)` that takes no name with an underscore, which reach into Python."""
+            """Namespace that rejects names with a leading underscore, which give access to
+            Python."""
 
             def __init__(*args: Any, **named: Any) -> None:
                 for name in dict(*args[1:], **named):
@@ -117,7 +120,9 @@ class ChatTemplate:
             @staticmethod
             def _check(name: Any) -> None:
                 if str(name).startswith("_"):
-                    raise jinja2.exceptions.SecurityError(f"{name!r} is no name for a namespace")
+                    raise jinja2.exceptions.SecurityError(
+                        f"{name!r} is not a valid name for a namespace"
+                    )
 
         def raise_exception(message: Any) -> None:
             raise jinja2.TemplateError(message)
@@ -145,11 +150,11 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = False,
     ) -> tuple[str, list[tuple[int, int]]]:
-        """(text, [start, end) of each marked answer in characters).
+        """Returns (text, [start, end) of each marked answer in characters).
 
         Raises:
           ValueError: more characters than the limit.
-          Exception: what the template raises.
+          Exception: raised by the template.
         """
         pieces: list[str] = []
         self._written, self._answers = 0, []
@@ -170,11 +175,11 @@ class ChatTemplate:
     def answers(
         self, messages: Sequence[dict[str, Any]], tools: Any = None, *, first: int = 0
     ) -> tuple[str, list[tuple[int, int]]]:
-        """A chat's text, and where in it the assistant's turns lie.
+        """Returns a chat's text, and the positions of the assistant's turns in it.
 
-        Without markers a turn's place is between two renderings: of what comes before it with the
-        request for an answer, and of that with the turn, where each is the beginning of the next
-        and of the whole.
+        Without markers a turn is located by two renderings: of the messages before it with the
+        generation prompt, and of these messages with the turn. Each must be a prefix of the next
+        and of the whole text.
 
         Args:
           messages: at least one of them an assistant's.
@@ -184,8 +189,8 @@ class ChatTemplate:
           (text, [start, end) of each turn from `first` on, in characters).
 
         Raises:
-          TurnError: names the turn whose place is not found.
-          Exception: what the template raises.
+          TurnError: names the turn whose position is not found.
+          Exception: raised by the template.
         """
         messages = [_with_reasoning(message) for message in messages]
         text, marked = self.render(messages, tools)
@@ -194,8 +199,8 @@ class ChatTemplate:
             before = sum(turn < first for turn in turns)
             if before and len(marked) != len(turns):
                 raise TurnError(
-                    f"the template marks {len(marked)} answers of {len(turns)}, so that those of "
-                    "the question cannot be told apart"
+                    f"the template marks {len(marked)} answers of {len(turns)}, so those of the "
+                    "question cannot be identified"
                 )
             return text, marked[before:]
         return text, [self._place(messages, tools, turn, text) for turn in turns if turn >= first]
@@ -209,16 +214,17 @@ class ChatTemplate:
         is_last = turn == len(messages) - 1
         told = text if is_last else self.render(messages[: turn + 1], tools)[0]
         if not told.startswith(asked):
-            why = "does not begin with what comes before it and the request for an answer"
+            why = "does not begin with the messages before it and the generation prompt"
         elif not text.startswith(told):
-            why = "is written in another way once messages follow it"
+            why = "is rendered differently once messages follow it"
         else:
             return len(asked), len(told)
         raise TurnError(f"message {turn + 1}, of the assistant, {why}")
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """A message without empty entries, and what was thought under each name that templates read."""
+    """Returns a message without empty entries, with its reasoning under each name that templates
+    read."""
     kept = {key: value for key, value in message.items() if value is not None}
     thought = next((kept[key] for key in _REASONING if key in kept), None)
     if thought is not None:
@@ -227,7 +233,7 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def in_one_line(error: BaseException) -> str:
-    """What an error says, cut, without line ends."""
+    """Returns the text of an error in one line, truncated."""
     text = " ".join(str(error).split())
     text = text if len(text) <= _MAX_WORDS else f"{text[:_MAX_WORDS]}..."
     return text or type(error).__name__
@@ -235,9 +241,9 @@ def in_one_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _timed(seconds: float) -> Iterator[None]:
-    """Within which the system ends this process after so much processor time.
+    """Context manager: the operating system kills this process after this much processor time.
 
-    By the signal's default action, so that a long call of C ends as well.
+    It uses the signal's default action, so that a long C call is ended as well.
     """
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, seconds)
@@ -260,10 +266,10 @@ def _answer(template: ChatTemplate, chat: dict[str, Any]) -> dict[str, Any]:
     except TurnError as error:
         return {"turn": str(error)}
     except MemoryError:
-        return {"error": "it takes more memory than the limit"}
+        return {"error": "it needs more memory than the limit"}
     except RecursionError:
-        return {"error": "it calls itself without an end"}
-    except Exception as error:  # whatever a stranger's code raises
+        return {"error": "it has infinite recursion"}
+    except Exception as error:  # untrusted code raises anything
         return {"error": in_one_line(error)}
     return {"text": found[0], "answers": found[1]}
 
@@ -274,8 +280,8 @@ def serve(requests: Iterator[str], say: Callable[[dict[str, Any]], None]) -> Non
     Args:
       requests: lines of JSON: {"source", "variables", "now", "limits"}, then lists of chats
         {"messages", "tools", "first"}.
-      say: gets {"markers": bool} or {"error": text}, then for each chat {"text", "answers"},
-        {"turn": text} or {"error": text}.
+      say: called with {"markers": bool} or {"error": text}, then for each chat with {"text",
+        "answers"}, {"turn": text} or {"error": text}.
     """
     about = json.loads(next(requests))
     limits = Limits(**about["limits"])

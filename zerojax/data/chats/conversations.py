@@ -1,4 +1,4 @@
-"""Records of chats in the forms in which they are published, as one form."""
+"""Converts records of chats from their published formats to one format."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zerojax.config.display import quoted
 from zerojax.runtime.bounded_json import JsonError, loads
 
 COLUMNS = ("messages", "conversations", "prompt", "completion", "tools", "system")
-"""Of a table, all that is read."""
+"""Columns that are read from tables."""
 ASSISTANT = "assistant"
 _FORMS = (
     'a chat is {"messages": [{"role": "user", "content": "..."}, ...]}, {"conversations": '
@@ -25,11 +25,11 @@ _ROLES = {
     "tool": "tool",
     "observation": "tool",
 }
-"""Who speaks in a row of ShareGPT's form."""
+"""Roles of speakers in ShareGPT's format."""
 
 
 class RecordError(ValueError):
-    """A record that is no chat, or one that cannot be trained on; the place is said by others."""
+    """Record that is not a chat, or cannot be trained on; callers add its place."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,8 +37,8 @@ class Chat:
     """Messages for a template.
 
     Attributes:
-      messages: {"role", "content", ...}, as templates take them.
-      tools: what an assistant may call; None: nothing.
+      messages: {"role", "content", ...}, in the format of templates.
+      tools: tools that the assistant may call; None: none.
       first: messages before it are part of the question.
     """
 
@@ -48,15 +48,15 @@ class Chat:
 
     @property
     def num_characters(self) -> int:
-        """About how much text there is."""
+        """Approximate number of characters."""
         return sum(len(str(message)) for message in self.messages)
 
     def as_request(self) -> dict[str, Any]:
-        """What a `TemplateProcess` takes."""
+        """Returns the request for a `TemplateProcess`."""
         return {"messages": self.messages, "tools": self.tools, "first": self.first}
 
     def each_answer(self) -> Iterator[Chat]:
-        """A chat for each answer, which ends with it and asks for nothing else."""
+        """Yields one chat per answer, which ends with that answer and trains only it."""
         for index, message in enumerate(self.messages):
             if message["role"] == ASSISTANT and index >= self.first:
                 yield dataclasses.replace(self, messages=self.messages[: index + 1], first=index)
@@ -64,25 +64,25 @@ class Chat:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pair:
-    """A text and its continuation, for no template."""
+    """Text and its continuation, used without a template."""
 
     prompt: str
     completion: str
 
     @property
     def num_characters(self) -> int:
-        """How much text there is."""
+        """Number of characters."""
         return len(self.prompt) + len(self.completion)
 
 
 def chat_of(record: Any) -> Chat | Pair:
-    """A record as a chat.
+    """Converts a record to a chat.
 
     Raises:
-      RecordError: it is none, an empty one, or one without an answer.
+      RecordError: it is not a chat, is empty, or has no answer.
     """
     if not isinstance(record, Mapping):
-        raise RecordError(f"{quoted(record)} is no object; {_FORMS}")
+        raise RecordError(f"{quoted(record)} is not an object; {_FORMS}")
     record = {key: value for key, value in record.items() if value is not None}
     tools = _tools(record.get("tools"))
     if "messages" in record:
@@ -106,7 +106,7 @@ def _prompt_and_completion(prompt: Any, completion: Any, tools: Any) -> Chat | P
         return Pair(prompt=prompt, completion=completion)
     if isinstance(prompt, str) or isinstance(completion, str):
         raise RecordError(
-            "one of prompt and completion is text and the other is none; make both text, or both "
+            "one of prompt and completion is text and the other is not; make both text, or both "
             "lists of messages"
         )
     asked, told = _messages(prompt, "prompt"), _messages(completion, "completion")
@@ -117,7 +117,7 @@ def _checked(chat: Chat) -> Chat:
     if not any(message["role"] == ASSISTANT for message in chat.messages[chat.first :]):
         roles = sorted({message["role"] for message in chat.messages})
         raise RecordError(
-            f"no message is the assistant's (the roles are {', '.join(roles)}), so that there is "
+            f"no message is the assistant's (the roles are {', '.join(roles)}), so there is "
             "nothing to learn; leave the row out, or give the answers role 'assistant'"
         )
     return chat
@@ -125,7 +125,7 @@ def _checked(chat: Chat) -> Chat:
 
 def _messages(value: Any, name: str) -> tuple[Mapping[str, Any], ...]:
     if not isinstance(value, list):
-        raise RecordError(f"its {name} are {quoted(value)}, which is no list; {_FORMS}")
+        raise RecordError(f"its {name} are {quoted(value)}, which is not a list; {_FORMS}")
     if not value:
         raise RecordError(f"its {name} are empty; leave the row out, or write at least two")
     return tuple(_message(item, number, name) for number, item in enumerate(value, start=1))
@@ -134,7 +134,7 @@ def _messages(value: Any, name: str) -> tuple[Mapping[str, Any], ...]:
 def _message(item: Any, number: int, name: str) -> Mapping[str, Any]:
     where = f"entry {number} of its {name}"
     if not isinstance(item, Mapping):
-        raise RecordError(f"{where} is {quoted(item)}, which is no object; {_FORMS}")
+        raise RecordError(f"{where} is {quoted(item)}, which is not an object; {_FORMS}")
     item = {key: value for key, value in item.items() if value is not None}
     if "from" in item and "role" not in item:
         role = _ROLES.get(item["from"]) if isinstance(item["from"], str) else None
@@ -165,7 +165,7 @@ def _is_text_part(part: Any) -> bool:
 
 
 def _tools(value: Any) -> Any:
-    """A list of tools; some data have it as text, since tables have no such type."""
+    """Returns a list of tools; some data store it as text, because tables have no such type."""
     if value is None or value == "" or value == []:
         return None
     if isinstance(value, str):

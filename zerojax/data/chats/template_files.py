@@ -1,4 +1,4 @@
-"""Chat templates in the folder of a tokenizer, and the tokens that they write."""
+"""Finds chat templates in the folder of a tokenizer, and the special tokens that they use."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _MAX_BYTES = 1 << 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FoundTemplate:
-    """A chat template and what it may name.
+    """Chat template with its variables.
 
     Attributes:
       source: Jinja.
-      name: where it is from, for messages.
+      name: its origin, for messages.
       variables: such as `bos_token`.
     """
 
@@ -33,12 +33,12 @@ class FoundTemplate:
 
     @property
     def sha256(self) -> str:
-        """Of the source, hex."""
+        """sha256 of the source, hex."""
         return hashlib.sha256(self.source.encode("utf-8")).hexdigest()
 
 
 def find_template(folder: Path | None, wanted: str | Path | None) -> FoundTemplate | None:
-    """The template that a user means; None where nothing is asked for and there is none.
+    """Returns the template that a user requested or the default one, or None if there is none.
 
     Args:
       folder: of the tokenizer's files; None: it has none.
@@ -58,14 +58,15 @@ def find_template(folder: Path | None, wanted: str | Path | None) -> FoundTempla
     if wanted is None:
         return None
     raise ValueError(
-        f"template={str(wanted)!r} is no file, and no template of "
+        f"template={str(wanted)!r} is neither a file nor a template of "
         f"{'the tokenizer' if folder is None else str(folder)} ({', '.join(known) or 'none'}); "
-        "give a file of Jinja, or one of these names"
+        "pass a file of Jinja, or one of these names"
     )
 
 
 def special_variables(folder: Path) -> dict[str, str]:
-    """`{"bos_token": "<s>", ...}` of tokenizer_config.json, else of special_tokens_map.json."""
+    """Returns `{"bos_token": "<s>", ...}` of tokenizer_config.json, else of
+    special_tokens_map.json."""
     found: dict[str, str] = {}
     for file in (folder / SETTINGS_FILE, folder / "special_tokens_map.json"):
         about = read_object(file, "a tokenizer's settings") if file.is_file() else {}
@@ -78,7 +79,7 @@ def special_variables(folder: Path) -> dict[str, str]:
 
 
 def _templates_of(folder: Path) -> dict[str, str]:
-    """{name: source}; a file goes before what the settings say, as in transformers."""
+    """Returns {name: source}; files take precedence over the settings, as in transformers."""
     settings = folder / SETTINGS_FILE
     about = read_object(settings, "a tokenizer's settings") if settings.is_file() else {}
     value = about.get("chat_template")
@@ -97,10 +98,12 @@ def _templates_of(folder: Path) -> dict[str, str]:
 def _read(file: Path) -> str:
     if file.stat().st_size > _MAX_BYTES:
         raise ValueError(
-            f"{str(file)!r} has {file.stat().st_size} bytes, and a template at most {_MAX_BYTES}; "
-            "give another with --template FILE"
+            f"{str(file)!r} has {file.stat().st_size} bytes, but a template may have at most "
+            f"{_MAX_BYTES}; pass another with --template FILE"
         )
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{str(file)!r} is no UTF-8 text; give another with --template") from error
+        raise ValueError(
+            f"{str(file)!r} is not UTF-8 text; pass another with --template"
+        ) from error

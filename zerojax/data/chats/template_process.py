@@ -1,4 +1,4 @@
-"""The process that renders chat templates: its start, its answers, and its end."""
+"""Runs the process that renders chat templates."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _WAIT_SECONDS = 5.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rendering:
-    """What became of a chat.
+    """Result of rendering a chat.
 
     Attributes:
-      text: "" where there is an error.
-      answers: [start, end) of what the assistant says, in characters of `text`.
-      error: why there is none, the rest of a sentence about the template.
+      text: "" if there is an error.
+      answers: [start, end) of the assistant's text, in characters of `text`.
+      error: why there is no text, the rest of a sentence about the template; None without an error.
       turn: the same about one turn of the chat.
     """
 
@@ -40,12 +40,12 @@ class Rendering:
 
 
 class TemplateProcess:
-    """Renders chats by a template, in a process of its own; a context manager.
+    """Renders chats by a template in a separate process; a context manager.
 
-    A chat at which the process ends is answered with an error, and a new process goes on behind it.
+    A chat at which the process ends gets an error, and a new process continues after it.
 
     Attributes:
-      has_markers: whether the template says itself what an assistant says.
+      has_markers: whether the template marks the assistant's text itself.
     """
 
     def __init__(
@@ -57,15 +57,17 @@ class TemplateProcess:
         now: str | None = None,
         limits: Limits | None = None,
     ):
-        """Args:
+        """Starts the process.
+
+        Args:
           source: Jinja.
           name: of the template, for messages.
           variables: JSON-able, such as `bos_token`.
-          now: the time that `strftime_now` tells, in ISO's form; None: the clock's.
+          now: the time for `strftime_now`, in ISO format; None: the current time.
           limits: of one chat.
 
         Raises:
-          ValueError: the template is none.
+          ValueError: the template is invalid.
           ImportError: the package jinja2 is not installed.
         """
         self._limits, self._name = limits or Limits(), name
@@ -94,16 +96,16 @@ class TemplateProcess:
         """Ends the process; may be called twice."""
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
-            with contextlib.suppress(OSError):  # what is not written yet has nobody to read it
+            with contextlib.suppress(OSError):  # nobody reads what is not written yet
                 pipe.close()
         self._process.kill()
         self._process.wait()
 
     def send(self, chats: Sequence[Mapping[str, Any]]) -> None:
-        """Gives the process chats to render, while this one does something else.
+        """Sends chats to the process, which renders them in the background.
 
         Args:
-          chats: JSON-able, each with "messages", and "tools" and "first" where there are some; see
+          chats: JSON-able, each with "messages", and optionally "tools" and "first"; see
             `ChatTemplate.answers`.
         """
         assert not self._waiting, "take the answers of the last chats first"
@@ -111,7 +113,7 @@ class TemplateProcess:
         self._write(chats)
 
     def receive(self) -> list[Rendering]:
-        """What became of the chats that were sent, in their order."""
+        """Returns the results of the chats that were sent, in their order."""
         found: list[Rendering] = []
         while len(found) < len(self._waiting):
             answer = self._read()
@@ -127,7 +129,7 @@ class TemplateProcess:
         return found
 
     def _start(self) -> tuple[subprocess.Popen[str], bool]:
-        # -P: files beside the program are no modules. It has nothing of this process's imports.
+        # -P: files next to the program cannot be imported. It shares no imports with this process.
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(Path(chat_template.__file__))],
             stdin=subprocess.PIPE,
@@ -145,19 +147,19 @@ class TemplateProcess:
         if "error" in answer:
             self.close()
             raise ValueError(
-                f"{self._name} is no chat template ({answer['error']}); give another with "
+                f"{self._name} is not a valid chat template ({answer['error']}); pass another with "
                 "--template FILE"
             )
         return self._process, bool(answer["markers"])
 
     def _write(self, value: Any) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended, which reading its answer tells
+        with contextlib.suppress(BrokenPipeError):  # the process has ended; `_read` detects it
             self._process.stdin.write(f"{json.dumps(value)}\n")
             self._process.stdin.flush()
 
     def _read(self) -> dict[str, Any] | None:
-        """The next answer; None: the process has ended."""
+        """Returns the next answer, or None if the process has ended."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         return json.loads(line) if line.endswith("\n") else None
@@ -168,7 +170,7 @@ class TemplateProcess:
         except subprocess.TimeoutExpired:
             return "the process that renders it closed its output"
         if code == -signal.SIGPROF:
-            return f"it takes more than {self._limits.seconds:g} s of processor time"
+            return f"it needs more than {self._limits.seconds:g} s of processor time"
         how = f"signal {-code}" if code < 0 else f"status {code}"
         return f"the process that renders it ended ({how})"
 
