@@ -1,6 +1,6 @@
-"""Pipeline pass: any schedule table in one compiled program, with ZeRO.
+"""Runs a pipeline pass: any schedule table in one compiled program, with ZeRO.
 
-Source of the schedules: `zerojax.schedules`.
+The schedules come from `zerojax.schedules`.
 """
 
 from zerojax.parallel.pipeline.passes import build_forward, build_gradients
