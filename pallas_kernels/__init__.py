@@ -1,4 +1,4 @@
-"""Pallas kernels for training, each beside the plain reference it is tested against.
+"""Pallas kernels for training, each with the plain reference that it is tested against.
 
 The package does not import zerojax.
 """

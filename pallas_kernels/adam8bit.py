@@ -1,9 +1,9 @@
-"""AdamW with one-byte moments: block-wise codes and the plain reference.
+"""Quantizes AdamW's moments to one byte per element, in blocks; includes the plain reference.
 
-A leaf is cut, flat, into blocks of at most 512 elements that share two float32 scales (block-wise
-as in arXiv:2110.02861). A code is a root of the value, so that small values keep digits; zero is no
-code of the second moment (arXiv:2309.01507); and values are rounded stochastically, so that an
-average that moves by less than one code moves.
+A leaf is divided, flat, into blocks of at most 512 elements that share two float32 scales
+(block-wise as in arXiv:2110.02861). A code is a root of the value, so that small values keep
+digits; zero is not a code of the second moment (arXiv:2309.01507); and values are rounded
+stochastically, so that an average that changes by less than one code still changes.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from pallas_kernels.elementwise import FLOATS, stored_as
 from pallas_kernels.optimizers import AdamScalars, adam_direction, new_moments, unless_skipped
 
 QUANT_BLOCKS = (512, 384, 256, 128)
-"""Elements that share a scale: the first of these that divides the leaf, so that no short block is
-left over; where none does, 512. 16 bytes of scales are read and written for each block."""
+"""Elements that share a scale: the first of these that divides the leaf, so that no short block
+remains; else 512. 16 bytes of scales are read and written for each block."""
 MU_LEVELS, NU_LEVELS, NU_OFFSET = 127.0, 256.0, 129.0
 NU_ZERO = -128
 """The smallest code: 2^-32 of the block's scale."""
 MU_FLOOR, NU_FLOOR = 2.0**-112, 2.0**-94
-"""The smallest scales. What the smallest codes stand for is then still a normal float32 (2^-126 or
-more), on hardware that flushes smaller numbers to 0 as on hardware that does not."""
+"""The smallest scales. The values of the smallest codes are then still normal float32 numbers
+(2^-126 or more), on hardware that flushes smaller numbers to 0 and on other hardware."""
 NU_SMALLEST = 2.0**-126
-"""A second moment that stands for 0."""
+"""A second moment that represents 0."""
 NEARLY_ALL = 1 - 2.0**-20
-"""A value that is this much of its block's scale gets the largest code, however the kernel's
-division rounds. Were the scale to shrink by a code, moments that are stored as float32 and coded
-again would not come back to the bit."""
+"""Values of at least this share of their block's scale get the largest code, however the kernel's
+division rounds. If the scale could shrink by a code, moments that are stored as float32 and encoded
+again would not be recovered bit by bit."""
 
 
 class Moments8bit(NamedTuple):
@@ -43,7 +43,7 @@ class Moments8bit(NamedTuple):
       mu: int8, of the leaf's shape. sign(code) * (code / 127)^2 * scale is the first moment.
       nu: int8, likewise. ((code + 129) / 256)^4 * scale is the second moment.
       mu_scale, nu_scale: float32[number of blocks]: the largest |mu| and nu of each block, or
-        `MU_FLOOR` and `NU_FLOOR` where these are larger.
+        `MU_FLOOR` and `NU_FLOOR` if these are larger.
     """
 
     mu: jax.Array
@@ -63,17 +63,17 @@ class Blocks8bit(NamedTuple):
 
 
 def block_of(size: int) -> int:
-    """How many elements of a leaf of this size share a scale."""
+    """Returns how many elements of a leaf of this size share a scale."""
     return next((block for block in QUANT_BLOCKS if size % block == 0), QUANT_BLOCKS[0])
 
 
 def num_blocks(size: int) -> int:
-    """How many scales a leaf of so many elements has."""
+    """Returns the number of scales of a leaf of this size."""
     return -(-size // block_of(size))
 
 
 def init_moments(shape: tuple[int, ...]) -> Moments8bit:
-    """Moments that are 0, for a leaf of this shape."""
+    """Returns moments of 0 for a leaf of this shape."""
     blocks = num_blocks(_size(shape))
     return Moments8bit(
         mu=jnp.zeros(shape, jnp.int8),
@@ -84,7 +84,7 @@ def init_moments(shape: tuple[int, ...]) -> Moments8bit:
 
 
 def decode_moments(moments: Moments8bit) -> tuple[jax.Array, jax.Array]:
-    """(mu, nu) as float32 arrays of the leaf's shape; `encode_moments` is the exact inverse."""
+    """Returns (mu, nu), float32, of the leaf's shape; `encode_moments` is the exact inverse."""
     shape = moments.mu.shape
     mu = decode_mu(_rows(moments.mu).astype(jnp.float32), moments.mu_scale[:, None])
     nu = decode_nu(_rows(moments.nu, NU_ZERO).astype(jnp.float32), moments.nu_scale[:, None])
@@ -93,8 +93,7 @@ def decode_moments(moments: Moments8bit) -> tuple[jax.Array, jax.Array]:
 
 
 def encode_moments(mu: jax.Array, nu: jax.Array) -> Moments8bit:
-    """Moments rounded to the nearest codes. What comes from `decode_moments` gets its codes and
-    scales back, to the bit.
+    """Rounds moments to the nearest codes; recovers the output of `decode_moments` bit by bit.
 
     Args:
       mu: float32, of any shape.
@@ -112,7 +111,7 @@ def encode_moments(mu: jax.Array, nu: jax.Array) -> Moments8bit:
 
 
 def scales_of(mu: Any, nu: Any, largest: Callable[[Any], Any]) -> tuple[Any, Any]:
-    """One scale per block for each moment; `largest` as in `adam8bit`."""
+    """Returns one scale per block for each moment; `largest` is as in `adam8bit`."""
     mu_scale, nu_scale = largest(jnp.abs(mu)), largest(nu)
     return (
         jnp.maximum(mu_scale, MU_FLOOR),
@@ -121,22 +120,22 @@ def scales_of(mu: Any, nu: Any, largest: Callable[[Any], Any]) -> tuple[Any, Any
 
 
 def decode_mu(code: Any, scale: Any) -> Any:
-    """First moments from codes (float32) and scales of the same shape."""
+    """Returns first moments from codes (float32) and scales of the same shape."""
     root = code * jnp.full_like(code, 1 / MU_LEVELS)
     return root * jnp.abs(root) * scale
 
 
 def decode_nu(code: Any, scale: Any) -> Any:
-    """Second moments from codes (float32) and scales of the same shape."""
+    """Returns second moments from codes (float32) and scales of the same shape."""
     root = (code + jnp.full_like(code, NU_OFFSET)) * jnp.full_like(code, 1 / NU_LEVELS)
     square = root * root
     return square * square * scale
 
 
 def encode_mu(mu: Any, four_over_scale: Any, bits: Any) -> Any:
-    """Codes (float32) of first moments whose mean value is `mu`.
+    """Returns codes (float32) of first moments; the decoded values have the mean `mu`.
 
-    `four_over_scale` and not its quarter: 1 / scale is no normal number for the largest scales.
+    It takes `four_over_scale` because 1 / scale is not a normal number for the largest scales.
     """
     part = jnp.abs(mu) * four_over_scale
     square = part * jnp.full_like(mu, MU_LEVELS**2 / 4)
@@ -151,7 +150,7 @@ def encode_mu(mu: Any, four_over_scale: Any, bits: Any) -> Any:
 
 
 def encode_nu(nu: Any, four_over_scale: Any, bits: Any) -> Any:
-    """Codes (float32) of second moments whose mean value is `nu`, or the smallest code."""
+    """Returns codes (float32) of second moments with the mean `nu`, or the smallest code."""
     part = nu * four_over_scale
     fourth = part * jnp.full_like(nu, NU_LEVELS**4 / 4)
     below = _floor(jnp.sqrt(jnp.sqrt(fourth)))
@@ -175,7 +174,7 @@ def adam8bit(
     largest: Callable[[Any], Any],
     spread: Callable[[Any], Any],
 ) -> Blocks8bit:
-    """AdamW on blocks, called by kernel and reference.
+    """Computes AdamW on blocks; called by kernel and reference.
 
     Args:
       old: parameter, codes as float32, and one number per block for each scale.
@@ -206,15 +205,18 @@ def reference_adam8bit(
     seed: jax.Array,
     first_index: int = 0,
 ) -> tuple[jax.Array, Moments8bit, jax.Array]:
-    """(new parameter, new moments, new parameter as float32), in plain `jax.numpy`.
+    """Computes the update in plain `jax.numpy`.
 
     Args:
       param: any shape; float32, bfloat16 (rounded stochastically) or float16.
       moments: of that shape.
       grad: of that shape; float32, bfloat16 or float16.
-      scalars: of `optimizers.adam_scalars`.
-      seed: uint32[2] of `rounding.seed_of`.
+      scalars: from `optimizers.adam_scalars`.
+      seed: uint32[2] from `rounding.seed_of`.
       first_index: position in its leaf of the first element, for the random bits.
+
+    Returns:
+      (new parameter, new moments, new parameter as float32).
     """
     scalars = AdamScalars(*(jnp.asarray(x, jnp.float32) for x in scalars))
     shape = param.shape
@@ -243,17 +245,20 @@ def reference_adam8bit(
 
 
 def kept_scales(skip: Any, old: Any, mu_scale: Any, nu_scale: Any) -> tuple[Any, Any]:
-    """The new scales, or the old ones where `skip` is 1: without a choice between scalars, which
-    Mosaic does not have. (A skipped step has finite values: they were put back before.)"""
+    """Returns the new scales, or the old ones if `skip` is 1.
+
+    It uses arithmetic, because Mosaic cannot select between scalars. (A skipped step has finite
+    values: they were replaced before.)
+    """
     applied = 1.0 - skip
     return skip * old.mu_scale + applied * mu_scale, skip * old.nu_scale + applied * nu_scale
 
 
 def check_leaf(param: Any, moments: Moments8bit, grad: Any, average: Any = None) -> None:
-    """Refuses arrays that are not of one leaf.
+    """Checks that the arrays belong to one leaf.
 
     Raises:
-      TypeError: a dtype that is not taken.
+      TypeError: an unsupported dtype.
       ValueError: shapes that differ.
     """
     for name, x in (("param", param), ("grad", grad)):
@@ -267,8 +272,8 @@ def check_leaf(param: Any, moments: Moments8bit, grad: Any, average: Any = None)
         dtype = jnp.float32 if name.endswith("scale") else jnp.int8
         if x.dtype != dtype:
             raise TypeError(
-                f"adam8bit: {name} is {x.dtype} and has to be {jnp.dtype(dtype)}: encode_moments "
-                "makes codes of float32 moments, init_moments those of a new leaf"
+                f"adam8bit: {name} is {x.dtype} and has to be {jnp.dtype(dtype)}: use "
+                "encode_moments for float32 moments, init_moments for a new leaf"
             )
         if tuple(x.shape) != tuple(shape):
             raise ValueError(
@@ -289,7 +294,7 @@ def _four_over(scale: Any) -> Any:
 
 
 def _floor(x: Any) -> Any:
-    return x.astype(jnp.int32).astype(jnp.float32)  # of what is not negative
+    return x.astype(jnp.int32).astype(jnp.float32)  # for values that are not negative
 
 
 def _fraction(bits: Any) -> Any:
@@ -305,7 +310,7 @@ def _size(shape: tuple[int, ...]) -> int:
 
 
 def _rows(x: jax.Array, missing_value: int = 0) -> jax.Array:
-    """[blocks, elements]; what is missing in the last block gets this value."""
+    """Reshapes to [blocks, elements]; missing elements of the last block get this value."""
     block = block_of(x.size)
     missing = num_blocks(x.size) * block - x.size
     flat = x.reshape(-1)

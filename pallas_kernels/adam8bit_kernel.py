@@ -1,4 +1,4 @@
-"""AdamW with one-byte moments as one in-place Mosaic GPU kernel, or the reference."""
+"""Updates AdamW with one-byte moments by one in-place Mosaic GPU kernel, or by the reference."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from pallas_kernels.elementwise import (
 from pallas_kernels.optimizers import AdamScalars
 
 AVERAGING = averaging_scalars(AdamScalars)
-"""Scalars of an update that moves an average of the parameter as well."""
+"""Scalars of an update that also updates an average of the parameter."""
 
 
 class Adam8bitLeaf(NamedTuple):
-    """What an update of one leaf returns.
+    """The result of an update of one leaf.
 
     Attributes:
-      param, moments: of the shapes and dtypes that came in, and in a kernel in their memory.
-      compute: the new parameter in the dtype asked for, or None.
-      average: as it came in, moved; None where there was none.
+      param, moments: shapes and dtypes of the inputs; a kernel writes them in the inputs' memory.
+      compute: the new parameter in the requested dtype, or None.
+      average: the updated average; None without one.
     """
 
     param: jax.Array
@@ -64,18 +64,18 @@ def update_adam8bit(
 
     Args:
       param: any shape; float32, or bfloat16 that is rounded stochastically.
-      moments: of `adam8bit.init_moments(param.shape)`.
+      moments: from `adam8bit.init_moments(param.shape)`.
       grad: of that shape; float32, bfloat16 or float16.
-      scalars: of `optimizers.adam_scalars`; with an average `AVERAGING` of these and its rate.
-      seed: uint32[2] of `rounding.seed_of`, other for every leaf and step.
-      compute_dtype: of a copy of the new parameter; None for none.
+      scalars: from `optimizers.adam_scalars`; with an average `AVERAGING` of these and its rate.
+      seed: uint32[2] from `rounding.seed_of`, different for every leaf and step.
+      compute_dtype: dtype of a copy of the new parameter; None for no copy.
       average: float32 of that shape; moved towards the new parameter as it is stored, see
         `elementwise.averaging`.
-      impl: see `choice.choose`; a `Choice` is taken as it is.
+      impl: see `choice.choose`; a `Choice` is used as it is.
 
     Raises:
-      TypeError, ValueError: arrays that are not of one leaf.
-      KernelUnavailable: the kernel was asked for and cannot run here.
+      TypeError, ValueError: arrays that do not belong to one leaf.
+      KernelUnavailable: the kernel was requested and cannot run here.
     """
     check_leaf(param, moments, grad, average)
     check_seed("adam8bit", seed)
@@ -86,18 +86,18 @@ def update_adam8bit(
 
 
 def scalars_of(averages: bool) -> Any:
-    """The class of an update's scalars."""
+    """Returns the class of an update's scalars."""
     return AVERAGING if averages else AdamScalars
 
 
 def check_options(scalars: Any, compute_dtype: Any, *, averages: bool = False) -> None:
-    """Raises TypeError for scalars of another rule, or a dtype that is not taken."""
+    """Raises TypeError for scalars of another rule, or an unsupported dtype."""
     wanted = scalars_of(averages)
     if not isinstance(scalars, wanted):
         raise TypeError(
-            f"adam8bit: scalars of type {type(scalars).__name__} in place of {wanted.__name__}, "
-            "which pallas_kernels.optimizers.adam_scalars makes"
-            + ", and AVERAGING of them and a rate"
+            f"adam8bit: scalars of type {type(scalars).__name__} in place of {wanted.__name__}; "
+            "make them with pallas_kernels.optimizers.adam_scalars"
+            + ", then AVERAGING of them and a rate"
             * averages
         )
     if compute_dtype is not None and compute_dtype not in FLOATS:
@@ -163,7 +163,7 @@ def _update(
 
 
 def frozen_leaf(refs: Sequence[Any], shape: tuple[int, ...], compute: Any) -> Adam8bitLeaf:
-    """What a kernel has left in the Refs of a leaf: parameter, moments, average if there is one."""
+    """Returns the arrays in a leaf's Refs after a kernel: parameter, moments, optional average."""
     new, mu, nu, mu_scale, nu_scale, *average = (jax.freeze(ref) for ref in refs)
     moments = Moments8bit(mu.reshape(shape), nu.reshape(shape), mu_scale, nu_scale)
     averages = [x.reshape(shape) for x in average]
@@ -171,8 +171,10 @@ def frozen_leaf(refs: Sequence[Any], shape: tuple[int, ...], compute: Any) -> Ad
 
 
 def _update_tail(refs: list[Any], grad: jax.Array, scalars: Any, seed: Any, tiles: Any) -> Any:
-    """The last, short block by the reference, on the same memory, before the kernel (see
-    `mosaic.fused_update`); returns its new parameters as float32."""
+    """Updates the last, short block by the reference, on the same memory, before the kernel.
+
+    See `mosaic.fused_update`. Returns its new parameters as float32.
+    """
     start = tiles.size - tiles.tail
     param, mu, nu, mu_scale, nu_scale, *average = refs
     old_param, old_mu, old_nu, old_grad = mosaic.tails_of((param, mu, nu, grad), start)
@@ -190,7 +192,7 @@ def _update_tail(refs: list[Any], grad: jax.Array, scalars: Any, seed: Any, tile
 
 
 def _body(tiles: mosaic.Tiles, *, has_output: bool, averages: bool) -> Any:
-    """The function of one program: one block of codes and its two scales."""
+    """Builds the function of one program: one block of codes and its two scales."""
     kind, count = scalars_of(averages), 8 + averages
 
     def body(*refs: Any) -> None:
@@ -214,12 +216,12 @@ def update_block(
     scalars: Any,
     seed: tuple[Any, Any],
 ) -> None:
-    """Inside a kernel: updates block number `row` of one leaf.
+    """Updates block number `row` of one leaf; inside a kernel.
 
     Args:
       tiles: one for each block that shares scales.
-      refs: (parameter, codes and scales as `Moments8bit` has them, the average if there is one,
-        gradient; output or None).
+      refs: (parameter, codes and scales as in `Moments8bit`, optional average, gradient; output or
+        None).
       scalars: numbers.
       seed: the two words of the leaf's seed.
     """

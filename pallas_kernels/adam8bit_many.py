@@ -1,4 +1,4 @@
-"""AdamW with one-byte moments for many leaves in one kernel, as `many` has it for plain rules."""
+"""Updates AdamW with one-byte moments for many leaves in one kernel, as `many` for plain rules."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ def update_adam8bit_many(
     averages: Sequence[jax.Array] | None = None,
     impl: Impl | Choice = "auto",
 ) -> list[Adam8bitLeaf]:
-    """Updates leaves with as few kernels as can be, each as `update_adam8bit` does.
+    """Updates leaves with as few kernels as possible, each as `update_adam8bit` does.
 
-    A leaf that ends in a short block is updated on its own.
+    A leaf that ends in a short block is updated separately.
 
     Args:
       params, moments, grads: one of each leaf.
-      scalars: one for each leaf; to the kernel they are data.
+      scalars: one for each leaf; the kernel reads them as data.
       seeds: uint32 [leaves, 2].
       averages: one of each leaf, or None.
       compute_dtype, impl: as in `update_adam8bit`.
 
     Raises:
-      TypeError, ValueError: arrays that are not of one leaf.
-      KernelUnavailable: the kernel was asked for and cannot run here.
+      TypeError, ValueError: arrays that do not belong to one leaf.
+      KernelUnavailable: the kernel was requested and cannot run here.
     """
     own = [None] * len(params) if averages is None else averages
     rows = list(zip(params, moments, grads, own, strict=True))
@@ -102,7 +102,7 @@ def _update_many(
 
 
 def _entries(rows: Sequence[Any], where: Sequence[ScalarsAt]) -> list[Entry]:
-    """The leaves that are whole blocks."""
+    """Returns the leaves that consist of whole blocks."""
     entries = []
     for leaf, (param, *_) in enumerate(rows):
         block = block_of(param.size)
@@ -120,7 +120,7 @@ def _run(
     *,
     interpret: bool,
 ) -> list[Adam8bitLeaf]:
-    """One kernel, for all entries; `kinds`: class of the scalars, dtype of copies or None."""
+    """Runs one kernel for all entries; `kinds`: class of the scalars, dtype of copies or None."""
     kind, compute_dtype = kinds
     refs, grads, outputs = [], [], []
     for entry in table:
@@ -151,10 +151,11 @@ def _run(
 
 
 def _body(table: Table, each: int, kind: Any, *, has_output: bool) -> Any:
-    """The function of one program: refs of state, gradients, scalars, seeds, outputs.
+    """Builds the function of one program: refs of state, gradients, scalars, seeds, outputs.
 
     Args:
-      each: refs of one leaf's state; kind: class of the scalars.
+      each: number of refs of one leaf's state.
+      kind: class of the scalars.
     """
     fields = len(kind._fields)
 

@@ -1,7 +1,7 @@
-"""Attention by kernels of its own, differentiable, or in parts whose sums are merged.
+"""Attention by own kernels: differentiable, or in parts that the caller merges.
 
-Blocks of keys are data: a layout of blocks of 16 tokens, positions and segments. Hopper alone;
-16-bit floats; head_dim 64 or 128.
+Visible blocks of keys are data: a layout of blocks of 16 tokens, positions and segments. Only for
+Hopper; 16-bit floats; head_dim 64 or 128.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pallas_kernels.choice import KernelUnavailable, missing
 DTYPES = (jnp.bfloat16, jnp.float16)
 HEAD_DIMS = (64, 128)
 COMPUTE_CAPABILITY = 9.0
-"""Hopper: the products are its warpgroup's. On other cards the assembler ends the process."""
+"""Hopper: it uses warpgroup products. On other cards the assembler ends the process."""
 
 Pair = tuple[jax.Array, jax.Array]
 
@@ -38,8 +38,8 @@ class Part(NamedTuple):
     """Attention over some of the keys.
 
     Attributes:
-      out: [rows, queries, heads, head_dim] in the dtype of the query; 0 for one that sees no key.
-      log_sum: float32 [rows, queries, heads], log-sum-exp of its scores in nats; -inf for such one.
+      out: [rows, queries, heads, head_dim] in the dtype of the query; 0 for a query without keys.
+      log_sum: float32 [rows, queries, heads], log-sum-exp of its scores in nats; -inf without keys.
     """
 
     out: jax.Array
@@ -48,13 +48,13 @@ class Part(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What queries see of keys.
+    """The keys that are visible to queries.
 
     Attributes:
-      causal: keys at a query's own position and before.
-      window: positions that are less than so many away; None: any.
-      layout: bool [heads or 1, blocks of queries, blocks of keys] of 16 tokens each, numpy: which
-        see which; None: all.
+      causal: only keys at a query's own position and before.
+      window: only positions less than this far away; None: any.
+      layout: bool [heads or 1, blocks of queries, blocks of keys] of 16 tokens each, numpy: visible
+        pairs of blocks; None: all.
     """
 
     causal: bool = False
@@ -63,11 +63,11 @@ class Seen:
 
 
 def why_not(query: jax.Array, key: jax.Array, *, capability: float | None = None) -> str | None:
-    """Why the kernels cannot compute this; None if they can.
+    """Returns why the kernels cannot compute this; None if they can.
 
     Args:
       query, key: arrays or `jax.ShapeDtypeStruct`s, [rows, tokens, heads, head_dim].
-      capability: compute capability of the GPU; None: not asked.
+      capability: compute capability of the GPU; None: not checked.
     """
     if (obstacle := missing()) is not None:
         return obstacle
@@ -93,15 +93,15 @@ def block_attention(
     positions: Pair | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Softmax attention, differentiable once in reverse mode.
+    """Computes softmax attention, differentiable once in reverse mode.
 
     Args:
       query: [rows, queries, heads, head_dim], bfloat16 or float16.
       key, value: [rows, keys, kv_heads, head_dim]; kv_heads divides heads.
-      seen: see there.
-      scale: what scores are multiplied with; None: 1 / sqrt(head_dim).
+      seen: see `Seen`.
+      scale: factor of scores; None: 1 / sqrt(head_dim).
       segments: integers ([rows, queries], [rows, keys]): a query sees keys of its own segment, and
-        nobody those of a negative one. None: one segment.
+        keys with a negative segment are never visible. None: one segment.
       positions: integers of these shapes, which `seen` compares; None: the indices.
       interpret: runs the kernels on the CPU, for tests.
 
@@ -109,8 +109,8 @@ def block_attention(
       [rows, queries, heads, head_dim] in the dtype of `query`.
 
     Raises:
-      KernelUnavailable: what the kernels cannot compute.
-      ValueError: a layout that is not of these tokens and heads.
+      KernelUnavailable: the kernels cannot compute it.
+      ValueError: the layout has other numbers of tokens or heads.
     """
     call = _Call.of(query, key, seen, scale, segments, positions, interpret)
     return _attend(call, query, key, value, call.integers(segments, positions))
@@ -127,9 +127,9 @@ def attention_part(
     positions: Pair | None = None,
     interpret: bool = False,
 ) -> Part:
-    """Attention over some of the keys, for a caller that merges parts and differentiates itself.
+    """Computes attention over some of the keys, for a caller that merges and differentiates.
 
-    Arguments and errors as of `block_attention`.
+    Arguments and errors are as in `block_attention`.
     """
     call = _Call.of(query, key, seen, scale, segments, positions, interpret)
     return _forward(call, query, key, value, call.integers(segments, positions))
@@ -149,11 +149,11 @@ def part_gradients(
     positions: Pair | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What some of the keys add to the gradients of attention over all of them.
+    """Computes the contribution of some of the keys to the gradients of attention over all keys.
 
     Args:
-      query, key, value, seen, scale, segments, positions, interpret: as of `block_attention`.
-      log_sum: float32 [rows, queries, heads], over all keys; -inf for a query that sees none.
+      query, key, value, seen, scale, segments, positions, interpret: as in `block_attention`.
+      log_sum: float32 [rows, queries, heads], over all keys; -inf for a query without keys.
       turned: float32 [rows, queries, heads], the sum over features of the result times `slope`.
       slope: [rows, queries, heads, head_dim], gradient with respect to the result.
 
@@ -170,11 +170,11 @@ def part_gradients(
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """What is known before any array.
+    """The static description of a call.
 
     Attributes:
       form: of the kernels, with tokens padded to whole tiles.
-      queries, keys: tokens that there are.
+      queries, keys: true numbers of tokens.
       tables: None without a layout.
       interpret: see `block_attention`.
     """
@@ -219,7 +219,7 @@ class _Call:
         return cls(form, queries, keys, tables, interpret)
 
     def integers(self, segments: Pair | None, positions: Pair | None) -> dict[str, jax.Array]:
-        """What the kernels compare of tokens, as far as they do, [rows or 1, tokens] each."""
+        """Returns the integers of tokens that the kernels compare, [rows or 1, tokens] each."""
         found = {}
         sides = (("query", self.queries), ("key", self.keys))
         for place, (side, tokens) in enumerate(sides):
@@ -232,8 +232,8 @@ class _Call:
         return found
 
     def padded_integers(self, given: dict[str, jax.Array], rows: int) -> dict[str, jax.Array]:
-        """The same for all rows and whole tiles; nobody sees the keys that are added."""
-        fill = {"key_position": 2**30}  # behind all queries
+        """Pads them to all rows and whole tiles; added keys are never visible."""
+        fill = {"key_position": 2**30}  # after all queries
         fill |= dict.fromkeys(("query_segment", "key_segment"), -1)
         return {
             name: jnp.broadcast_to(
@@ -243,7 +243,7 @@ class _Call:
         }
 
     def table(self, side: str) -> tuple[jax.Array, ...]:
-        """Blocks, words and counts, or nothing."""
+        """Returns blocks, words and counts; empty without a layout."""
         if self.tables is None:
             return ()
         table: TileTable = getattr(self.tables, side)
@@ -252,7 +252,7 @@ class _Call:
 
 @dataclasses.dataclass(frozen=True)
 class _Layout:
-    """A layout without what the order of tokens hides anyway, hashable."""
+    """A hashable layout, without the blocks that the order of tokens hides anyway."""
 
     seen: bytes
     shape: tuple[int, ...]
@@ -280,7 +280,7 @@ class _Layout:
 
 
 def _of_tables(tables: BlockTables, heads: int) -> dict[str, Any]:
-    """What the kernels know of tables before any array."""
+    """Returns the static properties of tables."""
     layouts = tables.of_queries.num_heads
     times = heads // layouts
     sides = tables.of_queries, tables.of_keys
@@ -294,12 +294,12 @@ def _tables(layout: _Layout) -> BlockTables:
 
 
 def _whole(tokens: int) -> int:
-    """Tokens of whole tiles."""
+    """Rounds tokens up to whole tiles."""
     return -(-tokens // TILE) * TILE
 
 
 def _padded(array: jax.Array, fill: float = 0) -> jax.Array:
-    """[rows, tokens, ...] with tokens added up to whole tiles."""
+    """Pads [rows, tokens, ...] to whole tiles of tokens."""
     missing_tokens = _whole(array.shape[1]) - array.shape[1]
     widths = [(0, 0), (0, missing_tokens)] + [(0, 0)] * (array.ndim - 2)
     return jnp.pad(array, widths, constant_values=fill) if missing_tokens else array

@@ -1,12 +1,12 @@
-"""Attention as three Mosaic GPU kernels: forward, gradients of queries, of keys and values.
+"""Computes attention by three Mosaic GPU kernels: forward, query gradients, key/value gradients.
 
 For Hopper. One warpgroup computes one tile of 64 queries (or keys) and loops over tiles of 64 of
 the other side: those that the order of tokens or a window leaves, or those that a table of blocks
 of 16 lists, gathered four to a tile. Positions and segments are data and are compared inside.
-Scores stay on the chip; the softmax is taken online (arXiv:2112.05682), and the backward pass
-computes them again from the log-sum-exp (arXiv:2205.14135). No atomics: each tile is written once,
-so two runs give the same bits. Not pipelined: a tile is loaded, then computed. An H200
-has run them and found them right; their time is not known.
+Scores stay on the chip; the softmax is computed online (arXiv:2112.05682), and the backward pass
+recomputes scores from the log-sum-exp (arXiv:2205.14135). No atomics: each tile is written once,
+so two runs give the same bits. Not pipelined: a tile is loaded, then computed. The kernels ran on
+an H200 with correct results; their time is not known.
 
 Needs jax >= 0.11.
 """
@@ -27,14 +27,14 @@ from pallas_kernels.attention_tables import BLOCK, PARTS, TILE, Form
 
 LOG2E = math.log2(math.e)
 MARGIN = TILE - BLOCK
-"""Elements beside a vector of which blocks are copied."""
+"""Padding elements on each side of a vector of which blocks are copied."""
 HIDDEN = -1e30
-"""A score that counts as minus infinity, and whose differences are finite."""
+"""A score that counts as minus infinity; differences with it are finite."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """Integers of tokens, int32 [rows or 1, tokens] each, as far as they are compared."""
+    """Integers of tokens, int32 [rows or 1, tokens] each; None if they are not compared."""
 
     position: Any = None
     segment: Any = None
@@ -53,18 +53,19 @@ def forward(
     *,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """(out, log-sum-exp of scores in nats, -inf where a query sees no key).
+    """Computes attention.
 
     Args:
       query: [rows, queries, heads, head_dim], 16-bit floats.
       key, value: [rows, keys, kv_heads, head_dim].
-      integers: as far as `form` has them, "query_position", "key_position", "query_segment",
+      integers: those that `form` has of "query_position", "key_position", "query_segment",
         "key_segment": int32 [rows, tokens].
       table: blocks, words and counts of the queries' tiles, or nothing.
       interpret: runs the kernel on the CPU.
 
     Returns:
-      [rows, queries, heads, head_dim] in the dtype of `query`; float32 [rows, heads, queries].
+      (out [rows, queries, heads, head_dim] in the dtype of `query`; log-sum-exp of scores in nats,
+      float32 [rows, heads, queries], -inf where a query sees no key).
     """
     rows = query.shape[0]
     tile, vector = _tile(query.dtype, form.head_dim), _vector(form, jnp.int32)
@@ -98,13 +99,13 @@ def query_gradients(
     *,
     interpret: bool,
 ) -> jax.Array:
-    """Gradient with respect to the query, in its dtype.
+    """Computes the gradient with respect to the query, in its dtype.
 
     Args:
       arrays: query, key, value, and the gradient with respect to the result, all of one dtype.
       sums: float32 [rows, heads, queries]: log-sum-exp in nats, +inf where a query sees no key; sum
         over features of the result times its gradient.
-      integers, table, interpret: as of `forward`.
+      integers, table, interpret: as in `forward`.
     """
     query = arrays[0]
     tile, vector = _tile(query.dtype, form.head_dim), _vector(form, jnp.int32)
@@ -132,9 +133,9 @@ def key_gradients(
     *,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """Gradients with respect to key and value, in float32: sums over the heads that share them.
+    """Computes gradients with respect to key and value, in float32, summed over shared heads.
 
-    Arguments as of `query_gradients`; `table` is that of the keys' tiles.
+    Arguments are as in `query_gradients`; `table` is that of the keys' tiles.
     """
     query, key = arrays[:2]
     tile, vector = _tile(query.dtype, form.head_dim), _vector(form, jnp.int32)
@@ -172,7 +173,7 @@ def _run(
     flops: int,
     interpret: bool,
 ) -> Any:
-    """Runs a kernel, and says what it computes and moves at least, for those who count."""
+    """Runs a kernel, with a cost estimate: the least that it computes and moves."""
     from jax.experimental import pallas as pl
 
     plgpu = _plgpu()
@@ -199,13 +200,13 @@ def _run(
 
 
 def _flops(form: Form, rows: int, *, products: int, of_keys: bool) -> int:
-    """Of so many products of each tile of scores with head_dim."""
+    """Returns FLOPs of this number of products of each tile of scores with head_dim."""
     scores = rows * form.visited(of_keys=of_keys) * TILE * TILE
     return 2 * products * scores * form.head_dim
 
 
 def _integers(form: Form, integers: dict[str, jax.Array], *, other: str) -> list[jax.Array]:
-    """In the order of their names; those of the other side, of which blocks are copied, padded."""
+    """Returns them in the order of their names; pads the other side, whose blocks are copied."""
     return [
         _with_margins(form, x) if name.startswith(other) else x
         for name, x in sorted(integers.items())
@@ -213,7 +214,7 @@ def _integers(form: Form, integers: dict[str, jax.Array], *, other: str) -> list
 
 
 def _with_margins(form: Form, vectors: jax.Array) -> jax.Array:
-    """[..., tokens] with as many elements on each side as `_gather` reads beside a block."""
+    """Pads [..., tokens] on each side by the elements that `_gather` reads beside a block."""
     if not form.layouts:
         return vectors
     return jnp.pad(vectors, [(0, 0)] * (vectors.ndim - 1) + [(MARGIN, MARGIN)])
@@ -224,7 +225,7 @@ def _num_of_keys(names: Sequence[str]) -> int:
 
 
 def _copies(form: Form) -> int:
-    """Copies that bring one array of a tile of the other side."""
+    """Returns the number of copies that load one array of a tile of the other side."""
     return PARTS if form.layouts else 1
 
 
@@ -300,7 +301,7 @@ def _query_body(form: Form, names: Sequence[str], *refs: Any) -> None:
 
 
 def _key_body(form: Form, names: Sequence[str], *refs: Any) -> None:
-    """Rows of a tile of scores are keys here, and columns queries."""
+    """Computes a tile of keys; rows of a tile of scores are keys here, and columns queries."""
     query, key, value, slope, log_sum, turned, *rest = refs
     integers, rest = _named(names, rest)
     table, rest = _table(form, rest)
@@ -351,7 +352,7 @@ def _key_body(form: Form, names: Sequence[str], *refs: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """What one program computes: a tile of one head of one row."""
+    """The work of one program: a tile of one head of one row."""
 
     form: Form
     head: Any
@@ -362,23 +363,23 @@ class _Place:
         return dataclasses.replace(self, head=head)
 
     def of(self, ref: Any) -> Any:
-        """The program's own tile of [rows, tokens, heads, head_dim]."""
+        """Returns the program's own tile of [rows, tokens, heads, head_dim]."""
         return ref.at[self.row, _at(self.tile), self.head]
 
     def of_sums(self, ref: Any) -> Any:
-        """The program's own numbers of [rows, heads, tokens]."""
+        """Returns the program's own numbers of [rows, heads, tokens]."""
         return ref.at[self.row, self.head, _at(self.tile)]
 
     def whole(self, ref: Any) -> Any:
-        """All tokens of the program's head."""
+        """Returns all tokens of the program's head."""
         return ref.at[self.row, :, self.head]
 
     def shared(self, ref: Any) -> Any:
-        """All tokens of the key/value head of the program's query head."""
+        """Returns all tokens of the key/value head of the program's query head."""
         return ref.at[self.row, :, lax.div(self.head, jnp.int32(self.form.group))]
 
     def whole_sums(self, ref: Any) -> Any:
-        """All numbers of the program's head."""
+        """Returns all numbers of the program's head."""
         return ref.at[self.row, self.head]
 
 
@@ -419,7 +420,7 @@ def _gather(
     pairs: Sequence[tuple[Any, Any]],
     barrier: Any,
 ) -> Any:
-    """Brings what a turn sees of each pair (tokens of the other side, tile); returns its word."""
+    """Copies the blocks of one iteration for each (source, tile) pair; returns its word."""
     from jax.experimental import pallas as pl
 
     plgpu = _plgpu()
@@ -435,9 +436,8 @@ def _gather(
         block = blocks[head, place.tile, turn, part]
         for source, target in pairs:
             if len(target.shape) == 1:
-                # The hardware copies to multiples of 128 bytes alone, and 16 numbers have 64. So
-                # each part gets a vector of its own, of which quarter `part` is the block (see
-                # `_column`).
+                # The hardware copies only multiples of 128 bytes, and 16 numbers have 64. So each
+                # part gets its own vector, of which quarter `part` is the block (see `_column`).
                 there = source.at[pl.ds(block * BLOCK + MARGIN - part * BLOCK, TILE)]
                 plgpu.copy_gmem_to_smem(there, target.at[pl.ds(part * TILE, TILE)], barrier)
                 continue
@@ -451,7 +451,7 @@ def _gather(
 
 
 def _of_rows(integers: dict[str, Any], side: str, place: _Place) -> Tokens:
-    """Integers of the program's own tokens, in registers."""
+    """Loads integers of the program's own tokens into registers."""
     found = {
         name: _row(integers[f"{side}_{name}"].at[place.row, _at(place.tile)])
         for name in ("position", "segment")
@@ -467,7 +467,7 @@ def _of_columns(
     scratch: tuple[Any, Any],
     pairs: list[tuple[Any, Any]],
 ) -> Tokens:
-    """Where those of the other side will be; adds to `pairs` what is to be copied there."""
+    """Returns where integers of the other side will be; adds their copies to `pairs`."""
     found = {}
     for name, target in zip(("position", "segment"), scratch, strict=True):
         if f"{side}_{name}" in integers:
@@ -485,7 +485,7 @@ def _loaded(columns: Tokens) -> Tokens:
 
 
 def _seen(form: Form, rows: Tokens, columns: Tokens, word: Any, *, transposed: bool) -> Any:
-    """Bool [64, 64]; None where all is seen. Rows are queries, or keys if `transposed`."""
+    """Returns bool [64, 64], visible pairs; None if all are. Rows are keys if `transposed`."""
 
     def spread(name: str) -> tuple[Any, Any]:
         row, column = _by_row(getattr(rows, name)), _by_column(getattr(columns, name))
@@ -509,7 +509,7 @@ def _seen(form: Form, rows: Tokens, columns: Tokens, word: Any, *, transposed: b
 
 
 def _bits(word: Any, *, transposed: bool) -> Any:
-    """Bool [64, 64]: the bit of a word that belongs to each pair of parts."""
+    """Returns bool [64, 64]: the bit of a word that belongs to each pair of parts."""
     parts = [lax.shift_right_logical(_iota(dim), jnp.int32(4)) for dim in (0, 1)]
     query, key = reversed(parts) if transposed else parts
     words = _plgpu().layout_cast(jnp.full((TILE, TILE), word, jnp.int32), _layout())
@@ -520,10 +520,10 @@ def _bits(word: Any, *, transposed: bool) -> Any:
 
 
 def _times(left: Any, right: Any, shape: tuple[int, ...], spare: Sequence[Any] = ()) -> Any:
-    """left @ right of one tile, summed in float32.
+    """Computes left @ right of one tile, summed in float32.
 
-    A product whose left side is in registers goes through `spare` where there is one: the
-    interpreter of jax 0.12 takes products of memory alone.
+    A product whose left side is in registers is copied to `spare` if there is one: the interpreter
+    of jax 0.12 supports only products of memory.
     """
     from jax.experimental import pallas as pl
 
@@ -551,13 +551,13 @@ def _store(pairs: Sequence[tuple[Any, Any]]) -> None:
 
 def _tile(dtype: Any, width: int) -> Any:
     plgpu = _plgpu()
-    columns = 128 // jnp.dtype(dtype).itemsize  # of 128 bytes, what a swizzle goes over
+    columns = 128 // jnp.dtype(dtype).itemsize  # 128 bytes, the width of a swizzle
     transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128))
     return plgpu.SMEM((TILE, width), dtype, transforms=transforms)
 
 
 def _vector(form: Form, dtype: Any) -> Any:
-    """Room for one number of each token of a tile; with tables, for one vector of each part."""
+    """Allocates one number for each token of a tile; with tables, one vector for each part."""
     return _plgpu().SMEM((TILE * _copies(form),), dtype)
 
 
@@ -580,14 +580,14 @@ def _full(shape: tuple[int, ...], value: float) -> Any:
 
 
 def _row(ref: Any) -> Any:
-    """A vector of global memory, one number for each row of a tile."""
+    """Loads a vector of global memory, one number for each row of a tile."""
     return _plgpu().load(ref, layout=_layout().reduce(1), optimized=False)
 
 
 def _column(ref: Any) -> Any:
-    """A vector of shared memory, one number for each column of a tile.
+    """Loads a vector of shared memory, one number for each column of a tile.
 
-    Of the vectors of parts that `_gather` has brought, each one's own quarter.
+    Of each vector that `_gather` copied for a part, it takes the part's quarter.
     """
     from jax.experimental import pallas as pl
 

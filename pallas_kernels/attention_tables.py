@@ -1,8 +1,8 @@
-"""Tiles that an attention kernel visits: blocks of 16 tokens, gathered four to a tile of 64.
+"""Lists the tiles that an attention kernel visits: blocks of 16 tokens, four to a tile of 64.
 
-A table says for each tile of 64 tokens which blocks of 16 tokens of the other side it sees, four at
-a time, so that layouts of small blocks stay sparse on tiles of 64 x 64. Without a table the tiles
-follow from the order of tokens and a window.
+A table lists, for each tile of 64 tokens, the visible blocks of 16 tokens of the other side, four
+at a time, so that layouts of small blocks stay sparse on tiles of 64 x 64. Without a table the
+tiles follow from the order of tokens and a window.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from jax import lax
 BLOCK = 16
 """Tokens of a block of a table."""
 PARTS = 4
-"""Blocks of a tile, on either side."""
+"""Number of blocks in a tile, on either side."""
 TILE = BLOCK * PARTS
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TileTable:
-    """What each tile of one side sees of the other.
+    """The blocks of the other side that each tile of one side sees.
 
     Attributes:
-      blocks: int32 [heads, tiles, turns, 4]: the blocks of the other side that a turn takes. Places
-        that are left over repeat a block, of which nothing is seen.
+      blocks: int32 [heads, tiles, turns, 4]: the blocks of the other side that an iteration (turn)
+        reads. Unused places repeat a block, with all bits of the word 0.
       words: int32 [heads, tiles, turns]: bit 4 q + k says whether part q of the queries sees part k
         of the keys.
-      counts: int32 [heads, tiles]: turns of each tile.
+      counts: int32 [heads, tiles]: iterations of each tile.
     """
 
     blocks: np.ndarray
@@ -46,14 +46,14 @@ class TileTable:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BlockTables:
-    """Both directions of one layout: what queries see, and by whom keys are seen."""
+    """Both directions of one layout: keys visible to queries, and queries that see keys."""
 
     of_queries: TileTable
     of_keys: TileTable
 
 
 def tables_of(seen: np.ndarray) -> BlockTables:
-    """Tables of a layout.
+    """Builds the tables of a layout.
 
     Args:
       seen: bool [heads or 1, query blocks, key blocks], both numbers multiples of 4.
@@ -76,7 +76,7 @@ def tables_of(seen: np.ndarray) -> BlockTables:
 
 
 def _one_side(seen: np.ndarray, *, is_of_keys: bool) -> TileTable:
-    """`seen` is [heads, own blocks, blocks of the other side]."""
+    """Builds one side's table; `seen` is [heads, own blocks, blocks of the other side]."""
     heads, own, _ = seen.shape
     tiles = seen.reshape(heads, own // PARTS, PARTS, -1)
     listed = np.asarray(tiles.any(2))
@@ -101,7 +101,7 @@ def _one_side(seen: np.ndarray, *, is_of_keys: bool) -> TileTable:
 
 
 def share_visited(table: TileTable) -> float:
-    """Share of the scores of all tiles that a kernel computes for a table."""
+    """Returns the share of all scores that a kernel computes for a table."""
     most = table.counts.shape[1] * TILE
     return float(table.counts.mean() * TILE / most) if most else 0.0
 
@@ -109,7 +109,7 @@ def share_visited(table: TileTable) -> float:
 # --- a call ---------------------------------------------------------------------------------------
 
 Operations = tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]
-"""The smaller, the larger, the quotient of numbers that are not negative."""
+"""The minimum, the maximum, the quotient of numbers that are not negative."""
 _NUMBERS: Operations = (min, max, operator.floordiv)
 
 
@@ -119,18 +119,18 @@ def _traced() -> Operations:
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What is known of a call before any array.
+    """The static description of a call.
 
     Attributes:
-      scale: what scores are multiplied with.
+      scale: factor of scores.
       heads, kv_heads, head_dim: of query and key.
       queries, keys: tokens, multiples of 64.
-      causal: keys at a query's own position and before are seen.
-      window: positions that are less than so many away are seen; None: any.
-      has_positions: whether positions are data, so that every tile may hold what is seen.
-      has_segments: whether tokens see those of their own segment alone.
-      layouts: heads with tables of their own; 1: all have the same; 0: there is none.
-      listed: turns of all heads' tables, of the queries' tiles and of the keys'; None without.
+      causal: only keys at a query's own position and before are visible.
+      window: only positions less than this far away are visible; None: any.
+      has_positions: whether positions are data, so that every tile may contain visible pairs.
+      has_segments: whether tokens see only their own segment.
+      layouts: heads with their own tables; 1: all share one; 0: there is none.
+      listed: iterations of all heads' tables, of the queries' tiles and of the keys'; None without.
     """
 
     scale: float
@@ -148,7 +148,7 @@ class Form:
 
     @property
     def group(self) -> int:
-        """Query heads of a key/value head."""
+        """Number of query heads of a key/value head."""
         return self.heads // self.kv_heads
 
     @property
@@ -156,7 +156,7 @@ class Form:
         return self.causal or self.window is not None
 
     def key_tiles(self, tile: Any, ops: Operations | None = None) -> tuple[Any, Any]:
-        """(first, number) of the tiles of keys that a tile of queries visits, without a table."""
+        """Returns (first, number) of the key tiles that a query tile visits, without a table."""
         least, most, divide = ops or _traced()
         first, last = 0, self.keys // TILE
         if not self.has_positions:
@@ -169,7 +169,7 @@ class Form:
         return first, most(last - first, 0)
 
     def query_tiles(self, tile: Any, ops: Operations | None = None) -> tuple[Any, Any]:
-        """(first, number) of the tiles of queries that visit a tile of keys, without a table."""
+        """Returns (first, number) of the query tiles that visit a key tile, without a table."""
         least, most, divide = ops or _traced()
         first, last = 0, self.queries // TILE
         if not self.has_positions:
@@ -182,12 +182,12 @@ class Form:
         return first, most(last - first, 0)
 
     def _end_of_window(self, tile: Any, divide: Callable[[Any, int], Any]) -> Any:
-        """The tile after the last one that a window around a tile reaches."""
+        """Returns the tile after the last one that a window around a tile reaches."""
         assert self.window is not None
         return divide(tile * TILE + TILE - 1 + self.window - 1, TILE) + 1
 
     def visited(self, *, of_keys: bool) -> int:
-        """Pairs of tiles that the programs of all heads of one row visit."""
+        """Returns the pairs of tiles that the programs of all heads of one row visit."""
         if self.listed is not None:
             return self.listed[of_keys]
         tiles, of = (self.keys, self.query_tiles) if of_keys else (self.queries, self.key_tiles)

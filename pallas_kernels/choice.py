@@ -1,4 +1,4 @@
-"""Choice of the implementation, XLA or Pallas, with its reason."""
+"""Chooses the implementation, XLA or Pallas, and gives the reason."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Impl = Literal["auto", "xla", "mosaic_gpu", "interpret"]
 Implementation = Literal["xla", "mosaic_gpu", "interpret"]
 
 MIN_JAX = (0, 11)
-"""Older ones lower no kernel that updates a Ref through `pl.kernel`."""
+"""Older versions cannot lower a kernel that updates a Ref through `pl.kernel`."""
 MIN_COMPUTE_CAPABILITY = 8.0
 """Ampere. Compiled for 8.0, 9.0, 10.0 and 12.0."""
 
@@ -22,32 +22,32 @@ KERNELS_THAT_WIN: Mapping[str, str] = {
     "adam8bit": "the kernel moves 16 bytes per parameter once, XLA 22 to 38 in several passes "
     "(counted in programs for an H200, where it took 0.98 of XLA's time for one large array)",
 }
-"""kernel -> why "auto" takes it on a GPU. On an H200 the update of LAMB took 0.69 of XLA's time by
-its kernel, AdamW's and SGD's 0.92 by themselves and 1.01 in a whole step
-(benchmarks/results/gpu_h200.json); a start measures these on the card that is there."""
+"""kernel -> reason why "auto" uses it on GPUs. On an H200 LAMB's update took 0.69 of XLA's time
+by its kernel, AdamW's and SGD's 0.92 alone and 1.01 in a whole step
+(benchmarks/results/gpu_h200.json); at its start a run measures these on the card that it uses."""
 UNDECIDED: Mapping[str, str] = {
     "lamb": "the kernels of lamb move 5 to 8 % less than XLA's fusions",
     "muon": "the kernels of muon and their products move what XLA's fusions and products move, "
     "within 2 %, and hold the directions of all matrices at once",
 }
-"""kernel -> what a count says that does not decide (in programs for an H200). Kernels that are in
-neither table move the bytes that XLA's fusion moves."""
+"""kernel -> a count that does not decide (in programs for an H200). Kernels that are in neither
+table move the same bytes as XLA's fusion."""
 
 SAME_BYTES = "XLA's fusion moves as many bytes"
-"""How the reason begins where only a measurement can tell which is faster."""
+"""Beginning of the reason if only a measurement can show which is faster."""
 
 
 class KernelUnavailable(ValueError):
-    """A kernel was asked for where it cannot run; the message says why and what to do."""
+    """A kernel was requested where it cannot run; the message has the reason and a remedy."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What was decided for one kernel.
+    """The decision for one kernel.
 
     Attributes:
       implementation: "xla", "mosaic_gpu" or "interpret" (the kernel, run slowly on the CPU).
-      reason: one line for people.
+      reason: one line for users.
     """
 
     implementation: Implementation
@@ -57,18 +57,18 @@ class Choice:
 def choose(
     impl: Impl, *, kernel: str, devices: Sequence[Any] | None = None, option: str = "impl"
 ) -> Choice:
-    """Decides once, before anything is traced.
+    """Chooses once, before anything is traced.
 
     Args:
-      impl: "auto" takes the kernel where a count or a measurement speaks for it and it can run;
-        "xla" the reference; "mosaic_gpu" the kernel or an error; "interpret" the kernel on the CPU,
-        some 20 ms per block, for tests.
-      kernel: its name, as in "adamw" or "adam8bit".
-      devices: those the arrays will lie on; None takes `jax.devices()`.
-      option: what `impl` is called where it was asked for, for errors.
+      impl: "auto": the kernel if a count or a measurement favors it and it can run; "xla": the
+        reference; "mosaic_gpu": the kernel or an error; "interpret": the kernel on the CPU, some 20
+        ms per block, for tests.
+      kernel: its name, such as "adamw" or "adam8bit".
+      devices: devices of the arrays; None uses `jax.devices()`.
+      option: name of the option that set `impl`, for errors.
 
     Raises:
-      KernelUnavailable: "mosaic_gpu" or "interpret", and this JAX or these devices cannot.
+      KernelUnavailable: "mosaic_gpu" or "interpret", and this JAX or these devices cannot run it.
       ValueError: an unknown `impl`.
     """
     if impl not in get_args(Impl):
@@ -93,7 +93,7 @@ def choose(
 
 
 def missing() -> str | None:
-    """Why this JAX cannot build the kernels; None if it can."""
+    """Returns why this JAX cannot build the kernels; None if it can."""
     found = tuple(int(part) for part in re.findall(r"\d+", jax.__version__)[:2])
     if found >= MIN_JAX:
         return None
@@ -102,7 +102,7 @@ def missing() -> str | None:
 
 
 def choose_for_others(impl: Impl, *, kernel: str, option: str = "impl") -> Choice:
-    """As `choose`, for GPUs that this machine does not have: only this JAX is looked at.
+    """Works as `choose`, for GPUs that this machine does not have: only this JAX is checked.
 
     Raises:
       KernelUnavailable: "mosaic_gpu" or "interpret", and this JAX cannot build kernels.

@@ -1,4 +1,4 @@
-"""In-place elementwise updates, and their plain reference."""
+"""Defines in-place elementwise updates, and their plain reference."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
 class Values(NamedTuple):
-    """What a rule's function returns: float32 blocks.
+    """The result of a rule's function: float32 blocks.
 
     Attributes:
       updated: in the order of the arrays that are updated.
@@ -32,10 +32,10 @@ class Values(NamedTuple):
 
 
 class Updated(NamedTuple):
-    """What an update of one leaf returns.
+    """The result of an update of one leaf.
 
     Attributes:
-      updated: arrays of the shapes and dtypes of those that came in, and in a kernel in their
+      updated: arrays with the shapes and dtypes of the inputs; a kernel writes them in the inputs'
         memory.
       outputs: new arrays of the same shape.
       sums: float32 scalars; float32 [rows] of an update by rows.
@@ -51,14 +51,14 @@ class Rule:
     """One elementwise update, of any optimizer.
 
     Attributes:
-      name: of the kernel in a lowered program.
+      name: name of the kernel in a lowered program.
       math: (updated, read, scalars) -> Values. All are float32, blocks of one shape or (scalars, in
-        the reference) of shape (). It is called by the kernel with blocks and by the reference with
-        whole arrays, so constants are written with `jnp.full_like`.
-      scalars: a NamedTuple class; its fields are the float32 numbers that `math` is given.
-      num_updated, num_read, num_outputs, num_sums: how many arrays of each kind.
+        the reference) of shape (). The kernel calls it with blocks and the reference with whole
+        arrays, so constants are written with `jnp.full_like`.
+      scalars: a NamedTuple class; its fields are the float32 numbers passed to `math`.
+      num_updated, num_read, num_outputs, num_sums: numbers of arrays of each kind.
       averages: whether the last updated array is the moving average of the first, see `averaging`;
-        `math` is neither given it nor returns it.
+        `math` neither receives nor returns it.
     """
 
     name: str
@@ -72,23 +72,23 @@ class Rule:
 
 
 AVERAGE_RATE = "average_rate"
-"""The scalar that the rule of `averaging` has beside those of the rule it is made of."""
+"""The additional scalar of a rule made by `averaging`."""
 
 
 @functools.cache
 def averaging_scalars(scalars: Any) -> Any:
-    """The class of these scalars and an `AVERAGE_RATE` after them."""
+    """Returns the class of these scalars with an `AVERAGE_RATE` at the end."""
     fields = (*scalars._fields, AVERAGE_RATE)
     return collections.namedtuple(f"{scalars.__name__}AndAverage", fields)
 
 
 @functools.cache
 def averaging(rule: Rule) -> Rule:
-    """The rule that also moves an average of the first updated array, in the same pass.
+    """Returns the rule that also updates an average of the first updated array, in the same pass.
 
-    average + average_rate * (new - average), where `new` is what is stored of the first array,
+    average + average_rate * (new - average), where `new` is the stored value of the first array,
     after rounding. The average is the last of the updated arrays and is stored rounded to nearest.
-    Where the rule's scalar `skip` is not 0 it keeps its value.
+    If the rule's scalar `skip` is not 0, it keeps its value.
     """
     return dataclasses.replace(
         rule,
@@ -100,7 +100,7 @@ def averaging(rule: Rule) -> Rule:
 
 
 def moved_average(average: Any, new: Any, s: Any) -> Any:
-    """float32 block of the average after this step; `new` is a float32 block of what is stored."""
+    """Returns the float32 block of the new average; `new` is a float32 block of stored values."""
     moved = average + s.average_rate * (new - average)
     return jnp.where(s.skip == jnp.zeros_like(average), moved, average)
 
@@ -115,7 +115,7 @@ def check_arrays(
     scalars: Any = None,
     by_row: bool = False,
 ) -> None:
-    """Refuses what no implementation takes.
+    """Checks that an implementation can take the arrays.
 
     Raises:
       TypeError: a dtype other than float32, bfloat16 and float16; a float16 array that would have
@@ -161,12 +161,12 @@ def check_arrays(
 
 
 def check_seed(name: str, seed: Any, shape: tuple[int, ...] = (2,)) -> None:
-    """Raises TypeError for what does not come from `rounding.seed_of`."""
+    """Raises TypeError for a seed that does not come from `rounding.seed_of`."""
     dtype, found = getattr(seed, "dtype", type(seed).__name__), jnp.shape(seed)
     if dtype != jnp.uint32 or found != shape:
         raise TypeError(
             f"{name}: seed is {dtype}{list(found)} and has to be uint32{list(shape)}; "
-            "pallas_kernels.rounding.seed_of makes it from a key of jax.random"
+            "make it with pallas_kernels.rounding.seed_of from a key of jax.random"
         )
 
 
@@ -181,15 +181,15 @@ def reference_update(
     first_index: int = 0,
     by_row: bool = False,
 ) -> Updated:
-    """The rule on whole arrays, in plain `jax.numpy`.
+    """Applies the rule to whole arrays, in plain `jax.numpy`.
 
     Args:
-      rule: what is computed.
+      rule: the update.
       updated, read: arrays of one shape; float32, bfloat16 or float16.
       scalars: an instance of `rule.scalars`.
-      out_dtypes: of the outputs that are wanted.
-      seed: uint32[2] of `rounding.seed_of`: bfloat16 arrays that are updated are rounded
-        stochastically; None rounds to nearest.
+      out_dtypes: dtypes of the requested outputs.
+      seed: uint32[2] from `rounding.seed_of`: updated bfloat16 arrays are rounded stochastically;
+        None rounds to nearest.
       first_index: position in its leaf of the first element, for the random bits.
       by_row: see `update.update`.
     """
@@ -222,13 +222,13 @@ def reference_update(
 def stored_blocks(
     dtypes: Sequence[Any], blocks: Sequence[Any], bits: rounding.Bits | None
 ) -> list[Any]:
-    """float32 blocks as the updated arrays of these dtypes keep them, in order."""
+    """Rounds float32 blocks for the updated arrays of these dtypes, in order."""
     pairs = zip(dtypes, blocks, strict=False)
     return [stored_as(dtype, x, bits, number) for number, (dtype, x) in enumerate(pairs)]
 
 
 def stored_as(dtype: Any, x: Any, bits: rounding.Bits | None, number: int) -> Any:
-    """A float32 block as the updated array number `number` keeps it."""
+    """Rounds a float32 block for the updated array number `number`."""
     if bits is not None and dtype == jnp.bfloat16:
         x = rounding.round_to_bfloat16(x, bits(number))
     return x.astype(dtype)

@@ -1,4 +1,4 @@
-"""Statistics of gradients before an update: sum of squares and count of non-finite values."""
+"""Computes statistics of gradients before an update: sum of squares, count of non-finite values."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pallas_kernels.elementwise import Rule, Values
 
 
 class StatsScalars(NamedTuple):
-    """The one number of `GRADIENT_STATS`: what a gradient is multiplied by (1 / loss scale)."""
+    """The one number of `GRADIENT_STATS`: the factor of a gradient (1 / loss scale)."""
 
     gradient_scale: Any = 1.0
 
 
 def gradient_stats(updated: Any, read: Any, s: StatsScalars) -> Values:
-    """(), (grad,): sums of squares of the scaled gradient, and of 1 per non-finite element.
+    """Returns sums of (), (grad,): squares of the scaled gradient, and 1 per non-finite element.
 
     The count is exact up to 2^24 per leaf and never 0 by rounding. Squares of finite bfloat16
     values can overflow, so an infinite sum of squares does not mean a non-finite gradient.

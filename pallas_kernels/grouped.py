@@ -1,8 +1,8 @@
-"""Products of rows with the matrix of their group, differentiable; groups are known at run time.
+"""Multiplies rows by the matrix of their group, differentiably; groups are known at run time.
 
-Rows lie in segments, one or more for each group, in the order of groups; what lies between is of
-no group. Tiles of rows are computed as far as a segment has a part in them, by a kernel or, on any
-device and in any dtype, one after the other in a loop of XLA.
+Rows are in segments, one or more for each group, in the order of groups; rows between segments
+belong to no group. Only tiles of rows that overlap a segment are computed, by a kernel or, on any
+device and in any dtype, one after the other in an XLA loop.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from pallas_kernels.grouped_kernel import STEP, Form, Visits
 GroupedImpl = Literal["mosaic_gpu", "interpret", "loop"]
 DTYPES = (jnp.bfloat16, jnp.float16)
 COMPUTE_CAPABILITY = 9.0
-"""Hopper: the products are its warpgroup's."""
+"""Hopper: it uses warpgroup products."""
 SMALL_TILE, LARGE_TILE = 64, 128
 ROWS_FOR_LARGE = 2048
-"""Rows of a segment from which tiles of 128 rows are taken: half a tile of padding is 3 % of it."""
+"""Rows per segment from which tiles have 128 rows: half a tile of padding is then 3 % of it."""
 
 
 class Segments(NamedTuple):
-    """Which rows are of which group.
+    """The rows of each group.
 
     Attributes:
       start: int32 [groups * segments of each], their first rows, ascending.
-      count: int32, the same shape, numbers of rows; no two segments share one.
+      count: int32, the same shape, numbers of rows; segments do not overlap.
     """
 
     start: jax.Array
@@ -40,7 +40,7 @@ class Segments(NamedTuple):
 
 
 def segments_of(sizes: jax.Array) -> Segments:
-    """Of rows sorted by group, without gaps; rows after the last group are of none.
+    """Returns segments of rows sorted by group, without gaps; later rows belong to no group.
 
     Args:
       sizes: int32 [groups], the number of rows of each.
@@ -50,10 +50,10 @@ def segments_of(sizes: jax.Array) -> Segments:
 
 
 def visits_of(segments: Segments, groups: int, rows: int, tile: int) -> Visits:
-    """The table of visits, of as many as may be needed at most.
+    """Returns the table of visits, with the largest possible length.
 
     Args:
-      rows: all of them; `tile` divides it.
+      rows: number of all rows; a multiple of `tile`.
     """
     start, count = segments
     each = start.shape[0] // groups
@@ -61,7 +61,7 @@ def visits_of(segments: Segments, groups: int, rows: int, tile: int) -> Visits:
     tiles = jnp.where(count > 0, (start + count - 1) // tile - first_tile + 1, 0)
     ends = jnp.cumsum(tiles)
     visit = jnp.arange(most_visits(start.shape[0], rows, tile), dtype=jnp.int32)
-    # Not by bisection, which on a GPU is a loop of many small kernels.
+    # Not by bisection, which is a loop of many small kernels on a GPU.
     of = jnp.searchsorted(ends, visit, side="right", method="compare_all").astype(jnp.int32)
     needed = of < start.shape[0]
     of = jnp.minimum(of, start.shape[0] - 1)
@@ -76,7 +76,7 @@ def visits_of(segments: Segments, groups: int, rows: int, tile: int) -> Visits:
 
 
 def most_visits(segments: int, rows: int, tile: int) -> int:
-    """Visits that may be needed: each tile once, and once more where a segment begins inside.
+    """Returns the largest number of visits: each tile once, plus once if a segment begins inside.
 
     >>> most_visits(8, 1024, 64)
     23
@@ -91,12 +91,12 @@ def why_not(
     capability: float | None = None,
     interpret: bool = False,
 ) -> str | None:
-    """Why the kernels cannot compute this; None if they can.
+    """Returns why the kernels cannot compute this; None if they can.
 
     Args:
       rows, matrices: arrays or `jax.ShapeDtypeStruct`s, [M, in] and [groups, in, out].
-      capability: compute capability of the GPU; None: not asked.
-      interpret: whether they run on the CPU, where float32 is summed as it is.
+      capability: compute capability of the GPU; None: not checked.
+      interpret: whether they run on the CPU, which also supports float32.
     """
     if (obstacle := missing()) is not None:
         return obstacle
@@ -113,7 +113,7 @@ def why_not(
 
 
 def reference_product(rows: jax.Array, matrices: jax.Array, segments: Segments) -> jax.Array:
-    """The same in plain `jax.numpy`, every matrix on every row; 0 for rows of no group."""
+    """Computes the same in plain `jax.numpy`, every matrix on every row; 0 for rows of no group."""
     total = jnp.zeros(
         (rows.shape[0], matrices.shape[2]), jnp.promote_types(rows.dtype, jnp.float32)
     )
@@ -138,23 +138,25 @@ def grouped_product(
     *,
     impl: GroupedImpl = "mosaic_gpu",
 ) -> jax.Array:
-    """Each row times its group's matrix, summed in float32; differentiable once in reverse mode.
+    """Multiplies each row by its group's matrix, summed in float32.
+
+    It is differentiable once in reverse mode.
 
     Args:
-      rows: [M, in], bfloat16 or float16; 64 divides M.
-      matrices: [groups, in, out] of the same dtype; 64 divides `in` and `out`.
-      segments: which rows are of which group.
+      rows: [M, in], bfloat16 or float16; M is a multiple of 64.
+      matrices: [groups, in, out] of the same dtype; `in` and `out` are multiples of 64.
+      segments: the rows of each group.
       impl: "mosaic_gpu", the kernels; "interpret", the kernels on the CPU, for tests, float32 too;
-        "loop", one tile after the other by XLA, of any floating dtype and widths.
+        "loop", one tile after the other by XLA, for any floating dtype and widths.
 
     Returns:
-      [M, out] in the dtype of `rows`. Rows of no group are not defined, neither here nor in the
-      gradient of `rows`, and nothing else depends on them; leave them out by `jnp.where`. The loop
-      makes them NaN, so that no test misses who reads them.
+      [M, out] in the dtype of `rows`. Rows of no group are undefined, here and in the gradient of
+      `rows`, and nothing else depends on them; mask them by `jnp.where`. The loop sets them to NaN,
+      so that a test fails if they are read.
 
     Raises:
-      KernelUnavailable: what the kernels cannot compute.
-      ValueError: 64 does not divide the number of rows.
+      KernelUnavailable: the kernels cannot compute it.
+      ValueError: the number of rows is not a multiple of 64.
     """
     why = None if impl == "loop" else why_not(rows, matrices, interpret=impl == "interpret")
     if why is not None:
@@ -168,7 +170,7 @@ def grouped_product(
 
 
 def row_tile(rows: int, segments: int) -> int:
-    """Rows of a tile of `row_products`."""
+    """Returns the rows of a tile of `row_products`."""
     large = rows >= ROWS_FOR_LARGE * segments and rows % LARGE_TILE == 0
     return LARGE_TILE if large else SMALL_TILE
 
@@ -227,7 +229,7 @@ _product.defvjp(_forward, _backward)
 def _rows_in_a_loop(
     tile: int, rows: jax.Array, matrices: jax.Array, visits: Visits, transposed: bool
 ) -> jax.Array:
-    """As `grouped_kernel.row_products`, which see."""
+    """Computes `grouped_kernel.row_products` in a loop."""
 
     def one(visit: Any, out: jax.Array) -> jax.Array:
         top = visits.tile[visit] * tile
@@ -245,7 +247,7 @@ def _rows_in_a_loop(
 
 
 def _matrices_in_a_loop(rows: jax.Array, slopes: jax.Array, visits: Visits) -> jax.Array:
-    """As `grouped_kernel.matrix_products`, which see."""
+    """Computes `grouped_kernel.matrix_products` in a loop."""
 
     def one(visit: Any, total: jax.Array) -> jax.Array:
         top, mine = visits.tile[visit] * STEP, _mine(visits, visit, STEP)
@@ -263,7 +265,7 @@ def _tile_at(array: jax.Array, top: Any, tile: int) -> jax.Array:
 
 
 def _mine(visits: Visits, visit: Any, tile: int) -> jax.Array:
-    """Bool [tile, 1]: the rows of a visit."""
+    """Returns bool [tile, 1]: the rows of a visit."""
     row = jnp.arange(tile)
     return ((row >= visits.first[visit]) & (row < visits.last[visit]))[:, None]
 

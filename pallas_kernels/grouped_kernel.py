@@ -1,10 +1,10 @@
-"""Products of rows with the matrix of their group, as two Mosaic GPU kernels for Hopper.
+"""Multiplies rows by the matrix of their group, by two Mosaic GPU kernels for Hopper.
 
-Which tile of rows is computed with which matrix is data: a table of visits. A tile that several
-groups share is visited once by each; what a visit stores, or adds up, are its own rows alone. No
-atomics: each number is written once, so two runs give the same bits. Tiles come by asynchronous
-copies into a ring of buffers, so that the next ones travel while one is multiplied. No GPU has
-timed it.
+A table of visits says, as data, which tile of rows is multiplied by which matrix. A tile that
+several groups share is visited once by each; a visit stores, or sums, only its own rows. No
+atomics: each number is written once, so two runs give the same bits. Tiles are loaded by
+asynchronous copies into a ring of buffers, so that the next ones are loaded while one is
+multiplied. Not timed on a GPU yet.
 
 Needs jax >= 0.11.
 """
@@ -21,18 +21,18 @@ import jax.numpy as jnp
 from jax import lax
 
 STEP = 64
-"""What is summed over in one step: columns of rows, or rows of a gradient of matrices."""
+"""Elements summed over in one step: columns of rows, or rows of a gradient of matrices."""
 BUFFERS = 3
-"""Steps whose tiles lie in shared memory: one is multiplied, two are on their way."""
+"""Steps whose tiles are in shared memory: one is multiplied, two are being loaded."""
 
 
 class Visits(NamedTuple):
-    """Which rows of which tile belong to which group; visits of one group are neighbours.
+    """The rows of tiles that belong to groups; visits of one group are consecutive.
 
     Attributes:
-      group, tile: int32 [visits]; of a visit that is not needed 0.
-      first, last: int32 [visits], the rows in the tile, from `first` to before `last`; equal where
-        the visit is not needed.
+      group, tile: int32 [visits]; 0 for unused visits.
+      first, last: int32 [visits], the rows in the tile, from `first` to before `last`; equal for
+        unused visits.
       begin: int32 [groups + 1], the first visit of each group, and the number of all.
     """
 
@@ -45,12 +45,13 @@ class Visits(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What is known before any array.
+    """The static description of a call.
 
     Attributes:
-      rows: of a tile; columns: of a tile of what is computed. Multiples of 64.
+      rows: of a tile.
+      columns: of a tile of the result. Both are multiples of 64.
       transposed: whether rows are multiplied by the transposed matrices.
-      flops: what a program that has equal groups computes, for those who count.
+      flops: of a program with equal groups, for cost estimates.
     """
 
     rows: int
@@ -62,14 +63,14 @@ class Form:
 def row_products(
     form: Form, rows: jax.Array, matrices: jax.Array, visits: Visits, *, interpret: bool
 ) -> jax.Array:
-    """[M, out] in the dtype of `rows`: each row times its group's matrix, summed in float32.
+    """Returns [M, out] in the dtype of `rows`: each row times its group's matrix, float32 sums.
 
-    Rows of no group are not written: what lies there is not defined.
+    Rows of no group are not written and remain undefined.
 
     Args:
-      rows: [M, in]; `form.rows` divides M.
-      matrices: [groups, in, out], or [groups, out, in] where `form.transposed`; 64 divides `in`,
-        `form.columns` divides `out`.
+      rows: [M, in]; M is a multiple of `form.rows`.
+      matrices: [groups, in, out], or [groups, out, in] with `form.transposed`; `in` is a multiple
+        of 64, `out` of `form.columns`.
       visits: of tiles of `form.rows`.
       interpret: runs the kernel on the CPU.
     """
@@ -94,10 +95,11 @@ def row_products(
 def matrix_products(
     form: Form, rows: jax.Array, slopes: jax.Array, visits: Visits, *, interpret: bool
 ) -> jax.Array:
-    """[groups, in, out] in the dtype of `rows`: the sum over a group's rows of row x slope.
+    """Returns [groups, in, out] in the dtype of `rows`: sums over a group's rows of row x slope.
 
     Args:
-      rows: [M, in], slopes: [M, out], of one dtype; 64 divides M, `form.columns` both widths.
+      rows: [M, in], slopes: [M, out], of one dtype; M is a multiple of 64, both widths of
+        `form.columns`.
       visits: of tiles of 64 rows.
       interpret: runs the kernel on the CPU.
     """
@@ -156,7 +158,7 @@ def _run(
 
 
 def _row_body(form: Form, steps: int, *refs: Any) -> None:
-    """One visit's rows of one tile of columns."""
+    """Computes one visit's rows of one tile of columns."""
     from jax.experimental import pallas as pl
 
     group, tile, first, last, rows, matrices, out, lefts, rights, barrier, result = refs
@@ -184,7 +186,7 @@ def _row_body(form: Form, steps: int, *refs: Any) -> None:
 
 
 def _matrix_body(form: Form, *refs: Any) -> None:
-    """One tile of one group's matrix: the sum over the group's visits."""
+    """Computes one tile of one group's matrix: the sum over the group's visits."""
     from jax.experimental import pallas as pl
 
     begin, tile, first, last, rows, slopes, out, lefts, rights, barrier, result = refs
@@ -201,7 +203,7 @@ def _matrix_body(form: Form, *refs: Any) -> None:
     def multiply(sums: Any, slot: Any, step: Any) -> None:
         low, high = first[start + step], last[start + step]
 
-        # Rows of other groups, or of none, whose values are not defined.
+        # Rows of other groups, or of none, have undefined values.
         @pl.when((low > 0) | (high < STEP))
         def _() -> None:
             for tiles in (lefts, rights):
@@ -225,10 +227,10 @@ def _summed(
     bring: Callable[[Any, Any], None],
     multiply: Callable[[Any, Any, Any], None],
 ) -> Any:
-    """float32 `shape`: the sum of so many products.
+    """Returns float32 `shape`: the sum of `steps` products.
 
     Args:
-      bring: (step, slot of the ring) begins to copy the tiles of a step.
+      bring: (step, slot of the ring) starts copying the tiles of a step.
       multiply: (sums, slot, step) adds their product.
     """
     from jax.experimental import pallas as pl
@@ -245,7 +247,7 @@ def _summed(
             slot = lax.rem(step, jnp.int32(BUFFERS))
             plgpu.barrier_wait(barrier.at[slot])
             multiply(sums, slot, step)
-            plgpu.wgmma_wait(1)  # the product of the step before has read its tiles
+            plgpu.wgmma_wait(1)  # the previous step's product has read its tiles
             ahead = step - 1 + BUFFERS
 
             @pl.when((step > 0) & (ahead < steps))
@@ -284,7 +286,7 @@ def _keep_rows(tile: Any, first: Any, last: Any) -> None:
 
 
 def _parts(total: Any, result: Any) -> Iterator[int]:
-    """Writes 64 columns of a sum after the other into shared memory, and says the first of them."""
+    """Writes 64 columns of a sum at a time into shared memory; yields the first of them."""
     for part in range(0, total.shape[1], STEP):
         result[...] = total[:, part : part + STEP].astype(result.dtype)
         _plgpu().commit_smem()
@@ -292,9 +294,9 @@ def _parts(total: Any, result: Any) -> Iterator[int]:
 
 
 def _store_rows(source: Any, target: Any, top: Any, first: Any, last: Any) -> None:
-    """Copies rows of a tile, `first` to before `last`, to where the tile begins plus their number.
+    """Copies rows `first` to before `last` of a tile to the same rows of the target, from `top` on.
 
-    In pieces of powers of two, since copies have fixed sizes.
+    It copies pieces of powers of two, because copies have fixed sizes.
     """
     from jax.experimental import pallas as pl
 
@@ -313,16 +315,16 @@ def _store_rows(source: Any, target: Any, top: Any, first: Any, last: Any) -> No
 
 
 def _ring(dtype: Any, left: tuple[int, int], right: tuple[int, int]) -> list[Any]:
-    """Buffers of two kinds of tiles, and what tells that those of a slot have come."""
+    """Allocates buffers of two kinds of tiles, and the barriers that signal a loaded slot."""
     plgpu = _plgpu()
-    columns = 128 // jnp.dtype(dtype).itemsize  # of 128 bytes, what a swizzle goes over
+    columns = 128 // jnp.dtype(dtype).itemsize  # 128 bytes, the width of a swizzle
     transforms = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128))
     tiles = [plgpu.SMEM((BUFFERS, *shape), dtype, transforms=transforms) for shape in (left, right)]
     return [*tiles, plgpu.Barrier(num_arrivals=2, num_barriers=BUFFERS)]
 
 
 def _plain(dtype: Any, rows: int) -> Any:
-    """Room for 64 columns of a result in order of rows, of which any number can be copied out."""
+    """Allocates 64 columns of a result in row order, of which any number can be copied out."""
     return _plgpu().SMEM((rows, STEP), dtype)
 
 

@@ -1,4 +1,4 @@
-"""One kernel for many leaves: each leaf has its own Refs, selected by a branch."""
+"""Updates many leaves in one kernel: each leaf has its own Refs, selected by a branch."""
 
 from __future__ import annotations
 
@@ -38,16 +38,17 @@ def update_many(
     block: int = mosaic.BLOCK,
     by_row: Sequence[bool] = (),
 ) -> Updated:
-    """Updates all leaves of trees with as few kernels as can be.
+    """Updates all leaves of trees with as few kernels as possible.
 
-    A leaf of a size that 128 does not divide, or by rows of such a size, is updated on its own, as
-    by `update`. As there, arrays change in place inside a `jax.jit` that donates them.
+    A leaf whose size (or row size, if updated by rows) is not a multiple of 128 is updated
+    separately, as by `update`. Arrays change in place inside a `jax.jit` that donates them, too.
 
     Args:
       rule: such as `optimizers.ADAMW`.
       updated, read: trees of one structure; each leaf of its own shape and dtypes.
       scalars: an instance of `rule.scalars` for all leaves; or a list of them, one per leaf in the
-        order of `jax.tree.leaves`. To the kernel they are data, so that each leaf may have its own.
+        order of `jax.tree.leaves`. The kernel reads them as data, so that each leaf may have its
+        own.
       out_dtypes, impl, block: as in `update.update`.
       seeds: uint32[number of leaves, 2], or None to round to nearest.
       by_row: for each leaf whether it is updated by rows, as in `update.update`; () for none.
@@ -58,7 +59,7 @@ def update_many(
 
     Raises:
       TypeError, ValueError: leaves that do not fit the rule, the scalars or the seeds.
-      KernelUnavailable: the kernel was asked for and cannot run here.
+      KernelUnavailable: the kernel was requested and cannot run here.
     """
     leaves, structure = jax.tree.flatten(updated[0] if updated else read[0])
     columns = [tuple(structure.flatten_up_to(tree)) for tree in (*updated, *read)]
@@ -90,7 +91,7 @@ def _check_numbers(
         raise ValueError(f"{rule.name}: {len(scalars)} sets of scalars for {count} leaves")
     if len(by_row) != count:
         raise ValueError(
-            f"{rule.name}: by_row tells of {len(by_row)} leaves and there are {count}; give one "
+            f"{rule.name}: by_row has {len(by_row)} entries and there are {count} leaves; give one "
             "boolean for each, or () for none"
         )
     if seeds is not None and seeds.shape != (count, 2):
@@ -105,7 +106,7 @@ def _check_numbers(
 def _update_many(
     static: tuple[Any, ...], rows: tuple[Any, ...], packed: jax.Array, seeds: Any
 ) -> tuple[list[Any], tuple[jax.Array, ...]]:
-    """([(*updated, *outputs) of each leaf], the sums of all)."""
+    """Returns ([(*updated, *outputs) of each leaf], the sums of all)."""
     rule, implementation, out_dtypes, block, where, by_row = static
     interpret = implementation == "interpret"
     found: list[Any] = [None] * len(rows)
@@ -147,7 +148,7 @@ def _entries(
     by_row: Sequence[bool],
     block: int,
 ) -> list[Entry]:
-    """The leaves that go into tables: those without a tail."""
+    """Returns the leaves that go into tables: those without a tail."""
     entries = []
     for leaf, row in enumerate(rows):
         cut = {"block": block, "loops": rule.num_sums > 0}
@@ -160,7 +161,7 @@ def _entries(
 
 
 def _scalars_at(rule: Rule, packed: jax.Array, where: ScalarsAt, leaf: Any) -> Any:
-    """The scalars of one leaf."""
+    """Returns the scalars of one leaf."""
     rows = slice(where.first, where.first + len(leaf)) if where.by_row else where.first
     return rule.scalars(*(packed[rows, k] for k in range(len(rule.scalars._fields))))
 
@@ -175,7 +176,7 @@ def _run(
     *,
     interpret: bool,
 ) -> tuple[list[Any], list[jax.Array]]:
-    """One kernel: for each entry (*updated, *outputs), and what its programs leave to be added."""
+    """Runs one kernel; returns (*updated, *outputs) for each entry, and the partial sums."""
     views = [(entry.tiles.rows, entry.tiles.block) for entry in table]
     leaves = [[x.reshape(v) for x in rows[e.leaf]] for e, v in zip(table, views, strict=True)]
     refs = [[jax.new_ref(x) for x in leaf[: rule.num_updated]] for leaf in leaves]
@@ -210,7 +211,7 @@ def _sums_of(
     *,
     interpret: bool,
 ) -> tuple[jax.Array, ...]:
-    """For each of the rule's sums float32 [leaves and rows], leaf after leaf."""
+    """Returns, for each of the rule's sums, float32 [leaves and rows], leaf after leaf."""
     parts = {
         entry.leaf: [totals.Part(kernel, *part) for part in entry.parts]
         for kernel, table in enumerate(tables)
@@ -237,7 +238,7 @@ def _sums_of(
 
 
 def _body(rule: Rule, table: Table, width: int, *, num_outputs: int, has_seeds: bool) -> Any:
-    """The function of one program: refs of updated, read, scalars, seeds, outputs, sums."""
+    """Builds the function of one program: refs of updated, read, scalars, seeds, outputs, sums."""
     fields = len(rule.scalars._fields)
 
     def body(*refs: Any) -> None:

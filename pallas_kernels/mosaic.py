@@ -1,4 +1,4 @@
-"""Elementwise rule as one Mosaic GPU kernel over a leaf of any size.
+"""Runs an elementwise rule as one Mosaic GPU kernel over a leaf of any size.
 
 Needs jax >= 0.11.
 """
@@ -29,21 +29,21 @@ BLOCK = 512
 and loads 16 bytes of float32 at a time."""
 THREADS = 128
 MAX_FLAT = 2**31 - 1
-"""Offsets into a leaf that is not a whole number of blocks are int32."""
+"""Limit of int32 offsets, which leaves use that are not a whole number of blocks."""
 MAX_LOOP = 32
-"""Blocks that one program of a rule with sums goes through, so that partial sums are few."""
+"""Most blocks per program of a rule with sums, so that there are few partial sums."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """How the elements of one leaf are dealt out.
+    """The division of one leaf's elements.
 
     Attributes:
       block: elements of one tile, a multiple of 128.
       rows: number of tiles.
-      loop: tiles that one program goes through.
+      loop: tiles that one program processes.
       tail: elements after the last tile, updated by the reference on the same memory.
-      row_programs: programs of each row of an update by rows; 0 where there is but one leaf.
+      row_programs: programs of each row of an update by rows; 0 for a single leaf.
     """
 
     block: int
@@ -58,7 +58,7 @@ class Tiles:
 
 
 def tiles_of(size: int, *, block: int = BLOCK, loops: bool = False) -> Tiles:
-    """Tiles without a tail where 128 or more divides the size, else of `block` with one.
+    """Returns tiles without a tail if a multiple of 128 divides the size, else `block` with a tail.
 
     Raises:
       ValueError: `block` is not a multiple of 128; or the leaf is larger than 2^31 - 1 and 128 does
@@ -80,7 +80,7 @@ def tiles_of(size: int, *, block: int = BLOCK, loops: bool = False) -> Tiles:
 
 
 def tiles_of_rows(shape: tuple[int, ...], *, block: int = BLOCK, loops: bool = False) -> Tiles:
-    """Tiles of which none belongs to two rows; no tile at all where 128 does not divide a row."""
+    """Returns tiles within rows; no tile at all if 128 does not divide a row."""
     one = tiles_of(math.prod(shape[1:]), block=block, loops=loops)
     if one.tail or not one.rows:
         return Tiles(block, 0, 1, math.prod(shape))
@@ -92,13 +92,13 @@ def _loop(rows: int) -> int:
 
 
 def layout_of(block: int) -> Any:
-    """Each thread holds up to 4 neighbours: 16 bytes of float32 in one load."""
+    """Returns a layout with up to 4 neighbours per thread: 16 bytes of float32 in one load."""
     neighbours = next(n for n in (4, 2, 1) if block // THREADS % n == 0)
     return _plgpu().Layout.WG_STRIDED((block,), vec_size=neighbours)
 
 
 def at_tile(ref: Any, row: Any, tiles: Tiles) -> Any:
-    """The part of a leaf's Ref, in the view that `tiles` asks for, that is tile number `row`."""
+    """Returns tile number `row` of a leaf's Ref, in the view that `tiles` requires."""
     from jax.experimental import pallas as pl  # as in `run_on_tiles`
 
     if not tiles.tail:
@@ -107,22 +107,22 @@ def at_tile(ref: Any, row: Any, tiles: Tiles) -> Any:
 
 
 def load_tile(ref: Any, row: Any, tiles: Tiles) -> Any:
-    """That tile as a float32 block."""
+    """Loads that tile as a float32 block."""
     return load_block(at_tile(ref, row, tiles), tiles.block).astype(jnp.float32)
 
 
 def load_block(ref: Any, block: int) -> Any:
-    """What a part of a Ref holds, as a block."""
+    """Loads a part of a Ref as a block."""
     return _plgpu().load(ref, layout=layout_of(block), optimized=False)
 
 
 def laid_out(x: Any) -> Any:
-    """What no Ref held, in the layout of blocks of its size."""
+    """Puts a value that no Ref held into the layout of blocks of its size."""
     return _plgpu().layout_cast(x, layout_of(x.size))
 
 
 def block_index(program: Any, block: int) -> Any:
-    """uint32[block]: positions in the leaf of the elements of tile number `program`."""
+    """Returns uint32[block]: positions in the leaf of the elements of tile number `program`."""
     inside = laid_out(lax.broadcasted_iota(jnp.uint32, (block,), 0))
     first = program.astype(jnp.uint32) * jnp.uint32(block)
     return inside + lax.broadcast(first, (block,))
@@ -140,7 +140,7 @@ def fused_update(
     by_row: bool = False,
     interpret: bool = False,
 ) -> Updated:
-    """As `elementwise.reference_update`, in one kernel that writes into the updated arrays.
+    """Computes `elementwise.reference_update` in one kernel that writes into the updated arrays.
 
     Args:
       block: elements of one tile; a multiple of 128.
@@ -158,7 +158,7 @@ def fused_update(
     refs = [jax.new_ref(x.reshape(view)) for x in updated]
     flat = [x.reshape(view) for x in read]
     numbers = [jnp.asarray(x, jnp.float32) for x in scalars]
-    if by_row:  # those of one row after those of the other
+    if by_row:  # all numbers of one row, then those of the next
         numbers = [jnp.broadcast_to(x, shape[:1]) for x in numbers]
     packed = jnp.stack(numbers, axis=-1).reshape(-1)
     seeds = [] if seed is None else [seed]
@@ -201,10 +201,10 @@ def _update_tail(
     out_dtypes: Sequence[Any],
     seed: jax.Array | None,
 ) -> Updated:
-    """What follows the last tile, by the reference, written into the same memory.
+    """Updates the elements after the last tile by the reference, in the same memory.
 
-    Before the kernel, so that nothing here depends on it: XLA (0.12) fuses a kernel with what is
-    written into its results, and refuses its own fusion as a circle, or for its target.
+    It runs before the kernel, so that nothing here depends on the kernel: XLA (0.12) fuses a kernel
+    with writes into its results, and then rejects its own fusion as a cycle, or for its target.
     """
     start = tiles.size - tiles.tail
     old, others = tails_of((refs, read), start)
@@ -223,14 +223,19 @@ def _update_tail(
 
 
 def tails_of(tree: Any, start: int) -> Any:
-    """What Refs and arrays hold from `start` on, read before any of it is written: otherwise XLA
-    copies a whole leaf to keep its tail."""
+    """Reads Refs and arrays from `start` on, before any of it is written.
+
+    Otherwise XLA copies a whole leaf to keep its tail.
+    """
     return lax.optimization_barrier(jax.tree.map(lambda x: x[start:], tree))
 
 
 def before_tail(tail: jax.Array, tiles: Tiles) -> Any:
-    """A new Ref for an output of the kernel that ends with these values. The rest is filled in
-    vain, which costs a leaf with a tail one more write of this output."""
+    """Returns a new Ref for an output of the kernel that ends with these values.
+
+    The other elements are filled in vain, which costs a leaf with a tail one more write of this
+    output.
+    """
     return jax.new_ref(jnp.pad(tail, (tiles.size - tiles.tail, 0)))
 
 
@@ -243,11 +248,11 @@ def run_on_tiles(
     has_barriers: bool,
     interpret: bool,
 ) -> Any:
-    """The kernel: one program per `tiles.loop` tiles, each of 128 threads.
+    """Builds the kernel: one program per `tiles.loop` tiles, each of 128 threads.
 
     Args:
-      has_barriers: whether threads of a program exchange anything. Without, each element is read
-        and written by the same thread and the barriers around every store are left out.
+      has_barriers: whether threads of a program exchange data. If not, each element is read and
+        written by the same thread, and the barriers around every store are omitted.
     """
     # Pallas takes 0.4 s to import and is needed only where a kernel is built.
     from jax.experimental import pallas as pl
@@ -264,12 +269,12 @@ def run_on_tiles(
 
 
 def mesh_of(programs: int) -> Any:
-    """A grid of so many programs; `lax.axis_index("program")` is the number of one."""
+    """Returns a grid of this many programs; `lax.axis_index("program")` is the index of one."""
     return _plgpu().Mesh(grid=(programs,), grid_names=("program",))
 
 
 def interpret_params() -> Any:
-    """How a kernel runs on the CPU: two tiles that write the same element are an error."""
+    """Returns parameters for running on the CPU: two tiles that write one element are an error."""
     return _plgpu().InterpretGPUParams(detect_races=True)
 
 
@@ -282,15 +287,15 @@ def update_tile(
     scalars: Any,
     seed: tuple[Any, Any] | None,
 ) -> tuple[Any, ...]:
-    """Inside a kernel: updates tile number `row` of one leaf.
+    """Updates tile number `row` of one leaf; inside a kernel.
 
     Args:
-      refs: (updated, read, outputs) of the leaf, in the view that `tiles` asks for.
+      refs: (updated, read, outputs) of the leaf, in the view that `tiles` requires.
       scalars: an instance of `rule.scalars` of blocks.
       seed: the two words of the leaf's seed, or None to round to nearest.
 
     Returns:
-      For each of the rule's sums a block that is yet to be summed.
+      For each of the rule's sums a block that is not summed yet.
     """
     updated, read, outputs = refs
     old = tuple(load_tile(ref, row, tiles) for ref in updated)
@@ -314,9 +319,9 @@ def update_tile(
 def update_tiles(
     rule: Rule, tiles: Tiles, program: Any, refs: Any, *, scalars: Any, seed: Any
 ) -> tuple[Any, ...]:
-    """Inside a kernel: updates the tiles of one leaf that are those of program number `program`.
+    """Updates the tiles of one leaf that belong to program number `program`; inside a kernel.
 
-    Arguments as of `update_tile`. Returns one number for each of the rule's sums.
+    Arguments are as in `update_tile`. Returns one number for each of the rule's sums.
     """
     more = {"scalars": scalars, "seed": seed}
     if tiles.loop == 1:
@@ -335,17 +340,17 @@ def update_tiles(
 
 
 def spread(x: Any, block: int) -> Any:
-    """A number as a block: Mosaic broadcasts nothing by itself."""
+    """Broadcasts a number to a block: Mosaic does not broadcast implicitly."""
     return lax.broadcast(x, (block,))
 
 
 def spread_scalars(rule: Rule, ref: Any, block: int, *, first: Any = 0) -> Any:
-    """The rule's scalars as blocks, from the Ref that holds them from number `first` on."""
+    """Returns the rule's scalars as blocks, from the Ref that holds them from index `first` on."""
     return rule.scalars(*(spread(ref[first + k], block) for k in range(len(rule.scalars._fields))))
 
 
 def _body(rule: Rule, tiles: Tiles, *, num_outputs: int, has_seed: bool) -> Any:
-    """The function of one program: refs of updated, read, scalars, seed, outputs, sums."""
+    """Builds the function of one program: refs of updated, read, scalars, seed, outputs, sums."""
 
     def body(*refs: Any) -> None:
         rest = iter(refs)

@@ -1,6 +1,6 @@
-"""Elementwise parts of Muon: what comes before and after its matrix products, and Adam beside it.
+"""Elementwise parts of Muon: before and after its matrix products, and the accompanying Adam.
 
-They follow `optax.contrib.muon`, whose Adam takes Nesterov's momentum as well.
+They follow `optax.contrib.muon`, whose Adam uses Nesterov's momentum as well.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pallas_kernels.optimizers import new_moments, unless_skipped
 
 
 class MomentumScalars(NamedTuple):
-    """Numbers of a step of the momentum; make them with `momentum_scalars`. All float32, ()."""
+    """Numbers of a step of the momentum, float32, (); make them with `momentum_scalars`."""
 
     beta: Any
     rest: Any
@@ -29,7 +29,7 @@ class DescentScalars(NamedTuple):
 
     Attributes:
       learning_rate: of this update.
-      matrix_scale: what an orthogonal matrix is multiplied by.
+      matrix_scale: factor of an orthogonal matrix.
       weight_decay: per unit of learning rate.
       skip: 0, or 1 to change nothing.
     """
@@ -41,7 +41,7 @@ class DescentScalars(NamedTuple):
 
 
 class NesterovAdamScalars(NamedTuple):
-    """Numbers of a step of Adam that looks ahead; make them with `nesterov_adam_scalars`."""
+    """Numbers of a step of Adam with Nesterov momentum; make them with `nesterov_adam_scalars`."""
 
     learning_rate: Any
     b1: Any
@@ -60,7 +60,7 @@ class NesterovAdamScalars(NamedTuple):
 def momentum_scalars(
     beta: float, *, count: Any, nesterov: bool, gradient_scale: Any = 1.0, skip: Any = False
 ) -> MomentumScalars:
-    """Numbers of Muon's momentum.
+    """Returns the numbers of Muon's momentum.
 
     Args:
       beta: its decay, a Python float.
@@ -90,7 +90,7 @@ def nesterov_adam_scalars(
     gradient_scale: Any = 1.0,
     skip: Any = False,
 ) -> NesterovAdamScalars:
-    """Numbers of the Adam beside Muon; arguments as in `momentum_scalars` and `adam_scalars`."""
+    """Returns the numbers of Muon's Adam; arguments as in `momentum_scalars` and `adam_scalars`."""
     of_momentum, of_gradient = _ahead(b1, count, nesterov)
     return NesterovAdamScalars(
         *_float32(learning_rate, b1, 1 - b1, b2, 1 - b2, eps, weight_decay),
@@ -103,7 +103,7 @@ def nesterov_adam_scalars(
 
 
 def _ahead(beta: float, count: Any, nesterov: bool) -> tuple[Any, Any]:
-    """What moment and gradient are multiplied by in a direction."""
+    """Returns the factors of moment and gradient in a direction."""
     if not nesterov:
         return _float32(1 / _correction(beta, count), 0.0)
     now, later = _correction(beta, count), _correction(beta, count + 1)
@@ -119,7 +119,7 @@ def _float32(*values: Any) -> tuple[Any, ...]:
 
 
 def momentum(updated: Any, read: Any, s: MomentumScalars) -> Values:
-    """(mu,), (grad,): the average; the output is the direction that is made orthogonal."""
+    """Updates (mu,) from (grad,); the output is the direction that is made orthogonal."""
     (mu,), grad = updated, read[0] * s.gradient_scale
     new = s.rest * grad + s.beta * mu
     direction = s.of_momentum * new + s.of_gradient * grad
@@ -127,7 +127,7 @@ def momentum(updated: Any, read: Any, s: MomentumScalars) -> Values:
 
 
 def descent(updated: Any, read: Any, s: DescentScalars) -> Values:
-    """(param,), (orthogonal,): the parameter after the step."""
+    """Updates (param,) from (orthogonal,); the output is the new parameter."""
     (param,), (orthogonal,) = updated, read
     step = s.matrix_scale * orthogonal + s.weight_decay * param
     (new,) = unless_skipped(s.skip, updated, (param - s.learning_rate * step,))
@@ -135,7 +135,7 @@ def descent(updated: Any, read: Any, s: DescentScalars) -> Values:
 
 
 def nesterov_adam(updated: Any, read: Any, s: NesterovAdamScalars) -> Values:
-    """(param, mu, nu), (grad,): AdamW with a first moment that looks ahead."""
+    """Updates (param, mu, nu) from (grad,): AdamW with a first moment that looks ahead."""
     param, mu, nu = updated
     grad = read[0] * s.gradient_scale
     new_mu, new_nu = new_moments(mu, nu, grad, s)

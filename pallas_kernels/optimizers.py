@@ -1,14 +1,14 @@
 """Formulas of AdamW, Lion, SGD with momentum and LAMB, shared by kernel and reference.
 
 They follow optax's order of operations. A rule multiplies the gradient by `gradient_scale`
-(clipping and loss scale in one). Where `skip` is not 0, every array keeps its value, whatever the
+(clipping and loss scale in one). If `skip` is not 0, every array keeps its value, whatever the
 gradient contains.
 
-Parameters are computed from the moments as they are kept, after `skip` was looked at. The values
-are the same as from the moments before. But what is kept is an output, which XLA does not compute a
-second time: the parameter's fusion reads the new moments alone, and each moment is written where it
-lay. Where the parameter's fusion reads the old moments as well, XLA on CPUs copies every moment
-first, since nothing orders the fusions that read a moment and write it.
+Parameters are computed from the stored moments, after `skip` was applied. The values are the same
+as from the moments before. But stored moments are outputs, which XLA does not compute a second
+time: the parameter's fusion reads only the new moments, and each moment is written in place. If the
+parameter's fusion reads the old moments as well, XLA on CPUs copies every moment first, because
+nothing orders the fusions that read a moment and write it.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class SgdScalars(NamedTuple):
       momentum: decay of the trace.
       weight_decay: added to the gradient, times the parameter (before the trace, as
         `optax.chain(add_decayed_weights, sgd)`).
-      gradient_scale: of the gradient.
+      gradient_scale: factor of the gradient.
       skip: 0, or 1 to change nothing.
     """
 
@@ -92,17 +92,17 @@ def adam_scalars(
     gradient_scale: Any = 1.0,
     skip: Any = False,
 ) -> AdamScalars:
-    """Numbers of one AdamW step (arXiv:1711.05101), or of LAMB's first half.
+    """Returns the numbers of one AdamW step (arXiv:1711.05101), or of LAMB's first half.
 
     Args:
       learning_rate: of this update; may be traced, like all but b2.
       count: int32; the number of this update, from 1.
-      b1, b2: decays, Python floats: 1 - b has to be taken in double precision, since
-        1 - float32(0.999) differs from float32(1 - 0.999) in the fifth digit. A traced b1 near 0.9
-        is off in the seventh.
+      b1, b2: decays, Python floats: 1 - b has to be computed in double precision, since
+        1 - float32(0.999) differs from float32(1 - 0.999) in the fifth digit. With a traced b1 near
+        0.9 it is off in the seventh.
       eps: added to the root of the corrected second moment.
       weight_decay: per unit of learning rate; 0 for a leaf that does not decay.
-      gradient_scale: the gradient is multiplied by it.
+      gradient_scale: factor of the gradient.
       skip: a boolean; True changes nothing.
     """
     return AdamScalars(
@@ -115,18 +115,18 @@ def adam_scalars(
 
 
 def lamb_scalars(scalars: AdamScalars, *, trust_ratio: Any) -> LambScalars:
-    """Numbers of LAMB's second half (arXiv:1904.00962).
+    """Returns the numbers of LAMB's second half (arXiv:1904.00962).
 
     Args:
       scalars: those of the first half.
-      trust_ratio: of `trust_ratio_of`.
+      trust_ratio: from `trust_ratio_of`.
     """
     kept = {name: getattr(scalars, name) for name in LambScalars._fields if name != "trust_ratio"}
     return LambScalars(trust_ratio=trust_ratio, **kept)
 
 
 def trust_ratio_of(param_norm: Any, update_norm: Any) -> jax.Array:
-    """float32; what the update of a leaf is multiplied by: 1 where one of its norms is 0.
+    """Returns float32, the factor of a leaf's update: 1 if one of its norms is 0.
 
     Args:
       param_norm, update_norm: Euclidean norms over the whole leaf, on all devices that hold parts
@@ -146,7 +146,7 @@ def lion_scalars(
     gradient_scale: Any = 1.0,
     skip: Any = False,
 ) -> LionScalars:
-    """Numbers of one Lion step (arXiv:2302.06675); arguments as in `adam_scalars`."""
+    """Returns the numbers of one Lion step (arXiv:2302.06675); arguments as in `adam_scalars`."""
     return LionScalars(
         *_float32(learning_rate, b1, 1 - b1, b2, 1 - b2, weight_decay, gradient_scale, skip)
     )
@@ -161,18 +161,18 @@ def _correction(decay: Any, count: Any) -> jax.Array:
 
 
 def new_moments(mu: Any, nu: Any, grad: Any, s: Any) -> tuple[Any, Any]:
-    """Adam's moments after a gradient that is already scaled; `s` has both decays."""
+    """Returns Adam's moments after a gradient that is already scaled; `s` has both decays."""
     return s.rest1 * grad + s.b1 * mu, s.rest2 * (grad * grad) + s.b2 * nu
 
 
 def adam_direction(param: Any, mu: Any, nu: Any, s: AdamScalars | LambScalars) -> Any:
-    """What Adam with decoupled weight decay subtracts, before the learning rate."""
+    """Returns what Adam with decoupled weight decay subtracts, before the learning rate."""
     root = jnp.sqrt(nu / s.correction2)
     return (mu / s.correction1) / (root + s.eps) + s.weight_decay * param
 
 
 def unless_skipped(skip: Any, old: Any, new: Any) -> tuple[Any, ...]:
-    """The new blocks, or the old ones where `skip` is not 0."""
+    """Returns the new blocks, or the old ones if `skip` is not 0."""
     return tuple(
         jnp.where(skip == jnp.zeros_like(before), after, before)
         for before, after in zip(old, new, strict=True)
@@ -180,7 +180,7 @@ def unless_skipped(skip: Any, old: Any, new: Any) -> tuple[Any, ...]:
 
 
 def adamw(updated: Any, read: Any, s: AdamScalars) -> Values:
-    """(param, mu, nu), (grad,): AdamW; the output is the new parameter."""
+    """Updates (param, mu, nu) from (grad,) by AdamW; the output is the new parameter."""
     param, mu, nu = updated
     grad = read[0] * s.gradient_scale
     kept_mu, kept_nu = unless_skipped(s.skip, (mu, nu), new_moments(mu, nu, grad, s))
@@ -190,7 +190,10 @@ def adamw(updated: Any, read: Any, s: AdamScalars) -> Values:
 
 
 def lamb_moments(updated: Any, read: Any, s: AdamScalars) -> Values:
-    """(mu, nu), (param, grad): LAMB's first half; sums of squares of parameter and update."""
+    """Updates (mu, nu) from (param, grad): LAMB's first half.
+
+    It sums the squares of parameter and update.
+    """
     mu, nu = updated
     param, grad = read
     new_mu, new_nu = new_moments(mu, nu, grad * s.gradient_scale, s)
@@ -200,9 +203,9 @@ def lamb_moments(updated: Any, read: Any, s: AdamScalars) -> Values:
 
 
 def lamb_apply(updated: Any, read: Any, s: LambScalars) -> Values:
-    """(param,), (mu, nu) after the first half: LAMB's second; the output is the new parameter.
+    """Updates (param,) from the new (mu, nu): LAMB's second half; the output is the new parameter.
 
-    The update is computed again from the stored moments, which spares an array of its size.
+    The update is computed again from the stored moments, which saves an array of its size.
     """
     (param,) = updated
     mu, nu = read
@@ -212,7 +215,7 @@ def lamb_apply(updated: Any, read: Any, s: LambScalars) -> Values:
 
 
 def lion(updated: Any, read: Any, s: LionScalars) -> Values:
-    """(param, mu), (grad,): Lion; the output is the new parameter."""
+    """Updates (param, mu) from (grad,) by Lion; the output is the new parameter."""
     param, mu = updated
     grad = read[0] * s.gradient_scale
     direction = jnp.sign(s.rest1 * grad + s.b1 * mu) + s.weight_decay * param
@@ -222,14 +225,14 @@ def lion(updated: Any, read: Any, s: LionScalars) -> Values:
 
 
 def sgd(updated: Any, read: Any, s: SgdScalars) -> Values:
-    """(param, trace), (grad,): SGD with momentum; the output is the new parameter."""
+    """Updates (param, trace) from (grad,): SGD with momentum; the output is the new parameter."""
     param, trace = updated
     (kept,) = unless_skipped(s.skip, (trace,), (_decayed(param, read[0], s) + s.momentum * trace,))
     return _descend(param, kept, kept, s)
 
 
 def sgd_nesterov(updated: Any, read: Any, s: SgdScalars) -> Values:
-    """(param, trace), (grad,): SGD with Nesterov momentum; the output is the new parameter."""
+    """Updates (param, trace) from (grad,): SGD with Nesterov momentum; outputs the parameter."""
     param, trace = updated
     grad = _decayed(param, read[0], s)
     (kept,) = unless_skipped(s.skip, (trace,), (grad + s.momentum * trace,))
@@ -237,7 +240,7 @@ def sgd_nesterov(updated: Any, read: Any, s: SgdScalars) -> Values:
 
 
 def sgd_plain(updated: Any, read: Any, s: SgdScalars) -> Values:
-    """(param,), (grad,): SGD without momentum; the output is the new parameter."""
+    """Updates (param,) from (grad,): SGD without momentum; the output is the new parameter."""
     (param,) = updated
     new = param - s.learning_rate * _decayed(param, read[0], s)
     (new,) = unless_skipped(s.skip, updated, (new,))

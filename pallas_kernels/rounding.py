@@ -1,6 +1,6 @@
-"""Stochastic rounding of float32 to bfloat16, with random bits from a counter.
+"""Rounds float32 to bfloat16 stochastically, with random bits from a counter.
 
-Every function works on whole arrays and on a block inside a kernel alike, so constants are written
+Every function works both on whole arrays and on a block inside a kernel, so constants are written
 as whole blocks.
 """
 
@@ -18,16 +18,16 @@ Bits = Callable[[int], Any]
 
 
 def seed_of(key: jax.Array) -> jax.Array:
-    """uint32[2] for the kernels, from a key of `jax.random`.
+    """Returns uint32[2] for the kernels, from a key of `jax.random`.
 
-    One seed gives every element of an array its own bits, and every array the same: fold a number
-    of the leaf, of the step and, under `shard_map`, of the shard into the key.
+    One seed gives every element of an array its own bits, but the same bits to every array: fold
+    the number of the leaf, of the step and, under `shard_map`, of the shard into the key.
     """
     return jax.random.bits(key, (2,), jnp.uint32)
 
 
 def bits_at(index: Any, seed: tuple[Any, Any]) -> Bits:
-    """Random bits of elements.
+    """Returns random bits of elements.
 
     Args:
       index: uint32 block; the position of each element in its leaf, modulo 2^32.
@@ -51,10 +51,10 @@ def bits_at(index: Any, seed: tuple[Any, Any]) -> Bits:
 
 
 def round_to_bfloat16(x: Any, bits: Any) -> Any:
-    """float32 rounded up or down to a bfloat16 (as float32), so that the mean is `x`.
+    """Rounds float32 up or down to a bfloat16 value (as float32), so that the mean is `x`.
 
     Args:
-      x: float32; what bfloat16 holds exactly, infinities and NaN stay as they are.
+      x: float32; values that bfloat16 represents exactly, infinities and NaN stay as they are.
       bits: uint32 below 2^16.
     """
     raw = lax.bitcast_convert_type(x, jnp.uint32)
@@ -64,7 +64,7 @@ def round_to_bfloat16(x: Any, bits: Any) -> Any:
 
 
 def _mix(x: Any) -> Any:
-    """The finaliser of MurmurHash3: a bijection of uint32 in which every bit moves all others."""
+    """Applies MurmurHash3's finaliser: a bijection of uint32; every bit affects all others."""
     x = x ^ (x >> _like(x, 16))
     x = x * _like(x, 0x85EBCA6B)
     x = x ^ (x >> _like(x, 13))

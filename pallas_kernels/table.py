@@ -1,6 +1,6 @@
-"""Table of the leaves that one kernel goes over, and the branch by which a program finds its own.
+"""Lists the leaves of one kernel, and finds a program's leaf by a branch.
 
-Knows which programs are whose; never what is computed.
+Knows which programs belong to which leaf; never what is computed.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from jax import lax
 from pallas_kernels import mosaic
 
 MAX_PARAMETERS = 480
-"""Arrays of one kernel: their addresses are its parameters, and 4096 bytes are what any driver
-takes. GPT-2's 148 leaves of 5 arrays are then two kernels."""
+"""Limit of arrays of one kernel: their addresses are its parameters, and any driver accepts 4096
+bytes. GPT-2's 148 leaves of 5 arrays are then two kernels."""
 BRANCHES = 16
-"""Ways that one branch has. Wider ones cost comparisons, deeper ones time: JAX (0.12) lowers the
-first way of each branch twice."""
+"""Number of ways of one branch. More ways cost comparisons, deeper branches compile time: JAX
+(0.12) lowers the first way of each branch twice."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ScalarsAt:
-    """Where a leaf's scalars are among the rows of an array of scalars.
+    """The position of a leaf's scalars among the rows of an array of scalars.
 
     Attributes:
-      first: number of its row, or of the first one.
-      by_row: whether each row of the leaf has its own, one after the other.
+      first: index of its row, or of the first one.
+      by_row: whether each row of the leaf has its own, in order.
     """
 
     first: int
@@ -43,10 +43,10 @@ class Entry:
     """One leaf of a kernel's table.
 
     Attributes:
-      leaf: its number in the call.
-      tiles: how it is cut; never with a tail.
-      scalars: where they are.
-      start: number of its first program.
+      leaf: its index in the call.
+      tiles: its division; never with a tail.
+      scalars: position of its scalars.
+      start: index of its first program.
     """
 
     leaf: int
@@ -60,7 +60,7 @@ class Entry:
 
     @property
     def parts(self) -> list[tuple[int, int]]:
-        """(first program, programs) of what has sums of its own: the leaf, or each row of it."""
+        """(first program, programs) of each part with its own sums: the leaf, or each row of it."""
         each = self.tiles.row_programs or self.programs
         return [(self.start + k, each) for k in range(0, self.programs, each)]
 
@@ -69,7 +69,7 @@ Table = tuple[Entry, ...]
 
 
 def tables_of(entries: Sequence[Entry], *, arrays: int) -> list[Table]:
-    """The entries as few tables, leaves of one block and one set of scalars beside each other.
+    """Divides entries into few tables, ordered by block size and by set of scalars.
 
     Args:
       entries: of any leaves, in any order.
@@ -90,12 +90,12 @@ def _numbered(entries: Sequence[Entry]) -> Table:
 def pack_scalars(
     of_leaves: Sequence[Any], rows: Sequence[int]
 ) -> tuple[jax.Array, tuple[ScalarsAt, ...]]:
-    """(float32 [rows of scalars, fields], where each leaf's are).
+    """Returns (float32 [rows of scalars, fields], the position of each leaf's).
 
     Args:
       of_leaves: for each leaf a NamedTuple of its scalars; a field is a number, or [rows] with one
         for each row of the leaf. Leaves with the same object share them.
-      rows: for each leaf how many rows it has.
+      rows: number of rows of each leaf.
     """
     found: dict[int, ScalarsAt] = {}
     sets, sizes = [], []
@@ -110,7 +110,7 @@ def pack_scalars(
 
 
 def _column(values: Sequence[Any], sizes: Sequence[int]) -> jax.Array:
-    """One field of all sets; where they have the same array, a single broadcast."""
+    """Returns one field of all sets; a single broadcast if all have the same array."""
     if jnp.ndim(values[0]) == 0 and all(x is values[0] for x in values):
         return jnp.full((sum(sizes),), values[0], jnp.float32)
     arrays = [jnp.asarray(x, jnp.float32) for x in values]
@@ -120,10 +120,10 @@ def _column(values: Sequence[Any], sizes: Sequence[int]) -> jax.Array:
 
 
 def row_of_scalars(table: Table, program: Any) -> Any:
-    """Inside a kernel: the number of the row of scalars that a program takes, int32.
+    """Returns the index of the row of scalars for a program, int32; inside a kernel.
 
-    A branch of its own, before the one that computes, so that numbers are read by one piece of code
-    for all leaves.
+    It uses a separate branch, before the one that computes, so that the same code reads the numbers
+    of all leaves.
     """
     cuts = [
         number
@@ -142,11 +142,11 @@ def row_of_scalars(table: Table, program: Any) -> Any:
 
 
 def find_leaf(table: Table, program: Any, run: Callable[[int, Any], Any], share: Any) -> Any:
-    """Inside a kernel: `run(number in the table, what leaves of one block share)` for the leaf to
-    which a program belongs.
+    """Calls `run` for the leaf to which a program belongs; inside a kernel.
 
     Args:
-      share: block -> what they share; made once for each size of block.
+      run: (index in the table, shared values) -> result.
+      share: block -> values shared by leaves of this block size; computed once for each size.
     """
     count = len(table)
     kinds = [k for k in range(count) if table[k].tiles.block != table[k - 1].tiles.block or k == 0]
@@ -160,8 +160,10 @@ def find_leaf(table: Table, program: Any, run: Callable[[int, Any], Any], share:
 
 
 def branch(table: Table, program: Any, cuts: Sequence[int], run: Callable[[int, int], Any]) -> Any:
-    """Calls `run(first, last)` for those of the ranges between `cuts` to which the program belongs,
-    through branches of at most `BRANCHES` ways."""
+    """Calls `run(first, last)` for the range between `cuts` to which the program belongs.
+
+    It uses nested branches of at most `BRANCHES` ways.
+    """
     ranges = len(cuts) - 1
     if ranges == 1:
         return run(cuts[0], cuts[1])
@@ -179,7 +181,7 @@ def branch(table: Table, program: Any, cuts: Sequence[int], run: Callable[[int, 
 def kernel_of(
     body: Any, programs: int, *, name: str, out_type: Any, has_barriers: bool, interpret: bool
 ) -> Any:
-    """The kernel of so many programs; arguments as of `mosaic.run_on_tiles`."""
+    """Builds the kernel of this many programs; arguments as in `mosaic.run_on_tiles`."""
     from jax.experimental import pallas as pl  # as in `mosaic.run_on_tiles`
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -187,7 +189,7 @@ def kernel_of(
         body,
         out_type=out_type,
         mesh=mosaic.mesh_of(programs),
-        # Layouts are all written down. Inferring them for many leaves takes minutes (jax 0.12).
+        # All layouts are explicit. Inferring them for many leaves takes minutes (jax 0.12).
         compiler_params=plgpu.CompilerParams(
             unsafe_no_auto_barriers=not has_barriers,
             lowering_semantics=plgpu.LoweringSemantics.Lane,

@@ -1,7 +1,7 @@
-"""Sums over the programs of each leaf or row, in one kernel and in an order of its own.
+"""Sums partial sums of each leaf or row over its programs, in one kernel and in a fixed order.
 
-The compiler's reduction of all leaves reads what every program left once for each leaf, keeps that
-matrix in memory where it is long, and takes two launches then.
+The compiler's reduction for all leaves would read all partial sums once for each leaf, store a long
+matrix in memory, and then need two launches.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from pallas_kernels import mosaic
 from pallas_kernels.table import kernel_of
 
 STRIDE = mosaic.THREADS
-"""Numbers that are read at once. Each sum of an array of partial sums ends with as many that nobody
-writes and nobody adds."""
+"""Numbers that are read at once. Each array of partial sums ends with as many unused numbers, which
+are neither written nor added."""
 
 
 class Part(NamedTuple):
     """Programs whose numbers are added: those of a leaf, or of one row of it.
 
     Attributes:
-      kernel: number of the kernel that they belong to.
-      start: number of the first program in it.
+      kernel: index of the kernel that they belong to.
+      start: index of the first program in it.
       count: number of programs.
     """
 
@@ -37,20 +37,20 @@ class Part(NamedTuple):
 
 
 def width_of(programs: int) -> int:
-    """How many numbers there are of each sum."""
+    """Returns the length of the array of partial sums of one sum."""
     return programs + STRIDE
 
 
 def total(
     partial: Sequence[jax.Array], parts: Sequence[Part], num_sums: int, *, interpret: bool
 ) -> tuple[jax.Array, ...]:
-    """For each sum float32 [parts].
+    """Returns, for each sum, float32 [parts].
 
     Args:
-      partial: of each kernel what its programs left: float32 [sums * width], for each sum a number
-        of each program and `STRIDE` more.
+      partial: partial sums of each kernel: float32 [sums * width], for each sum one number of each
+        program and `STRIDE` more.
       parts: what is added, in the order of the results.
-      num_sums: of each kernel.
+      num_sums: number of sums of each kernel.
     """
     kernel = kernel_of(
         _body([values.size // num_sums for values in partial], num_sums),
@@ -64,7 +64,7 @@ def total(
 
 
 def _body(widths: Sequence[int], num_sums: int) -> Any:
-    """The function of one program, which sums what belongs to one leaf or row."""
+    """Builds the function of one program, which sums the numbers of one leaf or row."""
     from jax.experimental import pallas as pl  # as in `mosaic.run_on_tiles`
 
     def body(*refs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Update of one leaf, or of all leaves of trees, by the chosen implementation."""
+"""Updates one leaf, or all leaves of trees, by the chosen implementation."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def update(
       updated, read: arrays of one shape, any size; float32, bfloat16 or float16 each. Under
         `jax.shard_map` (`check_vma=False`) those of one shard.
       scalars: an instance of `rule.scalars`; its numbers may be traced.
-      out_dtypes: dtypes of the outputs wanted: `(jnp.bfloat16,)` for the parameters in the dtype
+      out_dtypes: dtypes of the requested outputs: `(jnp.bfloat16,)` for the parameters in the dtype
         that a model computes with, or () for none.
-      seed: uint32[2] of `rounding.seed_of`, other for every leaf and step: bfloat16 arrays are
-        rounded stochastically when they are stored. None rounds to nearest.
-      impl: see `choice.choose`; a `Choice` is taken as it is, without a look at the devices.
+      seed: uint32[2] from `rounding.seed_of`, different for every leaf and step: bfloat16 arrays
+        are rounded stochastically when they are stored. None rounds to nearest.
+      impl: see `choice.choose`; a `Choice` is used as it is, without checking the devices.
       block: elements of one tile of the kernel; a multiple of 128.
-      by_row: dimension 0 counts rows that are leaves of their own, such as layers: a scalar may be
-        [rows], one number for each, and every sum is float32 [rows]. Where 128 does not divide a
-        row the reference runs, whatever `impl` says.
+      by_row: dimension 0 counts rows that are separate leaves, such as layers: a scalar may be
+        [rows], one number for each, and every sum is float32 [rows]. If 128 does not divide a row,
+        the reference runs, whatever `impl` says.
 
     Returns:
       Arrays and sums; a kernel's differ from the reference's by its approximate division and root
@@ -48,7 +48,7 @@ def update(
 
     Raises:
       TypeError, ValueError: arrays that do not fit the rule or the kernel.
-      KernelUnavailable: the kernel was asked for and cannot run here.
+      KernelUnavailable: the kernel was requested and cannot run here.
     """
     check_arrays(rule, updated, read, seed, out_dtypes, scalars=scalars, by_row=by_row)
     if seed is not None:
@@ -100,19 +100,19 @@ def _update(
 def update_trees(
     update_leaf: Callable[..., Updated], updated: Sequence[Any], read: Sequence[Any], *more: Any
 ) -> Updated:
-    """Updates all leaves and returns whole trees, in the order in which they came.
+    """Updates all leaves and returns whole trees, in the order of the inputs.
 
     Order matters: JAX pairs donated buffers with outputs of the same shape in order. Results
     gathered leaf by leaf pair a parameter with another's moment (measured: 213 copies and 298 MB
     of temporaries for 48 leaves, none this way).
 
     Args:
-      update_leaf: (updated arrays, read arrays, *what `more` holds for this leaf) -> Updated.
+      update_leaf: (updated arrays, read arrays, *the entries of `more` for this leaf) -> Updated.
       updated, read: trees of one structure.
-      more: further trees of that structure, whatever their leaves are.
+      more: further trees of that structure, with any leaves.
 
     Returns:
-      Trees where `update_leaf` returned arrays.
+      Trees in the places of the arrays that `update_leaf` returned.
     """
     leaves, structure = jax.tree.flatten(updated[0] if updated else read[0])
     flat = [structure.flatten_up_to(tree) for tree in (*updated, *read, *more)]

@@ -122,7 +122,7 @@ def test_a_state_moves_to_another_stage_and_mesh_and_back():
 def test_plans_of_different_states_are_refused():
     here = plan_for(user_model, devices=1, **USER)
     there = plan_for(user_model, devices=1, freeze=("hidden",), **USER)
-    with pytest.raises(ValueError, match="describe different states .*freeze= have to be the same"):
+    with pytest.raises(ValueError, match="describe different states .*freeze="):
         reshard_state(here, there, init_state(here))
 
 

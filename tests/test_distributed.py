@@ -239,7 +239,7 @@ def test_a_process_that_does_not_come():
     address = f"127.0.0.1:{free_port()}"
     result = run_alone(JOIN, **own(address, 0, ZEROJAX_JOIN_SECONDS="2"))
     assert result.returncode == 1
-    assert f"not all 2 processes of the run have come to the coordinator {address}" in result.stderr
+    assert f"not all 2 processes of the run have reached the coordinator {address}" in result.stderr
     assert "Check failure stack trace" not in result.stderr
 
 

@@ -150,7 +150,7 @@ def test_another_machine_that_renews_its_hold_is_alive(
     renewing.start()
     try:
         with (
-            pytest.warns(RuntimeWarning, match="if it gives no sign of life within"),
+            pytest.warns(RuntimeWarning, match="if it does not renew its lock within"),
             pytest.raises(FolderTakenError, match="process 4242 on far, since 2026.*loses the"),
         ):
             hold(tmp_path)

@@ -54,7 +54,7 @@ def test_without_the_compiler_formulas_are_given_and_labelled(monkeypatch):
     forecast = zerojax.forecast(plan_of(), gpu="h100")
     assert forecast.source == FORMULA
     assert forecast.memory.peak is None
-    assert forecast.verdict.fits is None, "formulas know no activations"
+    assert forecast.verdict.fits is None, "formulas leave out activations"
     page = forecast.page()
     assert "formulas only" in page
     assert "pip install 'zerojax[plan]'" in " ".join(page.split())
@@ -199,5 +199,5 @@ def test_a_loop_as_long_as_the_data_say_makes_lower_bounds_and_is_named(cache):
         loss=loss,
     )
     forecast = zerojax.forecast(plan, gpu="h100", fast=True)
-    assert any("loops run as long as the data say" in remark for remark in forecast.remarks)
+    assert any("length that depends on the data" in remark for remark in forecast.remarks)
     assert "lower bounds" in " ".join(forecast.page().split())

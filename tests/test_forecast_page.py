@@ -115,7 +115,7 @@ def test_every_page_is_looked_at():
 
 def test_rows_of_experts_stand_beside_their_formula():
     page = forecast_page(pages()["experts"])
-    assert "  all-to-alls along expert send 50.0% of what the formula says" in page
+    assert "  all-to-alls along expert send 50.0% of the formula" in page
     assert "experts by formula" in page
     assert len(section(page, "EXPERTS, by formula")) > 3
 
@@ -182,7 +182,7 @@ def test_the_time_table_adds_up(page):
 
 def test_the_verdict_comes_first_with_its_bar():
     shown = pages()
-    assert "\nFITS: 35.0 GiB needed, 105.8 GiB there" in forecast_page(shown["fits"])
+    assert "\nFITS: 35.0 GiB of 105.8 GiB available" in forecast_page(shown["fits"])
     refused = forecast_page(shown["too large"])
     assert "\nDOES NOT FIT: " in refused
     bars = [line for line in refused.splitlines() if line.startswith("  [#")]
@@ -194,7 +194,7 @@ def test_the_verdict_comes_first_with_its_bar():
 def test_a_formula_says_so_and_how_to_compile():
     page = forecast_page(formula_forecast())
     assert f"formulas only: {WHY}" in page
-    assert "NOT DECIDED: 15.0 GiB + activations needed" in page
+    assert "NOT DECIDED: 15.0 GiB + activations of" in page
     assert "assumed: all of it is hidden" in page
     assert "compiled" not in section(page, "MEMORY")[1]
 

@@ -409,7 +409,7 @@ def test_a_checkpoint_with_other_codes_is_refused_with_the_option(tmp_path):
             restore_state(checkpointer, lora_plan(BF16, devices=1))
         with pytest.raises(CheckpointError, match=r"in codes of another kind: use the"):
             restore_state(checkpointer, lora_plan(INT8, devices=1))
-    with pytest.raises(ValueError, match="stored dtypes and freeze= have to be the same"):
+    with pytest.raises(ValueError, match="stored dtypes and freeze="):
         reshard_state(plan, lora_plan(INT8, devices=1), init_state(plan, 0))
 
 

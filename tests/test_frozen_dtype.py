@@ -207,7 +207,7 @@ def test_a_checkpoint_of_other_frozen_weights_is_refused_with_the_option(tmp_pat
             restore_state(checkpointer, lora_plan(WIDE, devices=1, freeze=()))
         restored, _ = restore_state(checkpointer, plan)
     assert restored.step == 2
-    with pytest.raises(ValueError, match="stored dtypes and freeze= have to be the same"):
+    with pytest.raises(ValueError, match="stored dtypes and freeze="):
         reshard_state(plan, lora_plan(BF16, devices=1), init_state(plan, 0))
 
 

@@ -184,7 +184,7 @@ def test_a_folder_without_accounts_is_none(tmp_path):
     ],
 )
 def test_an_account_of_another_kind_is_said_and_not_guessed(tmp_path, changed, message):
-    with pytest.warns(UserWarning, match="cannot be told by role") as warned:
+    with pytest.warns(UserWarning, match="by role") as warned:
         assert read_live(write(tmp_path, **changed)) is None
     assert message in str(warned[0].message)
 
@@ -193,7 +193,7 @@ def test_accounts_of_two_programs_are_said_and_not_guessed(tmp_path):
     write(tmp_path)
     other = f"{STEM}-live-range.txt".replace("0001", "0002")
     (tmp_path / other).write_text(RANGES)
-    with pytest.warns(UserWarning, match="holds the accounts of 2 programs"):
+    with pytest.warns(UserWarning, match="of 2 programs"):
         assert read_live(tmp_path) is None
 
 

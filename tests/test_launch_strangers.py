@@ -260,6 +260,6 @@ class TestRealLaunchers:
             connection.sendall(said)
             _, error = first.communicate(timeout=LIMIT)
         assert first.returncode == 1
-        assert "what the launcher of host 1 sends" in error
+        assert "a message of the launcher of host 1" in error
         assert "the launcher of host 1 was lost first" in error
         assert "Traceback" not in error

@@ -111,7 +111,7 @@ def test_a_sweep_that_fails_is_told_and_nothing_is_saved_from_it(tmp_path, monke
     with pytest.raises(StoreError, match="stopped half-way .*Input/output error.* start the run"):
         step(state, batch_of(plan, 0))
     monkeypatch.undo()
-    with pytest.raises(StoreError, match=r"stopped half-way .* goes on from the last checkpoint"):
+    with pytest.raises(StoreError, match=r"stopped half-way .* the last checkpoint"):
         disk.read(plan.offload.on_disk[0], "master")
     close(state)
 

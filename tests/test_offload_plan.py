@@ -385,7 +385,7 @@ def test_offload_is_proposed_and_what_it_frees():
     plan = offload_plan(zero=3)
     found = remedies(plan)
     state = sum(role_tiers(plan)[role][DEVICE] for role in ("master weights", "optimizer state"))
-    assert "wait in the host's memory" in found["mesh.offload.opt_state=host"]
+    assert "are kept in host memory" in found["mesh.offload.opt_state=host"]
     assert f"saves about {state / 1024:.1f} KiB" in found["mesh.offload.opt_state=host"]
     assert "as published for" in found["mesh.offload.opt_state=host"]
     assert "mesh.offload.params=host" not in found, "masters go first"

@@ -1,4 +1,4 @@
-"""Forecast of a plan: its step compiled for a GPU and read."""
+"""Forecasts a plan: compiles its step for a GPU and reads the result."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ from zerojax.plan.whole_matrices import matrix_bytes
 from zerojax.plan.wire import bytes_by_level
 
 FACTS_VERSION = 10
-"""Raised when the readers find something else in the same program: what is cached is not reused."""
+"""Increase it when the readers find something else in the same program, so that caches expire."""
 
 Facts = dict[str, Any]
-"""What was read from a compiled step: plain values, as JSON takes them."""
+"""The facts read from a compiled step: plain values that JSON can store."""
 
 STATE_ROLES = (
     "master weights",
@@ -74,14 +74,14 @@ STATE_ROLES = (
 
 
 class Forecast(ForecastNumbers):
-    """What one step needs; `print(forecast.page())`."""
+    """The memory, traffic and time of one step; `print(forecast.page())`."""
 
     def page(self) -> str:
-        """One page of text, at most 100 columns."""
+        """Returns one page of text, at most 100 columns."""
         return forecast_page(self)
 
     def as_dict(self) -> dict[str, Any]:
-        """Every number, unrounded, as JSON takes it."""
+        """Returns every number, unrounded, for JSON."""
         return forecast_dict(self)
 
 
@@ -95,25 +95,25 @@ def forecast(
     why_formula: str | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Forecast:
-    """The memory, traffic and best time of a plan's step on GPUs that you do not have.
+    """Forecasts memory, traffic and best time of a plan's step on GPUs that you do not have.
 
-    Compiles the very step for them where the compile-only client is installed (`zerojax[plan]`),
-    and takes formulas where it is not. Nothing is run. Results are cached by content.
+    Compiles the step itself for them if the compile-only client is installed (`zerojax[plan]`), and
+    uses formulas otherwise. Nothing is run. Results are cached by content.
 
     Args:
       plan: from `make_plan`, on any devices.
       gpu: a card's name ("h200"), its YAML file, or a `Gpu`.
-      devices: how many; None takes as many as the plan's mesh. `data` takes what the other axes
-        leave; the global batch stays.
-      fast: look for no better kernels; memory and traffic are the same
+      devices: number of devices; None: as many as in the plan's mesh. `data` takes the devices that
+        the other axes leave; the global batch stays.
+      fast: do not search for better kernels; memory and traffic are the same
         (`hardware.compile_client.FAST_OPTIONS`).
-      why_formula: a reason to take the formulas although there is a compiler.
-      progress: told what is being done, a few words each time.
+      why_formula: a reason to use the formulas although there is a compiler.
+      progress: called with a few words about each stage of the work.
 
     Raises:
-      ValueError: an unknown card, or a number of devices that the mesh cannot make.
-      CompilerMissing: JAX has dropped the installed client; CompileError: the compiler refused the
-        step.
+      ValueError: an unknown card, or a number of devices that the mesh cannot have.
+      CompilerMissing: JAX has dropped the installed client.
+      CompileError: the compiler rejected the step.
       TypeError: `plan` is not a plan.
     """
     require_plan(plan, "forecast")
@@ -127,7 +127,7 @@ def forecast(
         mesh = meshes.make_abstract_mesh(settings, count, gpu=card)
     moved, targets = plan.remake(mesh), None
     if why is None and moved.settings.offload.on_host:
-        # Absent devices know no host memory: traced over the mesh's axes alone.
+        # Absent devices have no host memory: trace over the mesh's axes only.
         targets = list(mesh.devices.flat)
         remade = plan.remake(mesh.abstract_mesh)
         moved = dataclasses.replace(remade, program=moved.program, reasons=moved.reasons)
@@ -145,19 +145,19 @@ def _make_forecast(
     fast: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> Forecast:
-    """What one step of a plan needs.
+    """Forecasts one step of a plan.
 
     Args:
       plan: on a mesh of `compile_client.gpu_devices(gpu, ...)`, or on an abstract mesh.
       gpu: the card.
-      devices: of `gpu_devices`, in the order of an abstract mesh: what a plan with arrays in host
-        memory, which a mesh of such devices would lose, is compiled for.
-      why_formula: why nothing can be compiled; None compiles.
+      devices: devices of `gpu_devices` in the order of an abstract mesh, for a plan with arrays in
+        host memory, which a mesh of such devices would lose.
+      why_formula: the reason why the step is not compiled; None compiles.
       fast: see `hardware.compile_client.FAST_OPTIONS`.
-      progress: told what is being done, a few words each time.
+      progress: called with a few words about each stage of the work.
 
     Raises:
-      CompileError: the compiler refused the step.
+      CompileError: the compiler rejected the step.
     """
     say = progress or (lambda _: None)
     facts: Facts | None = None
@@ -183,11 +183,11 @@ def _make_forecast(
     return _assemble(plan, gpu, work, facts, why_formula, seconds, made_by)
 
 
-# --- what the compiled step says ------------------------------------------------------------------
+# --- facts of the compiled step -------------------------------------------------------------------
 
 
 def cache_key(plan: Plan, gpu: Gpu, fast: bool, *, program: str) -> str:
-    """Everything that the facts depend on. The program's text names neither options nor nodes."""
+    """Returns a key of all that the facts depend on; the program's text has no options or nodes."""
     options = {**plan.program.options, **(compile_client.FAST_OPTIONS if fast else {})}
     mesh = {str(name): size for name, size in plan.mesh.shape.items()}
     return forecast_cache.key_of(
@@ -261,9 +261,9 @@ def _copy_facts(copy: HostCopy) -> Facts:
 
 
 def _axes_of(group: Sequence[int], mesh: Mesh | AbstractMesh) -> str:
-    """The mesh axes along which the devices of a group differ, as in "data+model".
+    """Returns the mesh axes along which the devices of a group differ, such as "data+model".
 
-    A program numbers its devices as the mesh lists them.
+    A program numbers its devices in the order of the mesh.
     """
     places = np.array(np.unravel_index(list(group), tuple(mesh.shape.values())))
     differ = [name for name, row in zip(mesh.axis_names, places, strict=True) if len(set(row)) > 1]
@@ -271,7 +271,7 @@ def _axes_of(group: Sequence[int], mesh: Mesh | AbstractMesh) -> str:
 
 
 def _nodes(devices: Mesh | AbstractMesh | Sequence[Any]) -> list[int]:
-    """The node of each device, in the order of the mesh."""
+    """Returns the node of each device, in the order of the mesh."""
     if isinstance(devices, AbstractMesh):
         raise TypeError(
             "an abstract mesh is compiled for devices=; pass "
@@ -285,8 +285,10 @@ def _nodes(devices: Mesh | AbstractMesh | Sequence[Any]) -> list[int]:
 
 
 class _Work(NamedTuple):
-    """What a traced step does on one device: FLOPs, which share of them is of 8-bit floats, and
-    bytes that attention sends."""
+    """The work of a traced step on one device.
+
+    FLOPs, the share of them in 8-bit floats, and the bytes that attention sends.
+    """
 
     flops: float
     eight_bits: float
@@ -350,13 +352,13 @@ def _assemble(
 
 
 def _of_eight_bits(plan: Plan, gpu: Gpu) -> Iterator[str]:
-    """What 8-bit floats save, and where a card has no units for them."""
+    """Yields remarks on savings by 8-bit floats, and on cards without units for them."""
     said = describe_eight_bits(plan.traced.forward, plan.precision)
     yield from said
     if said and gpu.fp8_flops is None:
         yield (
-            f"{gpu.title} has no units for 8-bit floats that anything is published of: such "
-            "products count as others do, and their operands are made wider first"
+            f"{gpu.title} has no units for 8-bit floats with published rates: such products count "
+            "as others do, and their operands are first cast to a wider dtype"
         )
     saved = wire_bytes_saved(plan)
     if saved:
@@ -367,38 +369,38 @@ def _of_eight_bits(plan: Plan, gpu: Gpu) -> Iterator[str]:
 
 
 def _unmeasured(plan: Plan, gpu: Gpu) -> tuple[str, ...]:
-    """What no rate is known of, so that times are lower bounds."""
+    """Returns remarks on unknown rates, which make times lower bounds."""
     found = None if plan.offload is None else hiding(plan, gpu)
     if found is None or found.disk_seconds is not None:
         return ()
     return (
-        "the time that slices in files take is not known, so times are lower bounds: "
+        "the time of slices in files is not known, so times are lower bounds: "
         f"{found.rates.disk_source}",
     )
 
 
 def _remarks(facts: Facts) -> Iterator[str]:
-    """What the compiled program does not tell."""
+    """Yields remarks on what the compiled program does not contain."""
     if facts["by_cublas"]:
         yield (
-            "products are compiled for cuBLAS, as Triton has no kernel for one of them; the GPU "
-            "tries both for each, and its peak may differ by some percent"
+            "products are compiled for cuBLAS, because Triton has no kernel for one of them; the "
+            "GPU tries both for each, and its peak may differ by some percent"
         )
     else:
         yield (
             "the GPU tries Triton and cuBLAS for each product and keeps the faster; here Triton "
-            "has all that it can, and the GPU's peak may differ by some percent"
+            "computes all that it can, and the GPU's peak may differ by some percent"
         )
     if facts["calls_cudnn"]:
         yield (
-            "attention by cuDNN: its products and bytes are counted, its workspace is not; the GPU "
-            "asks the library for it"
+            "attention by cuDNN: its products and bytes are counted, its workspace is not; only "
+            "the GPU's library knows it"
         )
     loops = facts["unknown_loops"]
     if loops:
         yield (
-            f"{len(loops)} loops run as long as the data say ({', '.join(loops[:3])}): traffic and "
-            "memory traffic count one iteration of each, so they are lower bounds"
+            f"{len(loops)} loops have a length that depends on the data ({', '.join(loops[:3])}): "
+            "traffic and memory traffic count one iteration of each, so they are lower bounds"
         )
 
 
@@ -441,15 +443,15 @@ def _roles(
     formula: Mapping[str, int],
     batch: int,
 ) -> tuple[RoleBytes, ...]:
-    """Rows that add up to the peak, with the formula beside them where there is one.
+    """Returns rows that add up to the peak, with the formula's bytes if there are any.
 
-    Without the compiler's account of what lives when, temporaries are one row. A pipeline's buffers
-    are activations to the compiler.
+    Without the compiler's report of live buffers, temporaries are one row. The compiler counts a
+    pipeline's buffers as activations.
     """
     if found is None:
         found = {role: formula[role] for role in STATE_ROLES if role in formula}
         found |= {"batch": batch, "temporary": use.temporary}
-        found["other"] = use.peak - sum(found.values())  # counters, outputs of their own
+        found["other"] = use.peak - sum(found.values())  # counters, outputs with own memory
     names = list(dict.fromkeys([*formula, *found]))
     return tuple(
         RoleBytes(

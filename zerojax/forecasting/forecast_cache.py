@@ -1,6 +1,6 @@
-"""Cache of compilation results between processes.
+"""Caches compilation results between processes.
 
-A cache that fails costs time, not work: whatever is wrong with it is a warning, and the result is
+A failing cache costs time, not results: any problem with it is a warning, and the result is
 computed again.
 """
 
@@ -21,23 +21,23 @@ from zerojax.runtime.user_files import CACHE_VARIABLE, replace_text, user_cache
 
 FORMAT = 1
 MAX_BYTES = 256 << 20
-"""Of all entries; above it the longest unused ones go. A forecast takes some 10 to 100 kB."""
+"""Bytes of all entries; above it the least recently used go. A forecast takes some 10 to 100 kB."""
 
 
 def cache_folder() -> Path | None:
-    """Where entries lie; None where the cache is switched off (see `runtime.user_cache`)."""
+    """Returns the folder of entries; None if the cache is off (see `runtime.user_cache`)."""
     root = user_cache()
     return None if root is None else root / "forecasts"
 
 
 def key_of(*parts: Any) -> str:
-    """The name of an entry: 64 hex digits of everything it depends on, in this order.
+    """Returns the name of an entry: 64 hex digits that depend on all parts, in this order.
 
     Args:
       *parts: text, bytes, numbers, None, or lists and dictionaries of those.
 
     Raises:
-      TypeError: a part that JSON does not take, whose content would not be seen.
+      TypeError: a part that JSON cannot store, so that its content would be ignored.
     """
     digest = hashlib.sha256(f"zerojax forecast {FORMAT}".encode())
     for part in parts:
@@ -47,16 +47,16 @@ def key_of(*parts: Any) -> str:
             kind, content = b"json", json.dumps(part, sort_keys=True).encode()
         digest.update(
             b"%s %d:" % (kind, len(content))
-        )  # so that no two lists of parts run together
+        )  # so that different lists of parts have different digests
         digest.update(content)
     return digest.hexdigest()
 
 
 def load(key: str) -> dict[str, Any] | None:
-    """What was stored under `key`, as JSON returns it (tuples are lists); None if there is nothing.
+    """Returns the value stored under `key`, as JSON returns it (tuples are lists); None if missing.
 
     Warns:
-      UserWarning: an entry that cannot be read or is damaged; it counts as nothing.
+      UserWarning: an entry that cannot be read or is damaged; it counts as missing.
     """
     folder = cache_folder()
     if folder is None:
@@ -69,19 +69,19 @@ def load(key: str) -> dict[str, Any] | None:
     except (OSError, ValueError) as error:
         return _ignore(path, str(error))
     if not isinstance(entry, dict) or not isinstance(entry.get("value"), dict):
-        return _ignore(path, "it holds no entry")
+        return _ignore(path, "it is not an entry")
     if entry.get("key") != key or entry.get("digest") != _digest(entry["value"]):
         return _ignore(path, "its content is not what was stored")
     with contextlib.suppress(OSError):
-        os.utime(path)  # the longest unused entry goes first
+        os.utime(path)  # the least recently used entry is removed first
     return entry["value"]
 
 
 def store(key: str, value: Mapping[str, Any]) -> None:
-    """Keeps `value` under `key`: a reader sees all of it or nothing, also after a crash.
+    """Stores `value` under `key` atomically, so that readers see all of it or nothing.
 
     Args:
-      value: what JSON takes.
+      value: a mapping that JSON can store.
 
     Warns:
       UserWarning: the folder cannot be written.
@@ -109,7 +109,7 @@ def _digest(value: Any) -> str:
 
 
 def _shrink(folder: Path, keep: Path) -> None:
-    """Removes the longest unused entries above `MAX_BYTES`, and what crashed writers have left."""
+    """Removes the least recently used entries above `MAX_BYTES`, and files of crashed writers."""
     found = []
     for path in folder.iterdir():
         if path.suffix in (".json", ".partial"):
@@ -126,7 +126,7 @@ def _shrink(folder: Path, keep: Path) -> None:
 
 
 def _ignore(path: Path, why: str) -> None:
-    _warn(f"{path} is ignored and made again: {why}")
+    _warn(f"{path} is ignored and computed again: {why}")
 
 
 def _warn(sentence: str) -> None:

@@ -1,4 +1,4 @@
-"""Result of a forecast: bytes, communication, an estimate of time, and a verdict."""
+"""Defines the result of a forecast: bytes, communication, an estimate of time, and a verdict."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ COMPILED = "compiled"
 FORMULA = "formula"
 
 MEMORY_FRACTION = 0.75
-"""Share of a GPU's memory that JAX takes unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise."""
+"""Share of a GPU's memory that JAX uses unless XLA_PYTHON_CLIENT_MEM_FRACTION is set."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoleBytes:
-    """Bytes per device that one role takes at the moment of the peak.
+    """Bytes per device of one role at the moment of the peak.
 
     Attributes:
       role: "master weights", "optimizer state", "gathered weights", "gradients", "activations", ...
-      bytes: as compiled; None where nothing was compiled.
-      formula: what the ZeRO formula says; None where there is none (activations, workspace).
+      bytes: as compiled; None if nothing was compiled.
+      formula: by the ZeRO formula; None if there is none (activations, workspace).
     """
 
     role: str
@@ -32,14 +32,15 @@ class RoleBytes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes per device. None where nothing was compiled.
+    """Bytes per device. None if nothing was compiled.
 
     Attributes:
-      state: of the training state between steps, exact; batch: of this device's rows.
+      state: bytes of the training state between steps, exact.
+      batch: bytes of this device's rows.
       arguments, outputs, aliased, temporary: as the compiler counts them; donated arguments are
         aliased with outputs.
-      peak: the most that lives at once on the device: arguments + outputs - aliased + temporary.
-      host: peak in host memory (offload); by formula where nothing was compiled.
+      peak: most bytes in use at once on the device: arguments + outputs - aliased + temporary.
+      host: peak in host memory (offload); by formula if nothing was compiled.
       formula_peak: state, gathered weights and gradients by formula, without activations.
       roles: at the moment of the peak; their bytes add up to `peak`.
     """
@@ -62,20 +63,21 @@ class TrafficRow:
 
     Attributes:
       kind: "all-gather", "reduce-scatter", "all-reduce", "all-to-all" or "collective-permute".
-      axis: the mesh axes it runs over, as in "data" or "data+model".
-      dtype: on the wire.
+      axis: the mesh axes it runs over, such as "data" or "data+model".
+      dtype: dtype in which values are sent.
       count: executions per step.
-      payload_bytes: of all executions, the whole arrays.
-      wire_bytes: sent by one device, all executions, as a ring does it.
+      payload_bytes: size of the whole arrays, over all executions.
+      wire_bytes: bytes that one device sends in all executions, by the ring algorithm.
       loop_depth: 0 outside of loops.
-      crosses_nodes: whether a group reaches beyond one node's fast fabric.
-      group: (devices of a group, how many of them are in the node of the first); None: what the
-        axes and the devices of a node say.
-      network_bytes: of wire_bytes, what one device sends between nodes (`roofline.network_share`).
-      of_attention: whether attention over a split sequence sends it; of_matrices: an optimizer of
-        whole matrices.
-      hidden: share of the wire time that matrix products scheduled between start and end take, all
-        at published peaks; 0 where a collective blocks.
+      crosses_nodes: whether a group extends beyond one node's fast fabric.
+      group: (devices of a group, number of them in the first one's node); None: computed from the
+        axes and the devices of a node.
+      network_bytes: part of wire_bytes that one device sends between nodes
+        (`roofline.network_share`).
+      of_attention: whether attention over a split sequence sends it.
+      of_matrices: whether an optimizer of whole matrices sends it.
+      hidden: share of the wire time that is covered by matrix products scheduled between start and
+        end, all at published peaks; 0 if a collective blocks.
     """
 
     kind: str
@@ -95,21 +97,23 @@ class TrafficRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """What one device sends per step.
+    """Bytes that one device sends per step.
 
     Attributes:
-      rows: from the compiled program, largest first; empty where nothing was compiled.
-      wire_bytes: their sum; None where nothing was compiled.
-      network_bytes: of these between nodes.
-      data_wire_bytes: of these ZeRO's own, over the data axes, and over `stage` for what all stages
-        read; message_wire_bytes: between neighbours of a pipeline; attention_wire_bytes: of
-        attention over sequences that are split over `context`.
-      formula_bytes: ZeRO's by formula (see `plan.wire`); message_formula_bytes: the messages';
-        attention_traced_bytes: attention's, counted in the traced step.
-      exchange_wire_bytes: between devices that experts are split over; exchange_formula_bytes: by
-        formula, of one round (see `plan.expert_costs`).
-      matrix_wire_bytes: for the update by an optimizer of whole matrices; matrix_formula_bytes: by
-        formula (see `plan.whole_matrices`).
+      rows: from the compiled program, largest first; empty if nothing was compiled.
+      wire_bytes: their sum; None if nothing was compiled.
+      network_bytes: part of it between nodes.
+      data_wire_bytes: part of ZeRO, over the data axes, and over `stage` for parameters that all
+        stages read.
+      message_wire_bytes: part between neighbours of a pipeline.
+      attention_wire_bytes: part of attention over sequences that are split over `context`.
+      formula_bytes: ZeRO's part by formula (see `plan.wire`).
+      message_formula_bytes: the messages by formula.
+      attention_traced_bytes: attention's part, counted in the traced step.
+      exchange_wire_bytes: part between devices that experts are split over.
+      exchange_formula_bytes: the same by formula, for one round (see `plan.expert_costs`).
+      matrix_wire_bytes: part of the update by an optimizer of whole matrices.
+      matrix_formula_bytes: the same by formula (see `plan.whole_matrices`).
       unit: 2 bytes x parameters x (N-1)/N.
     """
 
@@ -131,18 +135,18 @@ class Traffic:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Offload:
-    """What lies outside device memory, and what moves for it; bytes of one device, per step.
+    """State outside device memory, and the bytes that move for it; of one device, per step.
 
     Attributes:
       tiers: {role: {"device", "host" or "nvme": bytes}}, by formula.
       moved: by purpose, by formula.
-      hiding: time at best, and with how many tokens products last as long; None where the batch has
-        no tokens, or the card no peak.
-      compiled_to_device, compiled_to_host: what the compiled program copies; None where nothing was
-        compiled. Files are read and written behind it, and are not in it.
-      by_kernels: of these bytes, what kernels copy with the processors that products need.
-      machine_host, machine_disk: what a machine with `Gpu.node_devices` of the devices must have;
-        two generations of files if they are durable.
+      hiding: best time, and the number of tokens with which products take as long; None if the
+        batch has no tokens, or the card no peak.
+      compiled_to_device, compiled_to_host: bytes that the compiled program copies; None if nothing
+        was compiled. Files are read and written outside of it, and are not included.
+      by_kernels: part of these bytes that kernels copy with the processors that products need.
+      machine_host, machine_disk: memory and disk space that a machine with `Gpu.node_devices` of
+        the devices needs; two generations of files if they are durable.
     """
 
     tiers: dict[str, dict[str, int]]
@@ -157,21 +161,21 @@ class Offload:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """The roofline: what published peaks allow at best. Not a measurement, and never reached.
+    """The roofline: the best time that published peaks allow. Not a measurement, and never reached.
 
     Attributes:
-      flops: matrix products of one device per step, with what is computed again.
-      model_flops: the same without; the numerator of MFU.
-      hbm_bytes: read and written by the compiled program; None where nothing was compiled.
+      flops: matrix products of one device per step, recomputation included.
+      model_flops: the same without recomputation; the numerator of MFU.
+      hbm_bytes: read and written by the compiled program; None if nothing was compiled.
       compute_seconds, memory_seconds, wire_seconds: each alone, at the published peak.
-      exposed_wire_seconds: of the wire, what no matrix product hides in the schedule.
-      offload_seconds: of what goes to the host and to disk and comes back, what nothing hides: the
-        update's, and what of the rest lasts longer than max(compute, memory). 0 without offload.
+      exposed_wire_seconds: wire time that no matrix product hides in the schedule.
+      offload_seconds: time of transfers to and from host memory and disk that nothing hides: the
+        update's, and the part of the others beyond max(compute, memory). 0 without offload.
       step_seconds: max(compute, memory) + exposed wire + offload.
-      bound_by: "compute", "memory", "wire", or of offload "link", that of the host, or "disk".
-      mfu: model FLOPs over step_seconds and the published peak, of 8-bit floats for products of
-        these; None without a peak.
-      tokens_per_second: of the whole mesh; None where the batch has no tokens.
+      bound_by: "compute", "memory", "wire", or for offload "link" (to host memory) or "disk".
+      mfu: model FLOPs over step_seconds and the published peak, that of 8-bit floats for their
+        products; None without a peak.
+      tokens_per_second: of the whole mesh; None if the batch has no tokens.
       eight_bits: share of `flops` that are products of 8-bit floats, from 0 to 1.
     """
 
@@ -192,12 +196,12 @@ class Estimate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Whether the step fits on the card.
+    """The answer whether the step fits on the card.
 
     Attributes:
-      fits: None when only formulas are known and they do not decide it.
+      fits: None if only formulas are known and they do not decide it.
       needed: bytes: the compiled peak, or the formula's.
-      limit: bytes JAX may take: memory x `MEMORY_FRACTION` or what the environment says.
+      limit: bytes that JAX may use: memory x `MEMORY_FRACTION` or the environment's fraction.
       headroom: limit - needed.
       reasons: one line each, remedies last.
     """
@@ -211,19 +215,21 @@ class Verdict:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ForecastNumbers:
-    """One step of one plan on N GPUs of one kind.
+    """The numbers of one step of one plan on N GPUs of one kind.
 
     Attributes:
-      gpu: the card; num_devices: how many; mesh: axis -> size.
+      gpu: the card.
+      num_devices: number of GPUs.
+      mesh: axis -> size.
       plan: the plan's own dictionary (`Plan.as_dict`).
-      source: `COMPILED`, or `FORMULA` where the compile-only client is missing (`why_formula` says
-        why, and how to install it).
+      source: `COMPILED`, or `FORMULA` without the compile-only client (`why_formula` has the reason
+        and how to install it).
       compiler: versions and options that the program was compiled with.
-      options_dropped: compiler option -> why it was left out.
-      seconds: spent compiling; 0 from the cache.
-      remarks: what makes a number a lower bound, such as a loop whose length the program does not
-        say.
-      offload: what lies outside device memory; None where nothing does.
+      options_dropped: compiler option -> reason why it was left out.
+      seconds: time spent compiling; 0 from the cache.
+      remarks: reasons why a number is a lower bound, such as a loop whose length the program does
+        not say.
+      offload: state outside device memory; None if there is none.
     """
 
     gpu: Gpu

@@ -1,4 +1,4 @@
-"""Page of a forecast, with its offload section: text, or a dictionary for JSON."""
+"""Formats a forecast, with its offload section, as text or as a dictionary for JSON."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Rows = list[Sequence[str]]
 
 
 def forecast_page(forecast: ForecastNumbers) -> str:
-    """One page of plain characters, at most 100 columns; the numbers of each table add up."""
+    """Returns one page of plain characters, at most 100 columns; each table's numbers add up."""
     sections = [
         _head(forecast),
         _memory(forecast.memory),
@@ -42,12 +42,12 @@ def forecast_page(forecast: ForecastNumbers) -> str:
 
 
 def forecast_dict(forecast: ForecastNumbers) -> dict[str, Any]:
-    """Every number as it is, unrounded, as JSON takes it; times in seconds, sizes in bytes."""
+    """Returns every number unrounded, for JSON; times in seconds, sizes in bytes."""
     return dataclasses.asdict(forecast)
 
 
 def round_to_sum(parts: Sequence[float], digits: int) -> list[float]:
-    """`parts` rounded to `digits` decimals so that they add up to their rounded sum.
+    """Rounds `parts` to `digits` decimals so that they add up to their rounded sum.
 
     The largest remainders are rounded up (Hamilton's method), so no part is off by one unit.
 
@@ -106,8 +106,8 @@ def _verdict(forecast: ForecastNumbers) -> list[str]:
     word = {True: "FITS", False: "DOES NOT FIT", None: "NOT DECIDED"}[verdict.fits]
     more = " + activations" if verdict.fits is None else ""
     lines = [
-        f"{word}: {format_bytes(verdict.needed)}{more} needed, {format_bytes(verdict.limit)} there "
-        f"on each GPU ({verdict.needed / verdict.limit:.0%})",
+        f"{word}: {format_bytes(verdict.needed)}{more} of {format_bytes(verdict.limit)} available "
+        f"per GPU ({verdict.needed / verdict.limit:.0%})",
         _bar(verdict.needed, verdict.limit, forecast.gpu.memory_bytes),
     ]
     for reason in verdict.reasons:
@@ -116,7 +116,7 @@ def _verdict(forecast: ForecastNumbers) -> list[str]:
 
 
 def _bar(needed: int, limit: int, card: int) -> str:
-    """The whole card as a line: # needed, . free for JAX, | the limit, x needed beyond it."""
+    """Draws the card as a line: # needed, . free for JAX, | the limit, x needed beyond it."""
     longest = max(card, needed)
     used = max(1, round(BAR * needed / longest))
     end = round(BAR * limit / longest)
@@ -159,7 +159,7 @@ def _memory(memory: Memory) -> list[str]:
 
 
 def _compiler_count(memory: Memory, scale: float, digits: int) -> list[str]:
-    """How the compiler comes to the peak."""
+    """Returns a line with the compiler's terms of the peak."""
     if memory.peak is None:
         return []
     parts = [memory.arguments, memory.outputs, -(memory.aliased or 0), memory.temporary]
@@ -178,7 +178,7 @@ def _memory_remarks(memory: Memory) -> list[str]:
     return [
         f"  between steps: state {format_bytes(memory.state)}, batch {format_bytes(memory.batch)}; "
         f"host memory: {host}",
-        "  formulas know no activations and nothing that the compiler adds",
+        "  formulas leave out activations and all that the compiler adds",
         *["  pipeline buffers are among the compiled activations"] * buffered,
     ]
 
@@ -250,12 +250,12 @@ def _traffic_remarks(traffic: Traffic) -> list[str]:
         )
     if traffic.attention_wire_bytes is not None and traffic.attention_traced_bytes:
         ratio = traffic.attention_wire_bytes / traffic.attention_traced_bytes
-        lines.append(f"  attention along context sends {ratio:.1%} of what its formula says")
+        lines.append(f"  attention along context sends {ratio:.1%} of the formula")
     if traffic.network_bytes:
-        lines.append("  between nodes: of what a device sends, what goes through its network card")
+        lines.append("  between nodes: the bytes that a device sends through its network card")
     if traffic.exchange_wire_bytes is not None and traffic.exchange_formula_bytes:
         ratio = traffic.exchange_wire_bytes / traffic.exchange_formula_bytes
-        lines.append(f"  all-to-alls along expert send {ratio:.1%} of what the formula says")
+        lines.append(f"  all-to-alls along expert send {ratio:.1%} of the formula")
     if traffic.matrix_wire_bytes is not None and traffic.matrix_formula_bytes:
         ratio = traffic.matrix_wire_bytes / traffic.matrix_formula_bytes
         lines.append(
@@ -264,7 +264,7 @@ def _traffic_remarks(traffic: Traffic) -> list[str]:
         )
     if traffic.rows:
         lines += [
-            "  hidden: share of its time that products scheduled beside it last, at peak rates"
+            "  hidden: share of its time covered by products scheduled beside it, at peak rates"
         ]
     return lines
 
@@ -299,7 +299,7 @@ def _time(forecast: ForecastNumbers) -> list[str]:
 
 
 def _repeated(forecast: ForecastNumbers) -> str:
-    """Which part of what is computed the model does not ask for, if any."""
+    """Returns words about the share of computation beyond the model's own, if any."""
     estimate = forecast.estimate
     again = 1 - estimate.model_flops / estimate.flops if estimate.flops else 0.0
     if not estimate.model_flops or again <= 0.005:
@@ -310,7 +310,7 @@ def _repeated(forecast: ForecastNumbers) -> str:
 
 
 def _in_eight_bits(forecast: ForecastNumbers) -> str:
-    """Which part of what is computed is of 8-bit floats, if any."""
+    """Returns words about the share of computation in 8-bit floats, if any."""
     share = forecast.estimate.eight_bits
     if not share:
         return ""
@@ -335,7 +335,7 @@ def _step_rows(estimate: Estimate, scale: float, digits: int) -> Rows:
     plus = ""
     if estimate.offload_seconds:
         plus = " + offload"
-        words = "the update's link or disk, and what of the rest lasts longer than products"
+        words = "the update's link or disk, and transfers that last longer than products"
         offload = [["offload", f"{shown[2]:,.{digits}f}", words]]
     return [
         ["wire not hidden", f"{shown[1]:,.{digits}f}", beside],
@@ -381,12 +381,12 @@ def _notes(forecast: ForecastNumbers) -> list[str]:
 
 
 def _unit(largest: float, units: Sequence[tuple[str, float, int]]) -> tuple[str, float, int]:
-    """The largest unit of which there is at least one."""
+    """Returns the largest unit that does not exceed the value."""
     return next((unit for unit in units if largest >= unit[1]), units[-1])
 
 
 def _si(value: float) -> str:
-    """Decimal units of rates: `_si(3.35e12) == "3.35 T"`."""
+    """Formats a rate with a decimal unit prefix: `_si(3.35e12) == "3.35 T"`."""
     for limit, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= limit:
             return f"{value / limit:.4g} {prefix}"
@@ -394,7 +394,7 @@ def _si(value: float) -> str:
 
 
 def align_columns(rows: Rows, *, left: int, last_left: bool = False) -> list[str]:
-    """Columns of equal width; the first `left` ones and, if told, the last align left."""
+    """Pads columns to equal width; aligns the first `left` and, with `last_left`, the last left."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for row in rows:
@@ -413,7 +413,7 @@ def _wrap(text: str, first: str = "", other: str = "  ") -> list[str]:
 
 
 def offload_section(forecast: ForecastNumbers) -> list[str]:
-    """Bytes by tier, what moves by formula and as compiled, and what hides it; [] without any."""
+    """Returns bytes by tier, moved bytes by formula and as compiled, their hiding; [] if none."""
     offload = forecast.offload
     if offload is None:
         return []
@@ -428,7 +428,7 @@ def offload_section(forecast: ForecastNumbers) -> list[str]:
 
 
 def _per_node(forecast: ForecastNumbers, offload: Offload) -> list[str]:
-    """What a machine with several of these GPUs must have."""
+    """Returns a line with the needs of a machine with several of these GPUs."""
     number = min(forecast.num_devices, forecast.gpu.node_devices)
     sizes = {"host memory": offload.machine_host, "disk": offload.machine_disk}
     needed = [f"{format_bytes(size)} of {words}" for words, size in sizes.items() if size]
@@ -437,7 +437,7 @@ def _per_node(forecast: ForecastNumbers, offload: Offload) -> list[str]:
 
 
 def _compiled(offload: Offload) -> list[str]:
-    """What the compiled program copies."""
+    """Returns lines about the copies of the compiled program."""
     if offload.compiled_to_device is None or offload.compiled_to_host is None:
         return []
     sizes = (offload.compiled_to_device, offload.compiled_to_host)
@@ -450,5 +450,5 @@ def _compiled(offload: Offload) -> list[str]:
         )
         lines += textwrap.wrap(sentence, INNER_WIDTH, initial_indent="  ", subsequent_indent="    ")
     if any(part.read for part in offload.moved):
-        lines.append("  files are read and written behind the compiled program")
+        lines.append("  files are read and written outside of the compiled program")
     return lines

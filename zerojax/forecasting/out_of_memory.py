@@ -1,4 +1,4 @@
-"""Explanation of out-of-memory errors: the request, the plan, and the settings that help.
+"""Explains out-of-memory errors: the request, the plan, and the settings that help.
 
 It takes no device memory and compiles nothing.
 """
@@ -28,14 +28,14 @@ from zerojax.runtime.memory import TRAINING_STEP, least_room, purpose_of
 NUM_REMEDIES = 3
 COMPILING = f"compiling {TRAINING_STEP}"
 _JAX_COMPILER = "jax._src.compiler"
-"""The module of JAX whose frames a traceback has, unless JAX leaves its own out, when compiling
-failed (tests/test_monitor_memory.py compiles one that does)."""
+"""JAX module whose frames are in the traceback of a failed compilation, unless JAX removes its own
+frames (tests/test_monitor_memory.py compiles one that fails)."""
 
 RunNow = Callable[[], tuple[Plan, Any, int, Any]]
 """() -> (the plan, the state or None, steps done, the jitted step or None)."""
 
 START = "out of memory"
-"""How the page begins: by this it is found among an error's notes."""
+"""First words of the page, by which it is found among an error's notes."""
 PROFILE = "memory.prof"
 _UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = r"(?P<size>\d+(?:\.\d+)?)\s?(?P<unit>[KMGT]?)(?:i?B|\b)"
@@ -60,14 +60,14 @@ _KINDS = (
 
 @contextlib.contextmanager
 def explaining_memory(now: RunNow, folder: Path | None) -> Iterator[None]:
-    """An error for lack of memory in the block leaves with a note: one page on what to do.
+    """Adds a note to an out-of-memory error in the block: one page with remedies.
 
-    The error itself stays what it is. Nothing is compiled for the page: where the step has been
-    compiled, JAX still has what the compiler said of it.
+    The error itself is unchanged. Nothing is compiled for the page: if the step has been compiled,
+    JAX still has the compiler's report.
 
     Args:
-      now: asked when it has failed.
-      folder: of the run; a memory profile is written there. None: it has none.
+      now: called after the failure; returns the state of the run.
+      folder: folder of the run, to which a memory profile is written. None: no folder.
     """
     try:
         yield
@@ -79,7 +79,7 @@ def explaining_memory(now: RunNow, folder: Path | None) -> Iterator[None]:
 
 
 def explain(error: BaseException, asked: MemoryRequest, now: RunNow, folder: Path | None) -> Page:
-    """Everything that the page shows."""
+    """Collects the content of the page."""
     plan, state, num_steps, step = now()
     activity = find_activity(error, asked)
     sizes, source = sizes_by_role(plan, asked, None if activity == COMPILING else step, activity)
@@ -101,7 +101,7 @@ def explain(error: BaseException, asked: MemoryRequest, now: RunNow, folder: Pat
 
 
 def find_activity(error: BaseException, asked: MemoryRequest) -> str:
-    """What a run was doing: the block of `allocating_for` that the error left."""
+    """Returns the activity of the run: the block of `allocating_for` that raised the error."""
     purpose = purpose_of(error)
     if purpose in (TRAINING_STEP, None) and (asked.by_compiler or _left_the_compiler(error)):
         return COMPILING
@@ -116,10 +116,11 @@ def _left_the_compiler(error: BaseException) -> bool:
 def sizes_by_role(
     plan: Plan, asked: MemoryRequest, step: Any, activity: str
 ) -> tuple[dict[str, int], str]:
-    """({role: bytes per device at the peak}, where activations are known from).
+    """Returns ({role: bytes per device at the peak}, source of the activations).
 
-    State is exact, weights and gradients are by formula. Activations no formula knows: they are
-    what the compiled step needs beyond these, or what was asked for in one piece beyond them.
+    State is exact, weights and gradients are by formula. No formula gives activations: they are the
+    temporary memory of the compiled step beyond these, or the part of the failed request beyond
+    them.
     """
     sizes = {role: size for role, size in role_bytes(plan).items() if size}
     passing = sizes.get(GATHERED, 0) + sizes.get(GRADIENTS, 0)
@@ -141,7 +142,7 @@ def _compiled_temporary(plan: Plan, step: Any) -> int | None:
     try:
         compiled = step.lower(plan.abstract_state, plan.abstract_batch).compile()
         return compile_client.memory_of(compiled).temporary
-    except Exception:  # memory may be short for this, too; the page does without
+    except Exception:  # memory may be too short for this as well; the page omits it
         return None
 
 
@@ -152,14 +153,14 @@ def _excess(asked: MemoryRequest, free: int | None) -> int | None:
 
 
 def cheapest_remedies(plan: Plan, sizes: Mapping[str, int], excess: int | None) -> list[Remedy]:
-    """The three settings that cost the least time, those that suffice by themselves first."""
+    """Returns the three settings that cost the least time; those that suffice alone come first."""
     needed = sum(sizes.values())
     found: dict[str, Remedy] = {}
     for remedy in all_remedies(plan, gpu_of_device(device_kind()), dict(sizes)):
         if remedy.price is None or (remedy.saving or 0) < SMALL * needed:
             continue
         key = remedy.words.partition("=")[0]
-        # Of several values of one setting the first that suffices, else the one that saves most.
+        # Of several values of one setting, the first that suffices, else the one that saves most.
         if key not in found or not _suffices(found[key], excess):
             found[key] = remedy
     order = sorted(found.values(), key=lambda one: (not _suffices(one, excess), one.price))
@@ -172,14 +173,16 @@ def _suffices(remedy: Remedy, excess: int | None) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Page:
-    """What is shown.
+    """The content of the page.
 
     Attributes:
-      asked: what did not fit; activity: while this was done.
-      device: where.
-      sizes: {role: bytes per device} of the plan; source: where activations are known from.
+      asked: the failed request.
+      activity: what the run was doing.
+      device: the device.
+      sizes: {role: bytes per device} of the plan.
+      source: where the bytes of activations come from.
       living: the largest arrays.
-      excess: bytes too many, as far as known.
+      excess: bytes above the limit, if known.
       remedies: the cheapest first.
       profile: file for `pprof`, if one could be written.
     """
@@ -196,7 +199,7 @@ class Page:
 
 
 def draw(page: Page) -> str:
-    """At most one screen, 100 columns."""
+    """Formats the page: at most one screen, 100 columns."""
     lines = [f"{START} in {page.activity}: {_asked(page.asked)}", ""]
     lines += _row("device", _device(page.device))
     total = sum(page.sizes.values())
@@ -210,7 +213,7 @@ def draw(page: Page) -> str:
         lines.append(f"            {format_bytes(one.size):>10}  {one.name}{several}")
     lines += ["", *_remedies(page)]
     if page.profile is not None:
-        lines += ["", f"What made each array: pprof -top {page.profile}"]
+        lines += ["", f"What created each array: pprof -top {page.profile}"]
     return "\n".join(lines)
 
 
@@ -223,7 +226,7 @@ def _asked(asked: MemoryRequest) -> str:
         return asked.text
     if asked.by_compiler:
         return f"the compiled step needs {format_bytes(asked.size)}"
-    return f"{format_bytes(asked.size)} ({asked.size:,} bytes) were asked for in one piece"
+    return f"{format_bytes(asked.size)} ({asked.size:,} bytes) were requested in one piece"
 
 
 def _device(device: DeviceMemory) -> str:
@@ -255,12 +258,12 @@ def _remedies(page: Page) -> list[str]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LiveArray:
-    """One array, or several that are called the same.
+    """One array, or several with the same name.
 
     Attributes:
-      name: of the state's leaf; else dtype and shape.
-      size: bytes on the first local device that has some of it.
-      count: arrays.
+      name: name of the state's leaf; else dtype and shape.
+      size: bytes on the first local device that holds a part of it.
+      count: number of arrays.
     """
 
     name: str
@@ -270,10 +273,12 @@ class LiveArray:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceMemory:
-    """Bytes of the fullest local device, or of the process where devices have no memory of theirs.
+    """Bytes of the fullest local device, or of the process if devices have no own memory.
 
     Attributes:
-      name: as the device calls itself; in_use; limit and free: None where they are not known.
+      name: name of the device.
+      in_use: bytes in use.
+      limit, free: None if they are not known.
       source: who sets the limit.
     """
 
@@ -285,7 +290,7 @@ class DeviceMemory:
 
 
 def device_now() -> DeviceMemory:
-    """What the fullest local device holds."""
+    """Returns the memory of the fullest local device."""
     memory = device_memory()
     if memory["source"] == "device":
         limit = memory["limit"] or None
@@ -305,15 +310,15 @@ def device_now() -> DeviceMemory:
 
 
 def largest_arrays(state: Any, count: int = 5) -> list[LiveArray]:
-    """The arrays that take most of a device now, largest first.
+    """Returns the arrays that take most of a device now, largest first.
 
     Args:
-      state: a tree whose leaves have names; None: nothing has.
+      state: a tree whose leaves have names; None: no names.
     """
     names: dict[Any, str] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         names[id(leaf)] = name = jax.tree_util.keystr(path, simple=True, separator="/")
-        # A step that failed leaves arrays without names: those that it was given.
+        # A failed step leaves arrays without names: its arguments.
         names.setdefault((leaf.dtype, leaf.shape), f"{leaf.dtype}{list(leaf.shape)}, like {name}")
     found: dict[str, LiveArray] = {}
     for array in jax.live_arrays():
@@ -333,25 +338,25 @@ def _shard_size(array: jax.Array) -> int:
 
 
 def save_profile(folder: Path | None) -> Path | None:
-    """Writes what every array was made by, for `pprof`; None where that cannot be done now."""
+    """Writes the origin of every array for `pprof`; returns None if that is not possible now."""
     if folder is None:
         return None
     try:
         folder.mkdir(parents=True, exist_ok=True)
         jax.profiler.save_device_memory_profile(str(folder / PROFILE))
-    except Exception:  # it is an extra, and whatever fails here must not hide the first error
+    except Exception:  # it is optional, and a failure here must not hide the first error
         return None
     return folder / PROFILE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryRequest:
-    """What did not fit.
+    """A failed request for memory.
 
     Attributes:
-      size: bytes; None where the message does not say.
-      by_compiler: the compiler found before anything ran that the whole program does not fit.
-      on_host: memory of the process, not of a device with memory of its own.
+      size: bytes; None if the message does not say.
+      by_compiler: the compiler found, before anything ran, that the whole program does not fit.
+      on_host: memory of the process, not of a device with its own memory.
       text: the first line of the message.
     """
 
@@ -362,11 +367,11 @@ class MemoryRequest:
 
 
 def find_memory_request(error: BaseException) -> MemoryRequest | None:
-    """What an error says of memory; None when it is about something else."""
+    """Returns the failed request that an error describes; None if it is about something else."""
     text = str(error)
     if not isinstance(error, MemoryError) and not any(kind in text for kind in _KINDS):
         return None
-    # A quota, a limit of gRPC or of threads is "resource exhausted", too.
+    # A quota, a limit of gRPC or of threads is "resource exhausted" as well.
     if not isinstance(error, MemoryError) and "memory" not in text.lower() and "alloc" not in text:
         return None
     by_compiler = "Ran out of memory in memory space" in text

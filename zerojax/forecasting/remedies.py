@@ -1,4 +1,4 @@
-"""Remedies for a step that does not fit, in order of cost.
+"""Lists remedies for a step that does not fit, in order of cost.
 
 None of them is compiled here.
 """
@@ -40,7 +40,7 @@ from zerojax.plan.schedules import lower, make_schedule
 
 STATE = (MASTERS, OPTIMIZER, AVERAGE, "optimizer temporaries")
 MOST_FRACTION = 0.95
-"""Of a card, what JAX may be given: CUDA, NCCL and libraries take some 0.5 to 2 GiB beside it."""
+"""Largest share of a card for JAX: CUDA, NCCL and libraries take some 0.5 to 2 GiB in addition."""
 PRICES = {
     0: "nothing: as much work and traffic as before",
     1: "little: more and smaller products",
@@ -49,10 +49,10 @@ PRICES = {
     4: "up to a third more products",
     5: "copies between host and device in every step",
 }
-"""What a remedy costs in time, the least first."""
+"""Cost of a remedy in time, the least first."""
 MICROBATCHES = "num_microbatches="
 SMALL = 0.01
-"""A remedy that saves less than this share of what is needed is not worth a line."""
+"""A remedy that saves less than this share of the needed bytes is not listed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,10 +60,10 @@ class Remedy:
     """One setting that takes less memory.
 
     Attributes:
-      words: what to set, as it is typed.
-      why: it helps.
+      words: the setting, as it is typed.
+      why: the reason why it helps.
       saving: about how many bytes per device; None: only the compiler knows.
-      price: what it costs in time, a key of `PRICES`; None: it takes more devices.
+      price: its cost in time, a key of `PRICES`; None: it takes more devices.
     """
 
     words: str
@@ -73,14 +73,14 @@ class Remedy:
 
 
 def role_sizes(memory: Memory) -> dict[str, int]:
-    """Role -> bytes at the peak: as compiled, or by formula where nothing was."""
+    """Returns role -> bytes at the peak: as compiled, or by formula if nothing was."""
     compiled = memory.peak is not None
     sizes = {row.role: row.bytes if compiled else row.formula for row in memory.roles}
     return {role: size for role, size in sizes.items() if size}
 
 
 def largest_role(memory: Memory, needed: int) -> str:
-    """One line that names the role with the most bytes."""
+    """Returns one line that names the role with the most bytes."""
     sizes = role_sizes(memory)
     if not sizes:
         return "the roles of these bytes are not known"
@@ -91,14 +91,15 @@ def largest_role(memory: Memory, needed: int) -> str:
 def find_remedies(
     plan: Plan, gpu: Gpu, memory: Memory, *, excess: int, fraction: float
 ) -> list[str]:
-    """One line each, in order: more devices, a higher stage, microbatches, what a pipeline keeps,
-    remat, offload, tensor parallelism, more pipeline stages, and a larger share of the card.
+    """Returns one line for each remedy.
 
-    Savings are computed from the bytes by role, so they are estimates; compile to know.
+    Order: more devices, a higher stage, microbatches, a pipeline's buffers, remat, offload, tensor
+    parallelism, more pipeline stages, and a larger share of the card. Savings are computed from the
+    bytes by role, so they are estimates; compile to know.
 
     Args:
       excess: bytes per device above the limit.
-      fraction: share of the card that JAX takes now.
+      fraction: share of the card that JAX uses now.
     """
     sizes = role_sizes(memory)
     needed = sum(sizes.values())
@@ -129,10 +130,10 @@ def find_remedies(
 
 
 def all_remedies(plan: Plan, gpu: Gpu | None, sizes: dict[str, int]) -> Iterator[Remedy]:
-    """Everything that this plan leaves to be set, the order as in `find_remedies`.
+    """Yields every setting that this plan can still change, in the order of `find_remedies`.
 
     Args:
-      gpu: the card; None: not known, so nothing is said of what needs its links.
+      gpu: the card; None: not known, so remedies that need its links are left out.
       sizes: role -> bytes at the peak.
     """
     yield from _more_devices(plan, sizes)
@@ -147,12 +148,12 @@ def all_remedies(plan: Plan, gpu: Gpu | None, sizes: dict[str, int]) -> Iterator
 
 
 def rows_at_once(plan: Plan) -> int:
-    """Rows of the batch that one data shard holds activations of."""
+    """Returns the rows of the batch whose activations one data shard holds."""
     return plan.global_batch_size // (num_data_shards(plan.mesh) * plan.num_microbatches)
 
 
 def remat_of(plan: Plan) -> str | None:
-    """`remat` of a reference model; for others "none" or None (has some)."""
+    """Returns `remat` of a reference model; for others "none", or None if it has checkpoints."""
     own = getattr(bound_attribute(plan.model, "config"), "remat", None)
     if own is not None:
         return own
@@ -201,7 +202,7 @@ def _higher_zero(plan: Plan, sizes: dict[str, int]) -> Iterator[Remedy]:
 def _microbatches(plan: Plan, sizes: dict[str, int]) -> Iterator[Remedy]:
     rows, activations = rows_at_once(plan), _sum(sizes, "activations", PIPELINE_BUFFERS)
     if plan.pipeline is not None and plan.pipeline.schedule.name == "gpipe":
-        return  # which keeps them all, however many there are
+        return  # this schedule keeps all of them, however many there are
     extra = accumulation_bytes(plan) if plan.num_microbatches == 1 and not plan.pipeline else 0
     also = "; adds a sum of gradients" if extra > 0 else ""
     factors = [factor for factor in (2, 4, 8, 16, 32, 64) if rows % factor == 0]
@@ -215,9 +216,9 @@ def _microbatches(plan: Plan, sizes: dict[str, int]) -> Iterator[Remedy]:
 
 
 def accumulation_bytes(plan: Plan) -> int:
-    """Bytes per device by which the second microbatch adds to the gradients: their sum.
+    """Returns the bytes per device by which a second microbatch adds to the gradients: their sum.
 
-    Scattered gradients are added to it as they come; whole ones live beside it.
+    Scattered gradients are added to it as they arrive; whole ones are in memory in addition.
     """
     placement = plan.placement
     early = (Access.GATHER_ON_USE, Access.GATHER_ONCE_SCATTER_EARLY, Access.LOOK_UP)
@@ -235,7 +236,7 @@ def accumulation_bytes(plan: Plan) -> int:
 
 
 def _pipeline(plan: Plan) -> Iterator[Remedy]:
-    """What its stages keep less of."""
+    """Yields settings by which a pipeline's stages keep less."""
     layout = plan.pipeline
     if layout is None:
         return
@@ -244,17 +245,17 @@ def _pipeline(plan: Plan) -> Iterator[Remedy]:
         sizes = {"stages": schedule.num_stages, "microbatches": schedule.num_microbatches}
         table = lower(make_schedule("1f1b", **sizes), stash=layout.table.stash)
         fewer = total_buffer_bytes(dataclasses.replace(layout, table=table))
-        why = "a stage then keeps fewer microbatches than there are; the bubble is the same"
+        why = "a stage then keeps fewer microbatches at once; the bubble is the same"
         yield Remedy("mesh.pipeline_schedule=1f1b", why, now - fewer, 0)
     if layout.table.stash == "residuals":
         table = lower(schedule, stash="input")
         inputs = dataclasses.replace(layout, table=table, stash_bytes=activation_bytes(layout))
-        why = "stages keep what they were sent and compute forward again: up to a third more FLOPs"
+        why = "stages keep only their inputs and repeat the forward pass: up to a third more FLOPs"
         yield Remedy("mesh.stash=input", why, now - total_buffer_bytes(inputs), 4)
 
 
 def _more_stages(plan: Plan, sizes: dict[str, int]) -> Iterator[Remedy]:
-    """Half of the layers on each device, twice the rows."""
+    """Yields twice the stages: half of the layers on each device, twice the rows."""
     stages, layers = 2 * plan.mesh.shape[STAGE], num_layers(plan)
     leaves = plan.placement.leaves.values()
     if plan.mesh.shape[DATA] % 2 or layers % stages or plan.num_microbatches < stages:
@@ -274,22 +275,21 @@ def _remat(plan: Plan, sizes: dict[str, int]) -> Iterator[Remedy]:
         return
     known = hasattr(bound_attribute(plan.model, "config"), "remat")
     words = "model.remat=full" if known else "nnx.remat (jax.checkpoint) around each block"
-    why = "blocks keep their input alone; a third more FLOPs"
+    why = "blocks keep only their input; a third more FLOPs"
     layers = num_layers(plan)
-    # A transformer block keeps at least 34 bytes per token and channel, its input is 2 of them
-    # (Korthikanti et al. 2022, arXiv:2205.05198, section 4.1); one block at a time is whole again.
+    # A transformer block keeps at least 34 bytes per token and channel; its input is 2 of them
+    # (Korthikanti et al. 2022, arXiv:2205.05198, section 4.1); one block at a time is kept whole.
     saving = activations * (1 - 2 / 34) * (1 - 1 / layers) if now == "none" and layers > 1 else None
     yield Remedy(words, why, saving, 4)
 
 
 def _offload(plan: Plan, gpu: Gpu, sizes: dict[str, int]) -> Iterator[Remedy]:
-    """What can wait in host memory: the optimizer's state, then what layers are given, then their
-    weights."""
+    """Yields offloading of the optimizer's state, then of layers' inputs, then of their weights."""
     config, in_slices = plan.settings.offload, can_slice(plan)
     state = _sum(sizes, MASTERS, OPTIMIZER, AVERAGE)
     if in_slices and config.opt_state != HOST and state:
-        # Forward and backward then read a copy that is kept; at stages 1 and 2 it comes on top of
-        # what is gathered from it.
+        # Forward and backward then read a permanent copy; at stages 1 and 2 it is in addition to
+        # the weights gathered from it.
         kept = 0.0
         if plan.precision.has_masters and plan.zero in (1, 2):
             ratio = plan.precision.compute_dtype.itemsize / plan.precision.param_dtype.itemsize
@@ -298,7 +298,7 @@ def _offload(plan: Plan, gpu: Gpu, sizes: dict[str, int]) -> Iterator[Remedy]:
         seconds = link_seconds(rates, state, state)
         yield Remedy(
             "mesh.offload.opt_state=host",
-            f"{format_bytes(state)} wait in the host's memory for each device (or nvme: in files); "
+            f"{format_bytes(state)} are kept in host memory for each device (or nvme: in files); "
             f"the update takes {seconds:.2g} s more at best, by the link {rates.link}",
             state - kept,
             5,
@@ -307,25 +307,25 @@ def _offload(plan: Plan, gpu: Gpu, sizes: dict[str, int]) -> Iterator[Remedy]:
         return
     kept_inputs = kept_activation_bytes(plan) or 0
     if config.activations != HOST and remat_of(plan) == "full":
-        why = "what each layer is given waits in the host's memory"
+        why = "the input of each layer is kept in host memory"
         waiting = min(kept_inputs, _sum(sizes, ACTIVATIONS))
         yield Remedy("mesh.offload.activations=host", why, waiting * (1 - 2 / num_layers(plan)), 5)
     if config.params != HOST and in_slices and config.moves_opt_state:
         leaves = plan.placement.leaves.values()
         stacked = sum(num_elements(leaf.shape) for leaf in leaves if leaf.num_slices > 1)
         share = stacked / plan.placement.num_parameters() * (1 - 2 / num_layers(plan))
-        why = "layers come to the device one by one, and their gradients leave it"
+        why = "layers are copied to the device one by one, and their gradients back"
         held = _sum(sizes, STORED, GRADIENTS) + _sum(sizes, GATHERED) * (plan.zero < 3)
         yield Remedy("mesh.offload.params=host", why, held * share, 5)
 
 
 def can_slice(plan: Plan) -> bool:
-    """Whether the optimizer updates any slice of a parameter by itself."""
+    """Returns whether the optimizer can update any slice of a parameter separately."""
     return isinstance(plan.tx, Optimizer) and plan.tx.begin is not None
 
 
 def num_layers(plan: Plan) -> int:
-    """Layers that the model scans over; 1 where it has no such loop."""
+    """Returns the layers that the model scans over; 1 without such a loop."""
     leaves = plan.placement.leaves.values()
     return max(leaf.num_slices for leaf in leaves)
 
@@ -336,7 +336,7 @@ def _tensor_parallel(plan: Plan, gpu: Gpu, sizes: dict[str, int]) -> Iterator[Re
     shards = plan.mesh.shape[DATA]
     if not rules or shards % 2 or 2 * model > gpu.node_devices:
         return
-    # The batch is cut into half as many pieces, so each device has twice the rows of half a layer.
+    # The batch is divided into half as many pieces: each device has twice the rows of half a layer.
     saving = _sum(sizes, "gathered weights") / 2
     saving += _sum(sizes, "gradients") / 2 if plan.zero < 2 else 0
     saving += _sum(sizes, *STATE) / 2 if plan.zero < 1 else 0

@@ -1,16 +1,16 @@
-"""Roles of the bytes on a device at the moment of the peak: weights, activations and others.
+"""Assigns roles to the bytes on a device at the moment of the peak: weights, activations, others.
 
-Which value is what follows from where it comes from and where it goes, through fusions and loops:
+The role of a value follows from its origin and its uses, through fusions and loops:
 
-- weights are parameters of the state, moved: cut, cast, gathered, laid out anew;
-- forward and backward are the operations under `jax.value_and_grad` (their names hold `jvp(`) and
-  all that these read; what they compute and read again are activations;
-- what they compute and never read again are gradients, and so are sums of these, over microbatches
-  and over devices, until they meet the optimizer's state or the parameters;
-- the rest of the update are the optimizer's temporaries.
+- weights are parameters of the state, moved: sliced, cast, gathered, in another layout;
+- forward and backward are the operations under `jax.value_and_grad` (their names contain `jvp(`)
+  and all that these read; values that they compute and read again are activations;
+- values that they compute and never read again are gradients, and so are sums of these, over
+  microbatches and over devices, until they meet the optimizer's state or the parameters;
+- the other values of the update are the optimizer's temporaries.
 
-Names alone would not do: a gradient's accumulator starts as a constant, a loop carries all of them
-in one tuple, and a matrix product that the compiler rewrote has no name.
+Names alone are not enough: a gradient's accumulator starts as a constant, a loop carries all of
+them in one tuple, and a matrix product that the compiler rewrote has no name.
 """
 
 from __future__ import annotations
@@ -70,17 +70,17 @@ _ARGUMENTS = {
 
 
 def bytes_by_role(live: LiveAtPeak, plan: Plan) -> dict[str, int]:
-    """Bytes of device memory by role, at the moment when most are in use.
+    """Returns the bytes of device memory by role, at the moment when most are in use.
 
     Args:
-      live: of the plan's training step, from `forecasting.hlo.live.read_live`.
-      plan: whose step it is; names the arguments.
+      live: of the plan's training step, from `forecasting.hlo.live_buffers.read_live`.
+      plan: the plan of the step; names the arguments.
 
     Returns:
       Every one of `ROLES`. The first seven and "other" hold arguments, for the whole step; copies
-      and slices of the batch or of extras count there too. "other" also holds outputs that have
-      memory of their own, counters, keys and tables of pointers; "fragmentation" is what no value
-      uses of the temporaries' block. The sum is `live.peak`.
+      and slices of the batch or of extras count there too. "other" also holds outputs with their
+      own memory, counters, keys and tables of pointers; "fragmentation" is the part of the
+      temporaries' block that no value uses. The sum is `live.peak`.
     """
     arguments = argument_roles(plan)
     roles = Roles(Dataflow(live.program), arguments)
@@ -96,7 +96,7 @@ def bytes_by_role(live: LiveAtPeak, plan: Plan) -> dict[str, int]:
 
 
 def argument_roles(plan: Plan) -> dict[str, str]:
-    """Name of each argument in the compiled step -> its role.
+    """Returns {name of each argument in the compiled step: its role}.
 
     Names are paths in the call, such as `state['params']['lm_head/kernel']`.
     """
@@ -115,12 +115,12 @@ def argument_roles(plan: Plan) -> dict[str, str]:
 
 
 def unescape(op_name: str) -> str:
-    """An op_name as it was before it was written between quotation marks."""
+    """Removes the escapes of an op_name that was written between quotation marks."""
     return op_name.replace("\\'", "'").replace('\\"', '"')
 
 
 class _Origin(enum.Flag):
-    """What a value's numbers are, if they were only moved."""
+    """The origin of a value's numbers, if they were only moved."""
 
     NONE = 0
     PARAMETER = enum.auto()
@@ -154,7 +154,7 @@ class Roles:
     """The role of every value of a compiled training step.
 
     Args:
-      flow: of the program.
+      flow: dataflow of the program.
       arguments: name of an argument -> its role.
     """
 
@@ -162,7 +162,7 @@ class Roles:
         self._flow = flow
         self._origin = self._find_origins(arguments)
         self._model = self._find_model()
-        # What forward or backward still read, now or later.
+        # Values that forward or backward still read, now or later.
         self._read = self._closure(
             (
                 source
@@ -175,7 +175,7 @@ class Roles:
         self._update = self._find_update()
 
     def of(self, value: Value) -> str:
-        """One of `ROLES`; "other" for a tuple's table and for what the program does not name."""
+        """Returns one of `ROLES`; "other" for a tuple's table and for values without a name."""
         if self._flow.array(value) is None:
             return OTHER
         origin = self._origin[value]
@@ -187,7 +187,7 @@ class Roles:
         return self._role(value, origin)
 
     def _only_update_reads(self, value: Value) -> bool:
-        """Whether the update alone reads a constant, such as a coefficient of each element."""
+        """Returns whether only the update reads a constant, such as a factor of each element."""
         readers = {
             target
             for found in self._walk(value)
@@ -210,7 +210,10 @@ class Roles:
         return GRADIENTS if _Origin.COMPUTED in origin else OTHER
 
     def _first_with_origin(self, value: Value) -> Value:
-        """A constant has the role of what it is the beginning of, such as an accumulator."""
+        """Returns the first value with an origin that `value` becomes.
+
+        A constant, such as the start of an accumulator, has the role of that value.
+        """
         for found in self._walk(value):
             if self._origin[found]:
                 return found
@@ -225,7 +228,7 @@ class Roles:
                     seen.add(target)
                     waiting.append(target)
 
-    # --- what is found once -----------------------------------------------------------------------
+    # --- computed once ----------------------------------------------------------------------------
 
     def _find_origins(self, arguments: Mapping[str, str]) -> dict[Value, _Origin]:
         flow = self._flow
@@ -250,12 +253,12 @@ class Roles:
         return origins
 
     def _computes(self, value: Value) -> bool:
-        """Whether its numbers are others than those that went in."""
+        """Returns whether its numbers differ from its inputs'."""
         links = [link for _, link in self._flow.sources(value)]
         return bool(links) and Edge.SAME not in links
 
     def _find_model(self) -> set[Value]:
-        """What forward and backward compute, without what they only move or add."""
+        """Finds the values that forward and backward compute, not those they only move or add."""
         flow = self._flow
         named = {name for name, i in flow.instructions.items() if "jvp(" in i.op_name}
         nameless = {name for name, i in flow.instructions.items() if not i.op_name}
@@ -278,7 +281,7 @@ class Roles:
         return found
 
     def _find_update(self) -> set[Value]:
-        """What is computed from the optimizer's state or, outside of the model, from parameters."""
+        """Finds values computed from the optimizer's state or, outside the model, from weights."""
         flow, read = self._flow, self._read
         starts = [value for value in flow.values if self._origin[value] is _Origin.STATE]
         for value in flow.values:

@@ -1,4 +1,4 @@
-"""Roofline estimate: counted work against published peaks."""
+"""Estimates time by the roofline: counted work divided by published peaks."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ from zerojax.plan.make import Plan
 from zerojax.plan.offload_costs import Hiding
 
 FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
-"""What JAX reads its share of the card from; the second is its older name."""
+"""Variables with JAX's share of the card; the second is the older name."""
 RINGS = ("all-gather", "reduce-scatter", "all-reduce")
 DIRECT = ("all-to-all", "ragged-all-to-all")
-"""Each member of a group sends each other one its part, whatever lies between them."""
+"""Each member of a group sends each other member its part directly, whatever link is between."""
 TIGHT = 0.03
-"""A head-room below this share of the limit is said to be tight: the allocator's own gaps."""
+"""Headroom below this share of the limit is reported as tight: the allocator leaves gaps."""
 
 
 def members_per_node(mesh: Mapping[str, int], axis: str, node_devices: int) -> int:
-    """How many devices of one group lie in the first node.
+    """Returns the number of devices of one group in the first node.
 
     Args:
       mesh: axis -> size, outermost first, as devices are numbered.
-      axis: the axes of the group, as in "data+model"; 1 for axes that the mesh does not have.
-      node_devices: devices of a node; they are neighbours in number.
+      axis: the axes of the group, such as "data+model"; the result is 1 if the mesh lacks one of
+        them.
+      node_devices: devices of a node; they have consecutive numbers.
     """
     names = axis.split("+")
     if any(name not in mesh for name in names):
@@ -50,12 +51,12 @@ def members_per_node(mesh: Mapping[str, int], axis: str, node_devices: int) -> i
 
 
 def network_share(gpu: Gpu, mesh: Mapping[str, int], row: TrafficRow) -> float:
-    """Which share of `row.wire_bytes` each device sends between nodes, by a network card.
+    """Returns the share of `row.wire_bytes` that a device sends between nodes, by a network card.
 
     A ring enters each node once: of m members of a node one sends to the next node, and NCCL runs m
     rings, each through the card of another member, so that every card has 1/m (nccl-tests,
     doc/PERFORMANCE.md, "bus bandwidth"). An all-to-all sends to each of the g - 1 others directly,
-    g - m of them in other nodes. A permute or broadcast has the card of its sender alone.
+    g - m of them in other nodes. A permute or broadcast uses only the card of its sender.
     """
     if not row.crosses_nodes:
         return 0.0
@@ -70,10 +71,11 @@ def network_share(gpu: Gpu, mesh: Mapping[str, int], row: TrafficRow) -> float:
 
 
 def link_bandwidth(gpu: Gpu, mesh: Mapping[str, int], row: TrafficRow) -> float:
-    """Bytes per second at which one device of a group sends, at best.
+    """Returns the bytes per second at which one device of a group sends, at best.
 
-    Inside a node: its fabric. Across nodes the slower of both links: what goes between nodes by the
-    network card, and by the fabric the rest of what is sent directly or, in a ring, all of it.
+    Inside a node: its fabric. Across nodes the slower of two links: the network card, for bytes
+    between nodes, and the fabric, for the rest of what is sent directly or, in a ring, for all
+    bytes.
     """
     between = network_share(gpu, mesh, row)
     inside = 1.0 if row.kind in RINGS or not between else 1.0 - between
@@ -81,7 +83,7 @@ def link_bandwidth(gpu: Gpu, mesh: Mapping[str, int], row: TrafficRow) -> float:
 
 
 def with_network_bytes(gpu: Gpu, mesh: Mapping[str, int], row: TrafficRow) -> TrafficRow:
-    """The row with what it sends between nodes."""
+    """Returns the row with the bytes that it sends between nodes."""
     sent = round(row.wire_bytes * network_share(gpu, mesh, row))
     return dataclasses.replace(row, network_bytes=sent)
 
@@ -106,34 +108,40 @@ def estimate(
     eight_bits: float = 0.0,
     model_eight_bits: float = 0.0,
 ) -> Estimate:
-    """The roofline (Williams et al. 2009, doi:10.1145/1498765.1498785) with a third roof, the wire.
+    """Computes the roofline, with the wire as a third roof.
+
+    Source: Williams et al. 2009, doi:10.1145/1498765.1498785.
 
     Every term is counted work over a published peak, so the result is a bound that no run reaches:
     latencies, launches, and the share of a peak that kernels attain are left out.
 
       compute = flops / peak; memory = hbm_bytes / bandwidth; wire = sum of wire_bytes / link
-      exposed = wire that the schedule does not hide behind matrix products, and what of the rest
-                is longer than max(compute, memory), which it would have to hide behind
-      offload = the update's link or disk, and what of the rest of the link is longer than
+      exposed = wire time that the schedule does not hide behind matrix products, and the part of
+      the
+                rest that exceeds max(compute, memory), behind which it would have to hide
+      offload = the update's link or disk, and the part of the other transfers that exceeds
                 max(compute, memory)
       step    = max(compute, memory) + exposed + offload
 
     Args:
       gpu: the card.
       mesh: axis -> size, outermost first.
-      dtype: of the matrix products, as in "bfloat16".
-      flops: of one device per step, with what is computed again; model_flops: without.
-      hbm_bytes: read and written by one device per step; None where nothing was compiled.
-      rows: what one device sends; empty where nothing was compiled.
-      formula_bytes: taken instead of rows where nothing was compiled: hidden as far as possible;
-        message_bytes: likewise what a pipeline sends; attention_bytes: what attention sends along
-        `context`; exchange_bytes: what goes to experts along `expert` and back; matrix_bytes: {mesh
-        axes: what an optimizer of whole matrices sends over them}; level_bytes: of formula_bytes
-        what stays in nodes, and what goes between them alone.
-      tokens: of one global batch.
-      hiding: of a plan with offload.
-      eight_bits: share of `flops` that are products of 8-bit floats, whose peak is their own;
-        model_eight_bits: of `model_flops`.
+      dtype: dtype of the matrix products, such as "bfloat16".
+      flops: of one device per step, recomputation included.
+      model_flops: the same without recomputation.
+      hbm_bytes: read and written by one device per step; None if nothing was compiled.
+      rows: traffic of one device; empty if nothing was compiled.
+      formula_bytes: replaces rows if nothing was compiled; it is assumed to be hidden as far as
+        possible.
+      message_bytes: likewise for a pipeline's messages.
+      attention_bytes: likewise for attention along `context`.
+      exchange_bytes: likewise for rows to experts along `expert` and back.
+      matrix_bytes: likewise {mesh axes: bytes that an optimizer of whole matrices sends over them}.
+      level_bytes: parts of formula_bytes that stay in nodes, and that only go between nodes.
+      tokens: tokens of one global batch.
+      hiding: for a plan with offload.
+      eight_bits: share of `flops` that are products of 8-bit floats, which have their own peak.
+      model_eight_bits: the same share of `model_flops`.
     """
     if hbm_bytes is None:
         rows = _formula_rows(
@@ -186,10 +194,13 @@ def _formula_rows(
     exchange_bytes: int,
     matrix_bytes: Mapping[str, int],
 ) -> list[TrafficRow]:
-    """What formulas send: ZeRO's rings over the data axes, a pipeline's messages to neighbours,
-    attention's along a split sequence, rows to experts and back, and matrices to their owners."""
+    """Returns traffic by formula.
+
+    ZeRO's rings over the data axes, a pipeline's messages to neighbours, attention along a split
+    sequence, rows to experts and back, and matrices to their owners.
+    """
     data_axes = [name for name in PASS_AXES if mesh.get(name, 1) > 1]
-    span = mesh.get(STAGE, 1) * mesh.get(MODEL, 1)  # of devices, from first to last stage
+    span = mesh.get(STAGE, 1) * mesh.get(MODEL, 1)  # devices from the first to the last stage
     sequence = span * mesh.get(CONTEXT, 1)
     axis, everyone = "+".join(data_axes) or DATA, math.prod(mesh.values())
     inside, between = level_bytes
@@ -225,7 +236,7 @@ def _formula_rows(
 
 
 def _span(mesh: Mapping[str, int], axis: str) -> int:
-    """Devices from the first to the last of a group over axes such as "data+context"."""
+    """Returns the devices from the first to the last of a group over axes like "data+context"."""
     names = [*mesh]
     return math.prod(mesh[name] for name in names[min(map(names.index, axis.split("+"))) :])
 
@@ -234,7 +245,7 @@ def _bound(
     compute: float, memory: float | None, exposed: float, offload: float, hiding: Hiding | None
 ) -> str:
     if hiding is not None and offload > max(compute, memory or 0.0, exposed):
-        # The update takes as long as the slower of the two, and this is the disk.
+        # The update takes as long as the slower of both, and here this is the disk.
         by_disk = (hiding.disk_seconds or 0.0) >= max(hiding.update_seconds, hiding.stream_seconds)
         return "disk" if by_disk and hiding.disk_seconds else "link"
     if exposed > max(compute, memory or 0.0):
@@ -243,10 +254,10 @@ def _bound(
 
 
 def memory_fraction(environ: Mapping[str, str] | None = None) -> tuple[float, str]:
-    """The share of a card's memory that JAX takes, and where that is said.
+    """Returns the share of a card's memory that JAX uses, and where it is set.
 
     Args:
-      environ: None takes the process's; what counts in the end is that of the training run.
+      environ: None uses the process's; the training run's environment is what counts in the end.
 
     Raises:
       ValueError: not a number above 0.
@@ -269,7 +280,7 @@ def memory_fraction(environ: Mapping[str, str] | None = None) -> tuple[float, st
 
 
 def memory_limit(gpu: Gpu) -> tuple[int, str]:
-    """Bytes that JAX may take of a card, and a line that says why it is so many."""
+    """Returns the bytes of a card that JAX may use, and a line with the reason."""
     fraction, source = memory_fraction()
     limit = int(gpu.memory_bytes * fraction)
     return limit, (
@@ -279,12 +290,12 @@ def memory_limit(gpu: Gpu) -> tuple[int, str]:
 
 
 def verdict(plan: Plan, gpu: Gpu, memory: Memory) -> Verdict:
-    """Whether the step fits, why, and what would help.
+    """Decides whether the step fits, with reasons and remedies.
 
-    The formulas know no activations: they can say that a step does not fit, never that it does.
+    The formulas leave out activations: they can show that a step does not fit, never that it does.
 
     Args:
-      plan: what `memory` is of; its settings decide which remedies are named.
+      plan: the plan of `memory`; its settings decide which remedies are named.
     """
     limit, share = memory_limit(gpu)
     needed = memory.formula_peak if memory.peak is None else memory.peak

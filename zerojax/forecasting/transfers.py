@@ -1,4 +1,4 @@
-"""Transfers of one device per step, by formula and as compiled: communication and offload."""
+"""Counts transfers of one device per step, by formula and compiled: communication and offload."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _SENT: Mapping[str, Callable[[int], float]] = {
     "reduce_scatter": lambda devices: (devices - 1) / devices,
     "ppermute": lambda devices: 1,
 }
-"""Share of what a device has that it sends to the others of an axis, by primitive."""
+"""Share of its data that a device sends to the others of an axis, by primitive."""
 
 _ROW_KEYS = (
     *("kind", "axis", "dtype", "loop_depth", "crosses_nodes"),
@@ -51,13 +51,14 @@ def find_traffic(
     facts: Facts | None,
     attention_bytes: int = 0,
 ) -> Traffic:
-    """What one device sends per step, and the formulas beside it.
+    """Returns the bytes that one device sends per step, as compiled and by formula.
 
     Args:
-      plan: whose step it is; gpu: the card.
+      plan: plan of the step.
+      gpu: the card.
       mesh: axis -> size, outermost first.
-      dtype: of the matrix products, behind which collectives hide.
-      facts: what was read from the compiled step; None where nothing was compiled.
+      dtype: dtype of the matrix products that hide collectives.
+      facts: read from the compiled step; None if nothing was compiled.
       attention_bytes: `attention_wire_bytes` of the traced step.
     """
     unit = wire_unit(plan)
@@ -95,12 +96,12 @@ def find_traffic(
 
 
 def attention_wire_bytes(program: ClosedJaxpr, mesh: Mapping[str, int]) -> int:
-    """Bytes that one device sends for attention over split sequences, counted in a traced step.
+    """Counts bytes that one device sends for attention over split sequences, in a traced step.
 
-    These collectives alone are over `context` by itself: ZeRO's are over `data` and `context`.
+    Only these collectives run over `context` alone: ZeRO's run over `data` and `context`.
 
     Args:
-      program: of one step; what nothing needs is left out.
+      program: of one step; results that are not needed are left out.
       mesh: axis -> size.
     """
     devices = mesh.get(CONTEXT, 1)
@@ -126,10 +127,10 @@ def _sent_by(equation: Any, devices: int) -> float:
 def _rows(
     collectives: Sequence[Facts], gpu: Gpu, mesh: Mapping[str, int], dtype: str
 ) -> tuple[TrafficRow, ...]:
-    """One row per kind, axis, dtype, loop depth and kind of group; the largest first."""
+    """Returns one row per kind, axis, dtype, loop depth and kind of group; the largest first."""
     grouped: dict[tuple[Any, ...], list[Facts]] = defaultdict(list)
     for one in collectives:
-        one = {**one, "group": tuple(one["group"])}  # a list, where facts were kept as JSON
+        one = {**one, "group": tuple(one["group"])}  # a list, if facts come from JSON
         grouped[tuple(one[key] for key in _ROW_KEYS)].append(one)
     rows = []
     for key, members in grouped.items():
@@ -146,7 +147,7 @@ def _rows(
 
 
 def _hidden(members: Sequence[Facts], gpu: Gpu, dtype: str, bandwidth: float) -> float:
-    """Share of the wire time that products between start and end take, all at published peaks."""
+    """Returns the share of wire time covered by products between start and end, at peak rates."""
     wire = hidden = 0.0
     for one in members:
         seconds = one["wire_bytes"] / bandwidth
@@ -159,11 +160,10 @@ def _hidden(members: Sequence[Facts], gpu: Gpu, dtype: str, bandwidth: float) ->
 
 
 def offload_numbers(plan: Plan, gpu: Gpu, facts: dict[str, Any] | None) -> Offload | None:
-    """None without offload.
+    """Returns the numbers of offload; None without offload.
 
     Args:
-      facts: what was read from the compiled step, its `host_copies` among it; None: nothing was
-        compiled.
+      facts: read from the compiled step, including `host_copies`; None: nothing was compiled.
     """
     if plan.offload is None:
         return None

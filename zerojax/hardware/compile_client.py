@@ -1,10 +1,10 @@
-"""Compile-only client for GPUs that the machine does not have.
+"""Compiles for GPUs that the machine does not have, by a compile-only client.
 
 Measured on jaxlib 0.10.2 to 0.12.0: it needs neither a GPU nor a driver, cuDNN, NCCL or cuBLAS.
 
-Absent devices have no host memory: a sharding on a mesh of them silently loses its
-memory kind. So a program that keeps arrays on the host is traced over an `AbstractMesh`, lowered
-for CUDA by name, and given to the client directly.
+Absent devices have no host memory: a sharding on a mesh of them silently loses its memory kind. So
+a program that keeps arrays on the host is traced over an `AbstractMesh`, lowered for CUDA by name,
+and passed to the client directly.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ _PACKAGES = (
     "nvidia-cuda-nvcc-cu12",
     "nvidia-nvvm",
 )
-_DECIDES_NOTHING = re.compile(  # for GPUs
+_DECIDES_NOTHING = re.compile(  # flags without effect on GPU programs
     r"--xla_(dump_|cpu_|force_host_platform_device_count|gpu_kernel_cache_file)"
 )
 
 FAST_OPTIONS: Mapping[str, Any] = {"xla_gpu_autotune_level": 0}
-"""One kernel is made for each product, not several of which the best is looked for. The program is
-the same, so memory and collectives are, to the byte."""
+"""Compiles one kernel for each product instead of searching for the fastest. The program is the
+same, so memory and collectives are, to the byte."""
 
 CUBLAS_OPTIONS: Mapping[str, Any] = {"xla_gpu_enable_triton_gemm": False}
-"""Every product by cuBLAS. A GPU tries each product both ways and keeps the faster; the client for
-absent GPUs cannot, and takes Triton where it may. The peak differs: 43.07 in place of
+"""Computes every product by cuBLAS. A GPU tries each product both ways and keeps the faster; the
+client for absent GPUs cannot, and uses Triton where it may. The peak differs: 43.07 in place of
 47.21 GiB for a Llama of 7 billion parameters on 8 H100."""
 
 
@@ -61,7 +61,7 @@ SKETCH_OPTIONS: Mapping[str, Any] = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
 }
-"""The least work, for who reads collectives alone: they are the same to the byte, memory is not."""
+"""The least work, for reading collectives only: they are the same to the byte, memory is not."""
 
 
 _NO_KERNEL = "No supported config found for HLO"
@@ -70,28 +70,28 @@ HOST_OPTIONS: Mapping[str, Any] = {
     "xla_disable_automatic_host_compute_offload": True,
     "xla_disable_hlo_passes": "rematerialization",
 }
-"""For programs with arrays in host memory. The first makes an error of arithmetic on such an array,
-which otherwise becomes a program for the host's processor. The second: where memory is tight, XLA's
-own rematerialization takes host memory for the device's and computes in vain, or, if told not to
-(`xla_gpu_enable_host_memory_offloading`), moves activations to the host by itself, in every loop:
+"""For programs with arrays in host memory. The first option makes arithmetic on such an array an
+error; otherwise it becomes a program for the host's processor. The second: where memory is tight,
+XLA's own rematerialization confuses host memory with the device's and recomputes in vain, or, with
+`xla_gpu_enable_host_memory_offloading` off, moves activations to the host by itself, in every loop:
 for 13 billion parameters on one H200 6.5 TiB per step in place of 87 GiB."""
 
 
 class CompilerMissing(RuntimeError):
-    """There is no compile-only client here; the message says how to install one."""
+    """No compile-only client is available; the message says how to install one."""
 
 
 class CompileError(RuntimeError):
-    """The compiler refused the program; the message begins with the first cause."""
+    """The compiler rejected the program; the message begins with the first cause."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryUse:
-    """What a compiled program needs, bytes per device, as the compiler counts.
+    """Memory of a compiled program, bytes per device, as the compiler counts.
 
     Attributes:
       arguments, outputs, temporary: sizes of these allocations.
-      aliased: of the outputs, what lies in donated arguments.
+      aliased: part of the outputs that reuses donated arguments.
       host_arguments, host_outputs, host_aliased, host_temporary: the same in host memory.
     """
 
@@ -106,7 +106,7 @@ class MemoryUse:
 
     @property
     def peak(self) -> int:
-        """The most that lives on the device at once. (XLA's own peak adds host memory to it.)"""
+        """Most bytes in use on the device at once. (XLA's own peak adds host memory to it.)"""
         return self.arguments + self.outputs - self.aliased + self.temporary
 
     @property
@@ -116,12 +116,12 @@ class MemoryUse:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompiledProgram:
-    """A program compiled for absent devices. It cannot be run.
+    """A program compiled for absent devices; it cannot run.
 
     Attributes:
       text: the optimized, scheduled HLO.
-      memory: what it needs.
-      by_cublas: whether every product had to go to cuBLAS, since Triton had no kernel for one.
+      memory: its memory.
+      by_cublas: whether every product uses cuBLAS because Triton had no kernel for one of them.
     """
 
     text: str
@@ -130,7 +130,7 @@ class CompiledProgram:
 
 
 def missing() -> str | None:
-    """Why nothing can be compiled for GPUs here, and the remedy; None if it can."""
+    """Returns the reason why no program can be compiled for GPUs here, with a remedy; else None."""
     plugin = _plugin()
     if plugin is None:
         return (
@@ -151,7 +151,7 @@ def missing() -> str | None:
 
 
 def compiler_version(*, fast: bool = False) -> str:
-    """What decides the program: installed packages, XLA's flags, and `FAST_OPTIONS` if `fast`."""
+    """Returns what determines the program: packages, XLA's flags, and `FAST_OPTIONS` if `fast`."""
     found = {name: _version(name) for name in _PACKAGES}
     parts = [f"{name} {version}" for name, version in found.items() if version]
     flags = os.environ.get("XLA_FLAGS", "").split()
@@ -162,16 +162,16 @@ def compiler_version(*, fast: bool = False) -> str:
 
 
 def gpu_devices(gpu: gpus.Gpu, count: int) -> Sequence[Any]:
-    """Devices to make a mesh of and to compile for; nothing can be placed on them.
+    """Returns devices for a mesh and for compiling; no array can be placed on them.
 
     Args:
-      gpu: the kind.
-      count: how many. From `gpu.node_devices` on they fill whole nodes.
+      gpu: the kind of GPU.
+      count: number of devices. From `gpu.node_devices` on it must be a multiple of whole nodes.
 
     Raises:
       CompilerMissing: no compile-only client.
       ValueError: the count does not fill nodes.
-      CompileError: the client does not take the card's description.
+      CompileError: the client rejects the card's description.
     """
     why = missing()
     if why is not None:
@@ -191,7 +191,7 @@ def gpu_devices(gpu: gpus.Gpu, count: int) -> Sequence[Any]:
             topology=f"1x{count // in_node}x{in_node}",
         )
     except NotImplementedError as error:
-        # Without a GPU the plugin registers itself only where JAX was told to do without.
+        # Without a GPU the plugin registers itself only if JAX was told to use no GPU.
         raise CompilerMissing(
             "JAX looked for a GPU, found none and dropped the CUDA plugin, so nothing can be "
             "compiled; start Python with JAX_PLATFORMS=cpu"
@@ -202,21 +202,21 @@ def gpu_devices(gpu: gpus.Gpu, count: int) -> Sequence[Any]:
 
 
 def is_cuda(mesh: Any) -> bool:
-    """Whether a mesh is of NVIDIA GPUs, here or not; False for an `AbstractMesh`."""
+    """Returns whether a mesh has NVIDIA GPUs, present or not; False for an `AbstractMesh`."""
     if not isinstance(mesh, Mesh):
         return False
     return mesh.devices.flat[0].platform in ("cuda", "gpu")
 
 
 def keep_known_options(mesh: Mesh, options: Mapping[str, Any]) -> tuple[dict, dict[str, str]]:
-    """Tries each compiler option on a program of one number.
+    """Tries each compiler option on a tiny program.
 
     Args:
-      mesh: of the devices to compile for.
+      mesh: mesh of the devices to compile for.
       options: name -> value.
 
     Returns:
-      ({name: value} that this compiler knows, {name: why it was left out}).
+      ({name: value} that this compiler accepts, {name: reason why it was left out}).
     """
     known, dropped = {}, {}
     for name, value in options.items():
@@ -229,10 +229,10 @@ def keep_known_options(mesh: Mesh, options: Mapping[str, Any]) -> tuple[dict, di
 
 
 def lower_for_gpus(traced: Any) -> Any:
-    """A program traced over an `AbstractMesh`, as StableHLO for CUDA.
+    """Lowers a program that was traced over an `AbstractMesh` to StableHLO for CUDA.
 
     Args:
-      traced: what `jitted.trace(...)` returned.
+      traced: result of `jitted.trace(...)`.
     """
     return traced.lower(lowering_platforms=("cuda",))
 
@@ -245,20 +245,21 @@ def compile_for_gpus(
     dump: Path | None = None,
     sketch: bool = False,
 ) -> CompiledProgram:
-    """Compiles for absent GPUs.
+    """Compiles a program for absent GPUs.
+
+    If Triton has no kernel for a product (a GPU would use cuBLAS for it), compiles with
+    `CUBLAS_OPTIONS`.
 
     Args:
-      program: what `jax.jit` returned; or, without further arguments, what its `lower` or
-        `lower_for_gpus` returned.
+      program: result of `jax.jit`; or, without further arguments, of its `lower` or of
+        `lower_for_gpus`.
       *abstract_args: `ShapeDtypeStruct`s with shardings on a mesh of `gpu_devices`.
-      devices: of `gpu_devices`, in the order of the mesh, for what `lower_for_gpus` returned; it
-        may hold arrays in host memory. None: those of the arguments' shardings.
-      options: compiler options; with `devices` all of them, since `jax.jit`'s own are not seen.
-      dump: folder to which the compiler writes its accounts of memory (see `forecasting.hlo.live`).
-      sketch: with `SKETCH_OPTIONS`.
-
-    Where no kernel of Triton computes a product (a GPU would give that to cuBLAS), compiles with
-    `CUBLAS_OPTIONS`.
+      devices: devices of `gpu_devices`, in the order of the mesh, for a result of `lower_for_gpus`,
+        which may hold arrays in host memory. None: those of the arguments' shardings.
+      options: compiler options; with `devices` all of them, because `jax.jit`'s own are not used.
+      dump: folder to which the compiler writes its memory reports (see
+        `forecasting.hlo.live_buffers`).
+      sketch: use `SKETCH_OPTIONS`.
 
     Raises:
       CompileError: with the first cause.
@@ -269,7 +270,7 @@ def compile_for_gpus(
         all_options |= {"xla_dump_to": str(dump), "xla_dump_hlo_as_text": True}
     try:
         return _compile(lowered, devices, all_options)
-    except Exception as error:  # XLA's own kind, which is not public
+    except Exception as error:  # XLA's own exception type, which is not public
         if _NO_KERNEL not in str(error) or all_options.keys() & CUBLAS_OPTIONS.keys():
             raise CompileError(first_cause(error)) from error
     for path in [] if dump is None else dump.iterdir():
@@ -291,13 +292,13 @@ def _compile(
 
 @contextlib.contextmanager
 def _without_cache() -> Iterator[None]:
-    """Keeps JAX's compilation cache out: a client without devices cannot read its entries."""
+    """Disables JAX's compilation cache: a client without devices cannot read its entries."""
     before = jax.config.jax_enable_compilation_cache
     if not (before and jax.config.jax_compilation_cache_dir):
         yield
         return
     jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()  # it remembers whether it is used
+    compilation_cache.reset_cache()  # it stores whether it is used
     try:
         yield
     finally:
@@ -308,7 +309,7 @@ def _without_cache() -> Iterator[None]:
 def _compile_directly(
     lowered: Any, devices: list[Any], options: Mapping[str, Any]
 ) -> CompiledProgram:
-    """Compiles StableHLO for these devices, as one replica of as many partitions."""
+    """Compiles StableHLO for these devices, as one replica with one partition per device."""
     settings = xla_client.CompileOptions()
     build = settings.executable_build_options
     ids = np.array([[device.id for device in devices]])
@@ -331,7 +332,7 @@ def _compile_directly(
 
 
 def memory_of(compiled: Any) -> MemoryUse:
-    """The compiler's account of a compiled program (`jitted.lower(...).compile()`)."""
+    """Returns the compiler's memory report of a compiled program (`lowered.compile()`)."""
     return _memory_use(compiled.memory_analysis())
 
 
@@ -356,14 +357,14 @@ _REMEDIES = (
     (r"RESOURCE_EXHAUSTED|Out of memory", "the program does not fit on this card"),
     (
         r"Automatic host compute offload",
-        "the step computes with an array that lies in host memory: bring it to the device first, "
+        "the step computes with an array in host memory: bring it to the device first, "
         "with jax.device_put(x, jax.memory.Space.Device)",
     ),
 )
 
 
 def first_cause(error: BaseException) -> str:
-    """The first line that says something, of the first error of a chain, with a remedy if known."""
+    """Returns the first informative line of the first error of a chain, with a remedy if known."""
     while error.__cause__ is not None:
         error = error.__cause__
     text = str(error).strip() or type(error).__name__
@@ -384,7 +385,7 @@ def _version(package: str) -> str | None:
 
 
 def _cuda_folder() -> str | None:
-    """Where NVIDIA's packages have put the assembler; None leaves it to the compiler to search."""
+    """Returns the folder of NVIDIA's packages with the assembler; None: the compiler searches."""
     for package in ("nvidia.cu13", "nvidia.cuda_nvcc"):
         try:
             found = importlib.util.find_spec(package)
@@ -414,6 +415,6 @@ def _why_unknown(device: Any, name: str, value: Any) -> str | None:
     lowered = jax.jit(lambda x: x + 1, out_shardings=sharding).lower(number)
     try:
         lowered.compile(compiler_options={name: value})
-    except Exception as error:  # XLA's own kind, which is not public
+    except Exception as error:  # XLA's own exception type, which is not public
         return first_cause(error)
     return None

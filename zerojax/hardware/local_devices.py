@@ -1,4 +1,4 @@
-"""Devices of this process: kind, driver, the memory in use, and the bandwidth of the host link."""
+"""Describes the devices of this process: kind, driver, memory in use, host-link bandwidth."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from jax.sharding import SingleDeviceSharding
 from zerojax.config.mesh import HOST_KIND
 
 SIZES = (16 * 2**20, 128 * 2**20, 1024 * 2**20)
-"""Bytes of one array: a slice of a small layer, of a large one, and what the link does at best."""
+"""Bytes of one array: a slice of a small layer, a slice of a large one, the link's best case."""
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 NVML = "libnvidia-ml.so.1"
 MISSING = "this device offers no pinned host memory, so nothing can be offloaded to it"
 
 
 def device_kind() -> str:
-    """What the first local device calls itself, as in "NVIDIA H100 80GB HBM3" or "cpu"."""
+    """Returns the name of the first local device, such as "NVIDIA H100 80GB HBM3" or "cpu"."""
     return jax.local_devices()[0].device_kind
 
 
 @functools.cache
 def driver_version() -> str | None:
-    """Of NVIDIA's driver, such as "580.159.04"; None where there is none, or nothing says it.
+    """Returns the version of NVIDIA's driver, such as "580.159.04"; None if unknown.
 
-    JAX tells the CUDA that it was built with, not the driver that is here.
+    JAX reports the CUDA version that it was built with, not the driver.
     """
     try:
         line = DRIVER_FILE.read_text(encoding="utf-8", errors="replace").partition("\n")[0]
-    except OSError:  # a container may have the library and not the file
+    except OSError:  # a container may have the library but not the file
         return _version_by_nvml()
     found = re.search(r"\s(\d+\.\d+(\.\d+)?)\s", line)
     return found[1] if found else _version_by_nvml()
@@ -62,11 +62,11 @@ def _version_by_nvml() -> str | None:
 
 
 def device_memory() -> dict[str, Any]:
-    """Memory of the fullest local device, or of this process where devices do not count theirs.
+    """Returns the memory of the fullest local device, or of this process if devices report none.
 
     Returns:
       source: "device", or "host RSS" (all memory of this process; virtual CPU devices share it).
-      in_use, peak, limit: bytes; limit is 0 where it is not known.
+      in_use, peak, limit: bytes; limit is 0 if it is not known.
     """
     stats = [device.memory_stats() for device in jax.local_devices()]
     counted = [s for s in stats if s and "bytes_in_use" in s]
@@ -93,11 +93,12 @@ def _host_memory() -> dict[str, int]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinkRates:
-    """What the link did with one array each way, bytes per second; the best of some passes.
+    """Measured rates for one array each way, bytes per second; the best of several passes.
 
     Attributes:
-      num_bytes: of the array.
-      to_device: from pinned host memory; to_host: to it.
+      num_bytes: size of the array.
+      to_device: from pinned host memory.
+      to_host: to pinned host memory.
       both: both directions at once, their bytes together.
     """
 
@@ -108,23 +109,23 @@ class LinkRates:
 
 
 def has_pinned_host(device: Any) -> bool:
-    """Whether a device reaches pinned host memory."""
+    """Returns whether a device can access pinned host memory."""
     return HOST_KIND in {memory.kind for memory in device.addressable_memories()}
 
 
 def shares_host_memory(device: Any) -> bool:
-    """Whether its memory is the host's own, so that nothing crosses a link."""
+    """Returns whether a device's memory is host memory, so that no link is used."""
     return device.platform == "cpu"
 
 
 def measure_link(*, num_bytes: int = 2**30, repeats: int = 5, device: Any = None) -> LinkRates:
-    """Copies an array of `num_bytes` between a device and pinned host memory.
+    """Measures copies of an array of `num_bytes` between a device and pinned host memory.
 
     Args:
       num_bytes: of each array; three of them are on the device and two in host memory at a time.
-      repeats: passes of which the best counts; one before them is not timed, since it makes the
-        host's pages.
-      device: None takes the first one of this process.
+      repeats: number of passes, of which the best counts; the first pass before them is not timed,
+        because it allocates the host's pages.
+      device: None uses the first one of this process.
 
     Raises:
       RuntimeError: the device has no pinned host memory.
@@ -158,7 +159,7 @@ def measure_link(*, num_bytes: int = 2**30, repeats: int = 5, device: Any = None
 
 
 def _best_seconds(move: Callable[[], Sequence[jax.Array]], repeats: int) -> float:
-    """The least time from the call to arrays that are there; what came is freed in between."""
+    """Returns the least time from the call until the arrays are ready; frees them in between."""
     jax.block_until_ready(move())
     best = float("inf")
     for _ in range(repeats):

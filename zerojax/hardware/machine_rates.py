@@ -1,6 +1,6 @@
-"""Measured bandwidths of this machine's links and disks, stored in the user's cache.
+"""Stores measured bandwidths of this machine's links and disks in the user's cache.
 
-This module imports no JAX. A file that cannot be read or written costs a measurement, nothing else.
+This module imports no JAX. A file that cannot be read or written only costs a new measurement.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class MeasuredDisk:
 
 
 def keep_rates(rates: MeasuredLink | MeasuredDisk) -> Path | None:
-    """Keeps what was measured in place of what was known.
+    """Stores a measurement; it replaces an earlier one.
 
     Returns:
-      The file; None where the cache is switched off or cannot be written.
+      The file; None if the cache is switched off or cannot be written.
     """
     path = _path()
     if path is None:
@@ -72,21 +72,21 @@ def keep_rates(rates: MeasuredLink | MeasuredDisk) -> Path | None:
 
 
 def measured_links() -> list[MeasuredLink]:
-    """Of the devices of this machine that were measured."""
+    """Returns the rates of this machine's measured devices."""
     return [MeasuredLink(**entry) for entry in _entries("links", MeasuredLink)]
 
 
 def measured_disk(folder: str | os.PathLike[str]) -> MeasuredDisk | None:
-    """Of the disk on which a folder lies, or will lie; None where it was not measured."""
+    """Returns the rates of the disk of a folder, which may not exist yet; None if not measured."""
     name = disk_name(folder)
     found = [MeasuredDisk(**entry) for entry in _entries("disks", MeasuredDisk)]
     return next((disk for disk in found if disk.disk == name), None)
 
 
 def disk_name(folder: str | os.PathLike[str]) -> str:
-    """What the disk of a folder is called here, such as "/dev/nvme0n1p1 on /data".
+    """Returns the local name of the disk of a folder, such as "/dev/nvme0n1p1 on /data".
 
-    Of a folder that is not there, that of the nearest one above it.
+    For a folder that does not exist, its nearest existing parent is used.
     """
     number = os.stat(nearest_folder(folder)).st_dev
     device = f"{os.major(number)}:{os.minor(number)}"
@@ -102,7 +102,7 @@ def disk_name(folder: str | os.PathLike[str]) -> str:
 
 
 def _entries(part: str, kind: type) -> list[dict[str, Any]]:
-    """The entries of this machine that have the form of `kind`."""
+    """Returns the entries of this machine that have the fields of `kind`."""
     path = _path()
     if path is None:
         return []
@@ -113,7 +113,7 @@ def _entries(part: str, kind: type) -> list[dict[str, Any]]:
 
 
 def _has_form(entry: Any, kind: type) -> bool:
-    """Whether an entry has the fields of `kind`, with text and positive numbers in them."""
+    """Returns whether an entry has the fields of `kind`, with texts and positive numbers."""
     fields = dataclasses.fields(kind)
     if not isinstance(entry, Mapping) or set(entry) != {field.name for field in fields}:
         return False

@@ -1,4 +1,4 @@
-"""One step on each device: ZeRO, pipeline, offload and update; birth and resharding of a state.
+"""Builds the step of each device: ZeRO, pipeline, offload, update; initializes and reshards states.
 
 Knows plans and arrays; never run folders, logs or the loop. Sub-packages: `zero`, `pipeline`,
 `offload`.
@@ -34,7 +34,7 @@ _HOME_OF_NAME = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports what a name needs when it is first asked for (PEP 562)."""
+    """Imports the module of a name on first access (PEP 562)."""
     if name not in _HOME_OF_NAME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_HOME_OF_NAME[name]}"), name)

@@ -1,4 +1,4 @@
-"""Other sizes of buckets for a plan: those that make other collectives, and what they leave bare.
+"""Proposes other bucket sizes for a plan: sizes that change which parameters share a collective.
 
 Knows which parameters share a collective; never which size is faster.
 """
@@ -14,11 +14,11 @@ from zerojax.plan.leaf_placement import Access
 from zerojax.plan.make import Plan
 
 SMALLEST_BUCKET = 1_000_000
-"""Elements: a collective of fewer takes as long as an empty one."""
+"""Elements; a smaller collective takes as long as an empty one."""
 PARTS = (2, 4, 8)
-"""Of a layer, that lie in a bucket each."""
+"""Numbers of buckets into which one layer may be divided."""
 FACTOR = 4
-"""By which buckets of what goes once per step are smaller or larger."""
+"""Factor by which the buckets of once-per-step collectives are made smaller or larger."""
 REDUCE, GATHER = "reduce_bucket_size", "allgather_bucket_size"
 OPTIONS = (REDUCE, GATHER)
 IN_LOOPS = (Access.GATHER_ON_USE, Access.GATHER_ONCE_SCATTER_EARLY)
@@ -26,15 +26,17 @@ ONCE = {
     REDUCE: (Access.WHOLE, Access.GATHER_ONCE),
     GATHER: (Access.GATHER_ONCE, Access.GATHER_ONCE_SCATTER_EARLY),
 }
-"""Option -> parameters that it puts into buckets once per step."""
+"""Option -> access of the parameters whose once-per-step collectives it divides into buckets."""
 
 
 def other_bucket_sizes(plan: Plan) -> list[tuple[str, int]]:
-    """[(option of the mesh, elements)] that make other collectives than the plan's own sizes do.
+    """Returns [(mesh option, elements)]: sizes that lead to other collectives than the plan's own.
 
-    A layer in several gathers or reductions: the compiler can hide one behind another's products.
-    What goes once per step in smaller buckets, of which one can travel while others are computed,
-    or in larger ones, of which fewer are started.
+    Two kinds of candidates:
+    - smaller buckets, so that one layer takes several gathers or reductions: the compiler can hide
+      one of them behind the matrix products of another;
+    - for once-per-step collectives, smaller buckets (one can be sent while others are computed) or
+      larger ones (fewer collectives are started).
     """
     return list(dict.fromkeys([*_parts_of_a_layer(plan), *_once_per_step(plan)]))
 
@@ -63,9 +65,9 @@ def _once(plan: Plan, option: str, size: int) -> list[list[str]]:
 
 
 def elements_of_a_layer(plan: Plan) -> int:
-    """Elements of one layer of the largest loop that gathers or reduces layers; 0 without one.
+    """Returns the elements of one layer of the largest loop that gathers or reduces layers; else 0.
 
-    Arrays of as many layers are taken for those of one loop.
+    Arrays with the same number of layers are assumed to belong to the same loop.
     """
     layer: collections.Counter[int] = collections.Counter()
     for leaf in plan.placement.leaves.values():

@@ -49,7 +49,7 @@ from zerojax.plan.leaf_placement import FULL_ENOUGH, LeafPlacement
 Arrays = dict[str, Any]
 
 DECODED = "decoded weights"
-"""Name of what `decode_on_use` gives in a traced program."""
+"""Checkpoint name of the values that `decode_on_use` returns in a traced program."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,21 +60,22 @@ class LeafCollectives:
       zero_dim: sharded dimension, negative.
       size, padded_size: true and stored size of that dimension.
       axes: tensor-parallel axis per dimension of the whole leaf; a slice uses the trailing ones.
-      num_shards: in how many pieces it is cut.
-      over: the mesh axes over which they lie, outermost first.
-      runs: of how many runs of equal length a piece is made, which lie `num_shards` runs apart: 1,
-        or the number of nodes, where devices have a piece of each node's.
-      groups: of devices that exchange; None: all of `over` do.
+      num_shards: number of shards.
+      over: mesh axes over which the shards are distributed, outermost first.
+      runs: number of equally long contiguous runs that make up a shard; they lie `num_shards` runs
+        apart. 1, or the number of nodes where a device holds a run of each node's shard.
+      groups: groups of devices that exchange data; None: all devices of `over`.
       compute_dtype: dtype of a gathered value, by name.
-      reduce_dtype: dtype of a gradient on the wire, by name.
+      reduce_dtype: dtype in which a gradient is sent, by name.
       by_permutes: sum gradients by permutes, see `scatter_by_permutes`.
       tree: sum gradients in float32 in this fixed order; None leaves the order to the collective.
-      barrier: keeps what is gathered and scattered apart from what the model computes with it, so
-        that the latter compiles to the same code on any number of devices; None does not.
-      eight_bits: send what 8 bits keep of a gathered value, see `zerojax.models.zoo.fp8`.
-      wire_codes: send values in codes when they are gathered.
-      gradient_codes: send gradients in codes and add them up in float32.
-      codes: how what is gathered is coded; sizes are those of codes then.
+      barrier: fusion barrier that separates gathered and scattered values from the model's
+        computation, so that the latter compiles to the same code on any number of devices; None: no
+        barrier.
+      eight_bits: send gathered values in 8 bits, see `zerojax.models.zoo.fp8`.
+      wire_codes: quantization of gathered values while they are sent; None: not quantized.
+      gradient_codes: quantization of gradients while they are sent; they are summed in float32.
+      codes: quantization of the stored values; sizes then count codes.
     """
 
     zero_dim: int
@@ -96,14 +97,17 @@ class LeafCollectives:
     groups: Groups | None = None
 
     def spec(self, ndim: int) -> P:
-        """Tensor-parallel spec of a value that may have lost leading dimensions to a layer scan."""
+        """Returns the tensor-parallel spec of a value of `ndim` dimensions.
+
+        A layer scan may have removed its leading dimensions.
+        """
         return P(*self.axes[len(self.axes) - ndim :])
 
     def gather(self, shard: jax.Array, history: jax.Array | None = None) -> jax.Array:
-        """The whole value in `compute_dtype` from this device's shard, without padding.
+        """Returns the whole value in `compute_dtype`, without padding, from this device's shard.
 
         Args:
-          history: of the scale, where 8 bits are sent.
+          history: history of the scale; only where 8 bits are sent.
         """
 
         def local(shard: jax.Array, history: jax.Array | None) -> jax.Array:
@@ -122,7 +126,10 @@ class LeafCollectives:
         return over_auto_axes(local, (spec, P()), spec)(shard, history)
 
     def encode(self, shard: jax.Array, history: jax.Array | None) -> jax.Array:
-        """What is sent of a shard: it in `compute_dtype`, or uint8; with `wire_codes` one row."""
+        """Returns what is sent of a shard, in `compute_dtype` or uint8.
+
+        With `wire_codes` it is one row.
+        """
         if self.codes is not None:
             return shard
         shard = shard.astype(self.compute_dtype)
@@ -134,22 +141,27 @@ class LeafCollectives:
         return fp8.in_bits(shard, history)
 
     def decode(self, sent: jax.Array) -> jax.Array:
-        """In `compute_dtype`: the values that were sent or coded, or in units of their scale their
-        bits."""
+        """Returns received values in `compute_dtype`; 8-bit values stay in units of their scale."""
         if self.codes is not None:
             return self.codes.decode(sent, self.compute_dtype)
         return fp8.from_bits(sent, self.compute_dtype) if self.eight_bits else sent
 
     def from_sent(self, rows: jax.Array, shard_shape: Sequence[int]) -> jax.Array:
-        """The whole, unpadded value in `compute_dtype` from what every device sent, as `encode` has
-        it, [num_shards, ...]."""
+        """Returns the whole, unpadded value in `compute_dtype` from the rows of all devices.
+
+        Args:
+          rows: [num_shards, ...], each row as `encode` returns it.
+          shard_shape: shape of one shard.
+        """
         if self.wire_codes is not None:
             rows = self.wire_codes.decode(rows, math.prod(shard_shape)).astype(self.compute_dtype)
         return self.decode(self.from_rows(rows, shard_shape))
 
     def scatter(self, whole: jax.Array) -> jax.Array:
-        """This device's shard of the sum of all whole gradients, in `reduce_dtype`; with `tree` in
-        float32."""
+        """Returns this device's shard of the sum of all whole gradients.
+
+        Its dtype is `reduce_dtype`, or float32 with `tree`.
+        """
 
         def local(whole: jax.Array) -> jax.Array:
             if self.tree is not None:
@@ -176,17 +188,17 @@ class LeafCollectives:
         return over_auto_axes(local, spec, spec)(whole)
 
     def scatter_rows(self, rows: jax.Array) -> jax.Array:
-        """This device's row of the sum of `rows` [num_shards, elements]."""
+        """Returns this device's row of the sum of `rows` [num_shards, elements]."""
         return lax.psum_scatter(rows, self.over, scatter_dimension=0, axis_index_groups=self.groups)
 
     def keep_apart(self, value: Any) -> Any:
-        """The same, in fusion barriers where that is asked for."""
+        """Returns the value unchanged, inside fusion barriers where `barrier` is set."""
         if self.barrier is None:
             return value
         return values_in_barriers(self.barrier, jax.tree.leaves(value)[0], value)
 
     def from_rows(self, rows: jax.Array, shard_shape: Sequence[int]) -> jax.Array:
-        """The whole, unpadded value from `rows` [num_shards, elements of a shard]."""
+        """Returns the whole, unpadded value from `rows` [num_shards, elements of a shard]."""
         dim = len(shard_shape) + self.zero_dim
         before, after = shard_shape[:dim], shard_shape[dim + 1 :]
         run = shard_shape[dim] // self.runs
@@ -196,7 +208,7 @@ class LeafCollectives:
         return lax.slice_in_dim(stacked.reshape(shape), 0, self.size, axis=dim)
 
     def split_rows(self, whole: jax.Array) -> jax.Array:
-        """[num_shards, elements of a shard]: a whole value cut into the devices' shards."""
+        """Cuts a whole value into the devices' shards: [num_shards, elements of a shard]."""
         dim = whole.ndim + self.zero_dim
         padded = pad_dim(whole, dim, self.padded_size)
         run = self.padded_size // self.num_shards // self.runs
@@ -205,7 +217,7 @@ class LeafCollectives:
         return jnp.moveaxis(pieces, dim + 1, 0).reshape(self.num_shards, -1)
 
     def piece(self, whole: jax.Array, index: jax.Array) -> jax.Array:
-        """The shard number `index`, cut from a whole value; of one run."""
+        """Returns shard number `index` of a whole value; only for `runs` = 1."""
         assert self.runs == 1
         dim = whole.ndim + self.zero_dim
         padded = pad_dim(whole, dim, self.padded_size)
@@ -232,12 +244,12 @@ def leaf_collectives(
     wire_codes: GradientCodes | None = None,
     gradient_codes: GradientCodes | None = None,
 ) -> LeafCollectives:
-    """The collectives of a parameter that its placement shards, among all devices.
+    """Builds the collectives, among all devices, of a parameter that its placement shards.
 
     Args:
-      in_codes: decode what was gathered of a coded parameter, not pass its codes on.
-      wire_codes: how it travels, None in `compute_dtype`; gradient_codes: how its gradient does,
-        None in `reduce_dtype`.
+      in_codes: True: decode the gathered codes of a quantized parameter; False: return the codes.
+      wire_codes: quantization of sent values; None sends them in `compute_dtype`.
+      gradient_codes: quantization of sent gradients; None sends them in `reduce_dtype`.
     """
     assert leaf.zero_dim is not None
     assert leaf.padded_size is not None
@@ -261,8 +273,10 @@ def leaf_collectives(
 
 
 def inside_nodes(leaf: LeafCollectives, members: int) -> LeafCollectives:
-    """Of a node's devices, which hold all of the parameter: each the shards of its position in all
-    nodes, in the nodes' order."""
+    """Returns the collectives among a node's devices, which together hold the whole parameter.
+
+    Each device holds the shards of its position in every node, in the nodes' order.
+    """
     inside, _ = groups_of_nodes(leaf.num_shards, members)
     return dataclasses.replace(
         leaf,
@@ -275,7 +289,10 @@ def inside_nodes(leaf: LeafCollectives, members: int) -> LeafCollectives:
 
 
 def between_nodes(leaf: LeafCollectives, members: int) -> LeafCollectives:
-    """Of the devices of one position in their nodes: of what each holds of its node's copy."""
+    """Returns the collectives among the devices that have the same position in their nodes.
+
+    They exchange what each holds of its node's copy.
+    """
     _, between = groups_of_nodes(leaf.num_shards, members)
     held = leaf.padded_size // members
     return dataclasses.replace(
@@ -289,7 +306,7 @@ def between_nodes(leaf: LeafCollectives, members: int) -> LeafCollectives:
 
 
 def pad_dim(x: jax.Array, dim: int, size: int) -> jax.Array:
-    """`x` with zeros appended to dimension `dim` until it has `size` entries."""
+    """Appends zeros to dimension `dim` of `x` until it has `size` entries."""
     missing = size - x.shape[dim]
     if missing == 0:
         return x
@@ -305,9 +322,10 @@ Several = Sequence[jax.Array]
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def gather_on_use(leaves: Leaves, shards: Several) -> Several:
-    """Whole values of shards, by one gather; their gradients land scattered.
+    """Returns the whole values of shards by one gather; their gradients are reduce-scattered.
 
-    Shards are in the wider of the compute dtype and what `LeafCollectives.scatter` gives.
+    The shards have the wider of two dtypes: the compute dtype and the dtype that
+    `LeafCollectives.scatter` returns.
     """
     return _in_one(gather_buckets, leaves, shards)
 
@@ -324,7 +342,7 @@ def _gather_backward(leaves: Leaves, _: None, cotangents: Several) -> tuple[Seve
 
 
 def _scattered(leaves: Leaves, cotangents: Several) -> Several:
-    """In the dtype of the shards that were gathered."""
+    """Returns reduce-scattered cotangents, in the dtype of the shards that were gathered."""
     shards = _in_one(scatter_buckets, leaves, cotangents)
     pairs = zip(leaves, shards, strict=True)
     return [x.astype(jnp.promote_types(x.dtype, leaf.compute_dtype)) for leaf, x in pairs]
@@ -335,7 +353,7 @@ gather_on_use.defvjp(_gather_forward, _gather_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def gather_eight_bits(leaves: Leaves, shards: Several, histories: Several) -> Several:
-    """As `gather_on_use`, of what 8 bits keep of the values, which is what is sent."""
+    """Works as `gather_on_use`, but rounds the values to 8 bits and sends these."""
     return _in_one(gather_buckets, leaves, shards, histories)
 
 
@@ -350,7 +368,7 @@ def _gather_bits_forward(
 def _gather_bits_backward(
     leaves: Leaves, histories: Several, cotangents: Several
 ) -> tuple[Several, Several]:
-    # What a history becomes is said by the products that are scaled by it.
+    # The products that use this scale compute the history's new value.
     nothing = [jnp.zeros_like(history) for history in histories]
     return _scattered(leaves, cotangents), nothing
 
@@ -360,7 +378,7 @@ gather_eight_bits.defvjp(_gather_bits_forward, _gather_bits_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def scatter_early(leaves: Leaves, wholes: Several, shards: Several) -> Several:
-    """The whole values; their gradients land scattered, by one reduce-scatter, on the shards."""
+    """Returns the whole values; one reduce-scatter puts their gradients on the shards."""
     return wholes
 
 
@@ -377,7 +395,7 @@ scatter_early.defvjp(_tap_forward, _tap_backward)
 
 
 def _in_one(collective: Callable, leaves: Leaves, *arrays: Several) -> Several:
-    # Names without a layer, which would end a bucket.
+    # These names contain no layer number, which would end a bucket.
     table = {f"{index}th": leaf for index, leaf in enumerate(leaves)}
     values, *more = (dict(zip(table, several, strict=True)) for several in arrays)
     return list(collective(values, table, sys.maxsize, *more).values())
@@ -385,10 +403,10 @@ def _in_one(collective: Callable, leaves: Leaves, *arrays: Several) -> Several:
 
 @dataclasses.dataclass(frozen=True)
 class GatherOnUse:
-    """ZeRO-3's read of a shard: gathers it; the gradient lands scattered on it.
+    """ZeRO-3's read of a shard: gathers the value and reduce-scatters its gradient.
 
-    In 8 bits it gives what these keep, and says the largest magnitude of the shard before that: a
-    history takes the largest of all devices anyway.
+    With 8 bits it returns the rounded values and records the largest magnitude of the shard before
+    rounding. The maximum over all devices is taken later, when the history is updated.
     """
 
     name: str
@@ -408,10 +426,10 @@ class GatherOnUse:
 
 @dataclasses.dataclass(frozen=True)
 class ScatterEarly:
-    """ZeRO-2's read of `(whole, shard)`: the whole; its gradient lands scattered on the shard.
+    """ZeRO-2's read of `(whole, shard)`: the whole value, whose gradient is scattered to the shard.
 
-    The scatter thus runs where the backward pass makes the gradient, and whole gradients of all
-    layers never live together.
+    The reduce-scatter thus runs where the backward pass computes the gradient, and the whole
+    gradients of all layers are never in memory together.
     """
 
     name: str
@@ -427,12 +445,13 @@ class ScatterEarly:
 
 @dataclasses.dataclass(frozen=True)
 class DecodeOnUse:
-    """The read of a frozen parameter whose codes are whole on this device.
+    """The read of a frozen, quantized parameter whose codes are all on this device.
 
     Attributes:
-      name: of the parameter; codes: how it is coded.
-      axes: tensor-parallel axis per dimension, as `LeafCollectives` has them.
-      compute_dtype: of what is read, by name.
+      name: name of the parameter.
+      codes: its quantization.
+      axes: tensor-parallel axis per dimension, as in `LeafCollectives`.
+      compute_dtype: dtype of the decoded value, by name.
     """
 
     name: str
@@ -451,9 +470,10 @@ class DecodeOnUse:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def decode_on_use(read: DecodeOnUse, stored: jax.Array) -> jax.Array:
-    """What a read gives; codes have no gradient.
+    """Decodes a stored parameter; codes have no gradient.
 
-    As a call, which a checkpoint sees as one (`rewrite.is_made_again`): none keeps what it gives.
+    It is a call, which a checkpoint recognizes (`rewrite.is_made_again`): the decoded value is
+    never saved for the backward pass.
     """
     return checkpoint_name(read.decode(stored), DECODED)
 
@@ -473,9 +493,10 @@ decode_on_use.defvjp(_decode_forward, _decode_backward)
 
 
 def make_buckets(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Names in order, cut into runs of at most `limit` elements; a larger one stands alone.
+    """Divides names, in order, into buckets of at most `limit` elements; a larger leaf has its own.
 
-    A run of `FULL_ENOUGH` elements also ends before another layer of a Python list begins.
+    A bucket with at least `FULL_ENOUGH` elements also ends where the next layer of a Python list
+    begins.
     """
     buckets: list[list[str]] = []
     filled, layer = 0, None
@@ -493,8 +514,7 @@ def make_buckets(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
 def buckets_of(
     sizes: Mapping[str, int], leaves: Mapping[str, LeafCollectives], limit: int
 ) -> list[list[str]]:
-    """`make_buckets`, for the leaves over each set of mesh axes by themselves, and of one dtype on
-    the wire."""
+    """Applies `make_buckets` separately to each set of mesh axes and each dtype that is sent."""
 
     def kind(name: str) -> tuple[Any, ...]:
         leaf = leaves[name]
@@ -514,13 +534,13 @@ def gather_buckets(
     bucket_size: int,
     histories: Arrays | None = None,
 ) -> Arrays:
-    """Whole, unpadded values in `compute_dtype` of all `shards`, one all-gather per bucket.
+    """Gathers whole, unpadded values in `compute_dtype` of all `shards`, one all-gather per bucket.
 
     Args:
       shards: {name: this device's shard, any float dtype}.
       leaves: {name: its collectives}.
       bucket_size: elements of the gathered values per collective.
-      histories: {name: of its scale}, where all are sent in 8 bits.
+      histories: {name: history of its scale}, where all are sent in 8 bits.
     """
     scaled: Arrays = histories or dict.fromkeys(shards)
     sizes = {name: math.prod(s.shape) * leaves[name].num_shards for name, s in shards.items()}
@@ -560,8 +580,10 @@ def _gather_bucket(shards: Arrays, leaves: Mapping[str, LeafCollectives], scaled
 def scatter_buckets(
     wholes: Arrays, leaves: Mapping[str, LeafCollectives], bucket_size: int
 ) -> Arrays:
-    """This device's shards of the sums, as `LeafCollectives.scatter` gives them, one collective per
-    bucket."""
+    """Returns this device's shards of the summed gradients, one collective per bucket.
+
+    See `LeafCollectives.scatter` for the dtype.
+    """
     sizes = {name: trees.num_elements(whole.shape) for name, whole in wholes.items()}
     result: Arrays = {}
     for names in buckets_of(sizes, leaves, bucket_size):
@@ -597,9 +619,9 @@ def _scatter_in_tree(wholes: Arrays, leaves: Mapping[str, LeafCollectives]) -> A
 
 
 def _scatter_in_codes(wholes: Arrays, leaves: Mapping[str, LeafCollectives]) -> Arrays:
-    """In `reduce_dtype`, summed in float32: one row of codes for each shard.
+    """Returns shards in `reduce_dtype`, summed in float32; sends one row of codes for each shard.
 
-    No block has values of two parameters, whose magnitudes may differ.
+    No quantization block holds values of two parameters, because their magnitudes may differ.
     """
     first = leaves[next(iter(wholes))]
     codes = first.gradient_codes
@@ -624,7 +646,7 @@ def sum_buckets(
     bucket_size: int,
     over: tuple[str, ...] = PASS_AXES,
 ) -> Arrays:
-    """Sums over mesh axes, one all-reduce per bucket.
+    """Sums values over mesh axes, one all-reduce per bucket.
 
     Args:
       values: {name: array}, all of one dtype.

@@ -1,10 +1,10 @@
-"""Reproducible gradient norm and optimizer update, in pieces independent of the device count.
+"""Computes gradient norm and update reproducibly, in pieces independent of the device count.
 
-A parameter's stored dimension has `virtual_shards` pieces, of which each device has some. Sums of
-squares are taken of each piece by the same computation in fusion barriers and added up in the tree
-of `parallel.sums`. Each piece is updated in a loop of one iteration, of which XLA does not know
-that it is one: the loop is neither unrolled nor fused with what is around it, and it updates in
-place.
+The stored dimension of a parameter is cut into `virtual_shards` pieces; each device has several.
+The sum of squares of each piece is computed by the same code inside fusion barriers, and the sums
+are added in the tree order of `parallel.sums`. Each piece is updated in a loop of one iteration
+whose length XLA cannot know: so the loop is neither unrolled nor fused with the code around it, and
+it updates in place.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Arrays = dict[str, jax.Array]
 
 
 class ParameterPieces:
-    """How the parameters of a plan are cut into pieces of one shape each."""
+    """The pieces of a plan's parameters; all pieces of a parameter have one shape."""
 
     def __init__(self, plan: Plan):
         self.names = list(plan.abstract_state["params"])
@@ -50,15 +50,15 @@ class ParameterPieces:
         total = plan.settings.virtual_shards
         self.sizes = {n: shapes[n][dim] // total for n, dim in self.dims.items()}
         self.count = total // plan.mesh.shape[DATA]
-        """Pieces on each device."""
+        """Number of pieces on each device."""
 
     def split(self, arrays: Mapping[str, Any]) -> tuple[Arrays, Arrays]:
-        """(what is cut, what every device has whole)."""
+        """Returns (arrays that are cut into pieces, arrays that every device holds whole)."""
         cut = {name: x for name, x in arrays.items() if name in self.dims}
         return cut, {name: x for name, x in arrays.items() if name not in self.dims}
 
     def take(self, shards: Arrays, number: jax.Array) -> Arrays:
-        """This device's piece of that number of each shard."""
+        """Returns piece `number` of this device from each shard."""
         return {
             name: lax.dynamic_slice_in_dim(
                 x, number * self.sizes[name], self.sizes[name], x.ndim + self.dims[name]
@@ -67,7 +67,7 @@ class ParameterPieces:
         }
 
     def put(self, shards: Arrays, pieces: Arrays, number: jax.Array) -> Arrays:
-        """The shards with that piece replaced."""
+        """Returns the shards with piece `number` replaced."""
         return {
             name: lax.dynamic_update_slice_in_dim(
                 x, pieces[name], number * self.sizes[name], x.ndim + self.dims[name]
@@ -77,7 +77,7 @@ class ParameterPieces:
 
 
 def build_fixed_norm(plan: Plan) -> Callable[..., GradientNorm]:
-    """As `zerojax.parallel.update.build_norm`, with the same bits on any number of devices."""
+    """Builds `zerojax.parallel.update.build_norm` with the same bits on any number of devices."""
     pieces, specs = ParameterPieces(plan), specs_of_leaves(plan.abstract_state["params"])
     kind, order = barrier_kind(plan.mesh), list(specs)
 
@@ -110,7 +110,7 @@ def build_fixed_norm(plan: Plan) -> Callable[..., GradientNorm]:
         return run_in_barriers(kind, scale, finish, jnp.stack([by_name[name] for name in order]))
 
     def norm(grads: Arrays, scale: jax.Array, squares: Arrays | None = None) -> GradientNorm:
-        assert not squares, "only what is updated in the backward pass has them, which is refused"
+        assert not squares, "only an update in the backward pass gives squares; it is refused here"
         mapped = jax.shard_map(
             local, mesh=plan.mesh, in_specs=(specs, P()), out_specs=P(), check_vma=False
         )
@@ -120,7 +120,7 @@ def build_fixed_norm(plan: Plan) -> Callable[..., GradientNorm]:
 
 
 def build_chunked_update(plan: Plan) -> Callable[..., tuple[Arrays, Any]]:
-    """As `zerojax.parallel.update.build_update`, with the same bits on any number of devices."""
+    """Builds `zerojax.parallel.update.build_update` with the same bits on any number of devices."""
     tx = plan.tx
     assert isinstance(tx, Optimizer)
     assert tx.begin is not None

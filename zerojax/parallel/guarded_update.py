@@ -1,10 +1,10 @@
-"""An optax update that keeps everything where a step is skipped.
+"""Runs an optax update that leaves parameters and state unchanged where a step is skipped.
 
-Later operations of the update read the new state as it is kept, after `skip` was looked at. The
-values are the same as before that look. But what is kept is an output, which XLA does not compute a
-second time: each array of the state is written where it lay. Where the parameter's fusion reads
-the old moments as well, XLA on CPUs copies every moment first. `pallas_kernels.optimizers` does the
-same for our own rules.
+Each new array of the state is selected with `skip` as soon as it is computed, and later operations
+of the update read the selected array. The values are those of selecting at the end. But a selected
+array is an output, which XLA does not compute a second time, so each array of the state is written
+in place. Where the parameter's fusion reads the old moments as well, XLA on CPUs copies every
+moment first. `pallas_kernels.optimizers` does the same for zerojax's own optimizers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def guarded_update(
     skip: jax.Array,
     extra: Mapping[str, Any],
 ) -> tuple[Tree, Tree]:
-    """Computes the parameters and the state after an update, to be traced.
+    """Computes the parameters and the state after an update; call it inside a traced function.
 
     Args:
       grads, state, params: as `tx.update` takes them.
@@ -38,7 +38,7 @@ def guarded_update(
       extra: further keyword arguments of `tx.update`.
 
     Returns:
-      (parameters, state), in the forms of those given.
+      (parameters, state), with the tree structures of the inputs.
     """
 
     def update(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
@@ -58,8 +58,8 @@ def _with_guards(closed: ClosedJaxpr, old: Sequence[Any]) -> ClosedJaxpr:
     """Returns the program with `skip` as its first input.
 
     Args:
-      closed: gives the new values.
-      old: for each of its outputs the input that holds the value before.
+      closed: program that computes the new values.
+      old: for each output, the input that holds its previous value.
     """
     program = closed.jaxpr
     skip = Var(jax.typeof(jnp.bool_(False)))
@@ -95,7 +95,7 @@ def _read(names: Mapping[Any, Any], atom: Any) -> Any:
 
 
 def _guard(skip: Any, new: Any, kept: Any) -> tuple[Any, list[Any]]:
-    """Returns (the variable that is `kept` where `skip` is set, else `new`; its equations)."""
+    """Returns (variable equal to `kept` if `skip` is set, else to `new`; its equations)."""
     program = _select(new.aval, kept.aval).jaxpr
     names: dict[Any, Any] = dict(zip(program.invars, (skip, new, kept), strict=True))
     equations = []

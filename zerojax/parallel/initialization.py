@@ -1,8 +1,9 @@
-"""Initialisation of a training state: computed, copied or read straight into its shards.
+"""Initializes a training state: computes, copies or reads each array directly into its shards.
 
-What lies in files is read one layer at a time, only what this process's devices hold, each part
-once. On accelerators a layer goes into its place in the shard on the device, so the host never
-holds more than a layer of one parameter; a CPU device takes the memory that is read into.
+Values that lie in files are read one layer at a time, only the parts that this process's devices
+hold, and each part once. On accelerators a layer is written into the shard on the device, so host
+memory never holds more than one layer of one parameter. A CPU device uses the memory that was read
+into, without a copy.
 """
 
 from __future__ import annotations
@@ -39,35 +40,35 @@ from zerojax.runtime.memory import allocating_for
 
 Ranges = tuple[tuple[int, int], ...]
 _ALIGNMENT = 64
-"""Bytes; a CPU device takes memory that begins at a multiple without copying it."""
+"""Bytes; a CPU device takes memory at a multiple of this without copying it."""
 
 
 @names_keywords()
 @allocating_for("making the first state")
 @jax.transfer_guard("allow")
 def init_state(plan: Plan, seed: int = 0) -> TrainState:
-    """A new state, born in its shards: no device ever holds more than its part.
+    """Creates a new state directly in its shards: no device ever holds more than its part.
 
-    An `nnx.Module` instance brings its own values, which are copied (the instance stays usable
-    after the first donated step); every other kind of model is initialised from `seed`. The values
-    do not depend on the mesh.
+    The values of an `nnx.Module` instance are copied (the instance stays usable after the first
+    donated step); every other kind of model is initialized from `seed`. The values do not depend on
+    the mesh.
 
     Args:
-      plan: over a real mesh.
-      seed: of parameters and dropout.
+      plan: a plan over a real mesh.
+      seed: seed of parameters and dropout.
 
     Raises:
       ValueError: the plan is over an `AbstractMesh`, or the seed does not fit into 64 bits.
-      TypeError: `plan` is not a plan, or `seed` no integer.
+      TypeError: `plan` is not a plan, or `seed` is not an integer.
     """
     require_plan(plan, "init_state")
     if not isinstance(plan.mesh, jax.sharding.Mesh):
         raise ValueError(
-            "this plan is over an abstract mesh, for absent devices; plan with "
+            "this plan is over an abstract mesh, whose devices do not exist; make a plan with "
             "zerojax.make_mesh(...) to train"
         )
     key_data = np.asarray(run_key_data(seed))
-    disk = _new_disk(plan, key_data)  # first: there may be no space for it
+    disk = _new_disk(plan, key_data)  # first: the disk may have too little space
     try:
         return _init_around(plan, key_data, disk)
     except BaseException:
@@ -77,8 +78,8 @@ def init_state(plan: Plan, seed: int = 0) -> TrainState:
 
 
 def _init_around(plan: Plan, key_data: np.ndarray, disk: DiskState | None) -> TrainState:
-    """A new state whose slices in files are there already."""
-    # Weights of masters in files are made of these, slice by slice, not all at once.
+    """Creates a new state; slices that are stored in files exist already."""
+    # If master weights are in files, the weights are made from these slice by slice, not at once.
     made_later = disk.leaves if disk is not None and plan.precision.has_masters else ()
     given = plan.model.initial_arrays()
     if given is None:
@@ -97,7 +98,7 @@ def _init_around(plan: Plan, key_data: np.ndarray, disk: DiskState | None) -> Tr
 
 
 def _new_disk(plan: Plan, key_data: np.ndarray) -> DiskState | None:
-    """The slices in files of a new state, one parameter in memory at a time."""
+    """Writes the slices of a new state to files, with one parameter in memory at a time."""
     if plan.offload is None or not plan.offload.on_disk:
         return None
     given = plan.model.initial_arrays()
@@ -115,11 +116,11 @@ def _new_disk(plan: Plan, key_data: np.ndarray) -> DiskState | None:
 
 
 def build_initialiser(plan: Plan, *, without: Collection[str] = ()) -> Any:
-    """`key_data -> TrainState`, jitted: every array is computed in its shards.
+    """Builds the jitted `key_data -> TrainState`, which computes every array in its shards.
 
     Args:
-      plan: over a real mesh.
-      without: names that `params` is to lack.
+      plan: a plan over a real mesh.
+      without: names that are left out of `params`.
     """
 
     def leave_out(state: Any) -> Any:
@@ -134,8 +135,8 @@ def build_initialiser(plan: Plan, *, without: Collection[str] = ()) -> Any:
 
 
 def _new_params(plan: Plan, key_data: jax.Array) -> tuple[dict[str, jax.Array], Any]:
-    """Traced: all parameters as they are stored, and the model's own state."""
-    # Zeros: linen looks at a batch's shapes only, and this costs no transfer.
+    """Returns all parameters in their stored form and the model's own state; traced."""
+    # Zeros: Linen reads only a batch's shapes, and zeros need no transfer.
     batch = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), plan.abstract_batch)
     key = jax.random.wrap_key_data(key_data)
     params, extras = plan.model.init(jax.random.fold_in(key, 0), batch, plan.loss)
@@ -149,13 +150,13 @@ def _new_params(plan: Plan, key_data: jax.Array) -> tuple[dict[str, jax.Array], 
 
 
 def _kept(plan: Plan, name: str, value: jax.Array, stored: jax.ShapeDtypeStruct) -> jax.Array:
-    """Traced: a parameter as it is stored, but for padding."""
+    """Returns a parameter in its stored dtype or codes, without padding; traced."""
     codes = plan.placement.leaves[name].codes
     return value.astype(stored.dtype) if codes is None else codes.encode(value)
 
 
 def _given(plan: Plan, name: str, value: Any) -> Any:
-    """A parameter that is there or lies in files; its codes where it is stored so."""
+    """Returns an existing parameter (array or in a file), as codes where it is stored quantized."""
     codes = plan.placement.leaves[name].codes
     if codes is None:
         return value
@@ -165,7 +166,7 @@ def _given(plan: Plan, name: str, value: Any) -> Any:
 
 
 def _copy_initial(plan: Plan, key_data: np.ndarray) -> TrainState:
-    """The state from the arrays that the user's module holds."""
+    """Builds the state from the arrays that the user's module holds."""
     arrays = plan.model.initial_arrays()
     assert arrays is not None
     params, extras = arrays
@@ -177,8 +178,8 @@ def _copy_initial(plan: Plan, key_data: np.ndarray) -> TrainState:
     }
     host_extras = {name: np.asarray(value) for name, value in extras.items()}
 
-    # A jitted function that donates nothing: on CPU a placed array may share memory with the
-    # user's, and the first donated step would write into it
+    # This jitted function donates nothing: on CPU a placed array may share memory with the user's
+    # array, and the first donated step would overwrite it
     # (tests/test_arrays.py::test_users_own_arrays_survive).
     def build(placed: dict, extras: dict, key_data: jax.Array) -> TrainState:
         return _offloaded(plan, _assemble(plan, placed, extras, key_data))
@@ -192,11 +193,11 @@ def _is_unread(value: Any) -> bool:
 
 
 def _read_initial(plan: Plan, key_data: np.ndarray, *, without: Collection[str]) -> TrainState:
-    """The state from arrays that lie in files, or are still to be made, one parameter at a time.
+    """Builds the state, one parameter at a time, from arrays in files or not yet computed.
 
     Args:
-      plan: over a real mesh.
-      without: names that `params` is to lack.
+      plan: a plan over a real mesh.
+      without: names that are left out of `params`.
     """
     arrays = plan.model.initial_arrays()
     assert arrays is not None
@@ -212,8 +213,8 @@ def _read_initial(plan: Plan, key_data: np.ndarray, *, without: Collection[str])
     }
 
     def others(placed: dict, extras: dict, key_data: jax.Array) -> Any:
-        # Moments of what can be offloaded begin at zero, so they need no parameters; an average of
-        # the weights is put in their place below.
+        # Moments of offloaded parameters begin at zero, so they need no parameters; an average of
+        # the weights is inserted below.
         zeros = {n: jnp.zeros(x.shape, x.dtype) for n, x in stored.items() if n not in placed}
         state = _offloaded(plan, _assemble(plan, {**zeros, **placed}, extras, key_data))
         return leave_out(state)
@@ -247,7 +248,11 @@ def _read_initial(plan: Plan, key_data: np.ndarray, *, without: Collection[str])
 def _make_missing(
     plan: Plan, params: dict[str, Any], extras: dict[str, Any], key_data: np.ndarray
 ) -> tuple[dict[str, jax.Array], dict[str, Any]]:
-    """({name: parameter as it is stored} of those in no file, all of the model's own state)."""
+    """Computes what no file contains.
+
+    Returns:
+      ({name: stored form of a parameter that is in no file}, the model's whole own state).
+    """
     names = [name for name, x in params.items() if isinstance(x, jax.ShapeDtypeStruct)]
     missing = [name for name, x in extras.items() if isinstance(x, jax.ShapeDtypeStruct)]
     if not names and not missing:
@@ -271,12 +276,12 @@ def _place(value: Any, stored: jax.ShapeDtypeStruct, rows: StageRows | None) -> 
 
 
 def _offloaded(plan: Plan, stored: TrainState) -> TrainState:
-    """Traced: a new state as it lies in memory."""
+    """Returns a new state as offload stores it in memory; traced."""
     return stored if plan.offload is None else cut_new_state(plan, stored)
 
 
 def _assemble(plan: Plan, params: dict, extras: dict, key_data: jax.Array) -> TrainState:
-    """Traced: the whole state from parameters of stored shape."""
+    """Builds the whole state from parameters of stored shape; traced."""
     abstract, scaling = plan.abstract_stored, plan.precision.loss_scale
     trained = {name: params[name] for name in abstract["params"]}
     state = TrainState(
@@ -313,11 +318,11 @@ def _rows_of_params(plan: Plan) -> dict[str, StageRows | None]:
 def place(
     value: np.ndarray | LazyArray, stored: jax.ShapeDtypeStruct, rows: StageRows | None
 ) -> jax.Array:
-    """An array in its stored shards, cast and padded; each device receives its own part only.
+    """Places an array in its stored shards, cast and padded; a device receives its own part only.
 
     Args:
-      value: of the true shape.
-      stored: how it is stored, with its sharding.
+      value: array of the true shape.
+      stored: stored shape, dtype and sharding.
       rows: see `plan.state.StageRows`.
     """
     if isinstance(value, LazyArray):
@@ -346,7 +351,7 @@ def _place_lazy(
 
 
 def _devices_of_shards(stored: jax.ShapeDtypeStruct) -> Mapping[Ranges, list[Any]]:
-    """The devices of this process that hold each part."""
+    """Returns {index range of a shard: this process's devices that hold it}."""
     found: dict[Ranges, list[Any]] = {}
     places = stored.sharding.addressable_devices_indices_map(stored.shape)
     for device, index in places.items():
@@ -360,7 +365,7 @@ def _devices_of_shards(stored: jax.ShapeDtypeStruct) -> Mapping[Ranges, list[Any
 def _blocks(
     value: LazyArray, shard: Ranges, rows: StageRows | None
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """(row within the shard, values from there on) of what is not padding."""
+    """Yields (row within the shard, values from that row on), without padding."""
     inside = [
         (start, min(stop, size)) for (start, stop), size in zip(shard, value.shape, strict=True)
     ]
@@ -385,7 +390,7 @@ def _shape_of(shard: Ranges) -> tuple[int, ...]:
 def _on_cpu(
     blocks: Iterator[tuple[int, np.ndarray]], shard: Ranges, dtype: Any, devices: list[Any]
 ) -> list[jax.Array]:
-    """The part on each device, in memory of its own: the next step writes over it."""
+    """Copies the shard into new memory for each CPU device, which the next step may overwrite."""
     shape = _shape_of(shard)
     buffers = [_aligned_zeros(shape, np.dtype(dtype)) for _ in devices]
     for row, block in blocks:
@@ -405,14 +410,14 @@ def _aligned_zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 def fill_on_devices(
     blocks: Iterator[tuple[int, np.ndarray]], shard: Ranges, dtype: Any, devices: list[Any]
 ) -> list[jax.Array]:
-    """The part on each device, put together there."""
+    """Assembles the shard on each device from blocks."""
     shape = _shape_of(shard)
     filled = [_zeros(shape, np.dtype(dtype), device) for device in devices]
     for row, block in blocks:
         for number, device in enumerate(devices):
             there = jax.device_put(block, device)
             filled[number] = _fill(filled[number], there, np.int32(row))
-        jax.block_until_ready(filled)  # the host's memory of this block is free again
+        jax.block_until_ready(filled)  # frees the host memory of this block
     return filled
 
 
@@ -423,6 +428,6 @@ def _zeros(shape: tuple[int, ...], dtype: np.dtype, device: Any) -> jax.Array:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _fill(shard: jax.Array, block: jax.Array, row: jax.Array) -> jax.Array:
-    """The shard with a block in its rows from `row` on, in place."""
+    """Writes a block into the rows of the shard from `row` on, in place."""
     start = [row, *[jnp.int32(0)] * (shard.ndim - 1)] if shard.ndim else []
     return lax.dynamic_update_slice(shard, block.astype(shard.dtype), start)

@@ -1,15 +1,19 @@
-"""The model's own state over microbatches and shards of the batch.
+"""Combines the model's own state (extras) over microbatches and shards of the batch.
 
-Most extras are written by the forward pass (batch statistics). Some are **overwritten** with their
-gradient: their new value comes out of the backward pass, as the largest magnitudes that the scales
-of 8-bit products follow from. Several new values become one by Flax's own rule for them
-(`flax.linen.fp8_ops`), the largest of each element. So the largest magnitudes of a step are those
-of all its microbatches and shards, and all of a step is computed with the same scales.
+Most extras are written by the forward pass (batch statistics). Three kinds:
 
-Some are **counted**: what a pass adds to them is a sum over the rows of the batch, as far as the
-trace of the model shows it (`zerojax.plan.loss_checks`), or as a `StepCount` says. What each shard
-adds is added up, so they are those of one device with the whole batch. What is made of a
-`StepCount` is made by the step, after all passes.
+**Overwritten** extras are replaced by their gradient: the backward pass computes their new value,
+such as the largest magnitudes from which the scales of 8-bit products follow. Several new values
+are combined by Flax's own rule for them (`flax.linen.fp8_ops`), the elementwise maximum. So the
+largest magnitudes of a step cover all its microbatches and shards, and the whole step uses the same
+scales.
+
+**Counted** extras grow by a sum over the rows of the batch, as far as the trace of the model shows
+it (`zerojax.plan.loss_checks`), or as a `StepCount` says. The increments of all shards are added,
+so the result is that of one device with the whole batch. Values derived from a `StepCount` are
+computed by the step, after all passes.
+
+All other floating-point extras are averaged.
 """
 
 from __future__ import annotations
@@ -29,11 +33,11 @@ Arrays = dict[str, Any]
 
 
 def value_and_grad(loss_of: Callable[..., Any], overwritten: Set[str]) -> Callable[..., Any]:
-    """`jax.value_and_grad` of a loss, by whose extras some come back as their gradient.
+    """Returns `jax.value_and_grad` of a loss that also updates overwritten extras.
 
     Args:
       loss_of: `(inputs, extras, *rest) -> (loss, (anything, extras afterwards))`.
-      overwritten: names among the extras.
+      overwritten: names of the overwritten extras.
 
     Returns:
       `(inputs, extras, *rest) -> ((loss, (anything, extras afterwards)), gradients of inputs)`.
@@ -53,18 +57,18 @@ def value_and_grad(loss_of: Callable[..., Any], overwritten: Set[str]) -> Callab
 
 
 def pick(extras: Arrays, names: Set[str]) -> Arrays:
-    """The extras of these names."""
+    """Returns the extras with these names."""
     return {name: value for name, value in extras.items() if name in names}
 
 
 def before_microbatches(extras: Arrays, overwritten: Set[str]) -> Arrays:
-    """The extras that the first microbatch's are added to: minus infinity where overwritten."""
+    """Returns the extras before the first microbatch; overwritten ones are minus infinity."""
     chosen = pick(extras, overwritten)
     return {**extras, **{name: jnp.full_like(x, -jnp.inf) for name, x in chosen.items()}}
 
 
 def after_microbatch(earlier: Arrays, later: Arrays, overwritten: Set[str]) -> Arrays:
-    """The extras after one more microbatch: the largest of both where overwritten."""
+    """Returns the extras after one more microbatch: the elementwise maximum where overwritten."""
     chosen = pick(later, overwritten)
     return {**later, **{name: jnp.maximum(earlier[name], x) for name, x in chosen.items()}}
 
@@ -77,13 +81,13 @@ def agree(
     *,
     overwritten_over: tuple[str, ...] = PASS_AXES,
 ) -> Arrays:
-    """Extras made the same on every data shard.
+    """Makes the extras equal on every data shard.
 
-    What is overwritten becomes the largest of all shards; what is counted changes by the sum of
-    their changes; other floating-point values change by their mean change.
+    Overwritten extras become the maximum over all shards; counted ones change by the sum of the
+    shards' changes; other floating-point values by the mean of the shards' changes.
 
     Args:
-      overwritten_over: mesh axes over which new values of what is overwritten differ.
+      overwritten_over: mesh axes over which new values of overwritten extras differ.
     """
     chosen = pick(after, overwritten)
     largest = max_replicated(chosen, overwritten_over) if chosen else {}
@@ -95,31 +99,31 @@ def agree(
 
 
 def is_averaged(name: str, value: Any, overwritten: Set[str]) -> bool:
-    """Whether an extra becomes the mean of what shards of the batch make of it, or their sum."""
+    """Returns whether an extra becomes the mean (if counted, the sum) over shards of the batch."""
     return name not in overwritten and jnp.issubdtype(value.dtype, jnp.floating)
 
 
 def changes(before: Arrays, after: Arrays, overwritten: Set[str]) -> Arrays:
-    """{name: float32, by how much it changed}, of the extras that are averaged."""
+    """Returns {name: float32 change} of the extras that are averaged."""
     found = {}
     for name, new in after.items():
         if is_averaged(name, new, overwritten):
-            # Where nothing changed the change is an exact zero, for infinities (masks) too.
+            # An unchanged value gives an exact zero, also for infinities (masks).
             old, new = before[name].astype(jnp.float32), new.astype(jnp.float32)
             found[name] = jnp.where(new == old, 0, new - old)
     return found
 
 
 def added(before: Arrays, after: Arrays, counted: Set[str]) -> Arrays:
-    """{name: by how much it changed, in its own dtype}, of integers that are counted."""
+    """Returns {name: change in its own dtype} of integer extras that are counted."""
     chosen = pick(after, counted).items()
     return {n: x - before[n] for n, x in chosen if not jnp.issubdtype(x.dtype, jnp.floating)}
 
 
 def add_changes(before: Arrays, summed: Arrays, count: int, counted: Set[str]) -> Arrays:
-    """{name: the extra with the mean of `count` changes, of which `summed` is the sum}.
+    """Returns {name: extra plus the mean change}, where `summed` is the sum of `count` changes.
 
-    To what is counted the sum itself is added.
+    A counted extra changes by the sum itself.
     """
     return {
         name: before[name] + (x if name in counted else x / count).astype(before[name].dtype)

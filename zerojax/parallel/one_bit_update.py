@@ -1,8 +1,9 @@
-"""Momentum that goes between devices as signs, and the two programs of a run that does so.
+"""Updates with momentum that devices exchange as signs (1-bit Adam, 1-bit LAMB).
 
-Every device adds its own gradient to the agreed momentum and to what its last message left out, and
-sends each other one the signs of its part; each adds up its part, keeps what the signs of the mean
-leave out, and sends these signs to all (arXiv:2102.02888, section 4).
+Each device adds its own gradient to the agreed momentum and to the error of its last message, and
+sends to every other device the signs of that device's part. Each device sums its part, keeps the
+error that the signs of the mean leave, and sends these signs to all (arXiv:2102.02888, section 4).
+A run has two programs: one for the warm-up, one for the compressed steps.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ from zerojax.plan.state import ONE_BIT, TrainState
 
 
 class _Parts:
-    """One parameter's momentum in as many parts as there are devices.
+    """One parameter's momentum, divided into one part per device.
 
-    Padding takes part as any element would, and is cut off or moves nothing.
+    Padding is treated as ordinary elements; it is cut off afterwards or has no effect.
     """
 
     def __init__(self, leaf: LeafPlacement, devices: int) -> None:
@@ -61,24 +62,25 @@ class _Parts:
             self._sharded = leaf_collectives(leaf, devices, **float32)
 
     def split(self, whole: jax.Array) -> jax.Array:
-        """[devices, row] of a whole array."""
+        """Divides a whole array into [devices, row]."""
         if self._sharded is not None:
             return self._sharded.split_rows(whole)
         flat = whole.reshape(-1)
         return jnp.pad(flat, (0, self.devices * self.row - flat.size)).reshape(self.devices, -1)
 
     def stored(self, rows: jax.Array, own: jax.Array) -> jax.Array:
-        """What this device stores: its shard, or the whole.
+        """Returns what this device stores: its shard, or the whole array.
 
         Args:
-          rows: [devices, row]; own: [row], that of this device.
+          rows: [devices, row], all parts.
+          own: [row], this device's part.
         """
         if self._sharded is not None:
             return own.reshape(self._sharded.shard_shape(self.shape))
         return rows.reshape(-1)[: trees.num_elements(self.shape)].reshape(self.shape)
 
     def row_of(self, stored: jax.Array) -> jax.Array | None:
-        """[row] of what this device stores, where that is a shard; None: it is the whole."""
+        """Returns [row] if this device stores a shard; None if it stores the whole array."""
         return None if self._sharded is None else stored.reshape(-1)
 
 
@@ -88,10 +90,10 @@ def _parts_of(plan: Plan) -> dict[str, _Parts]:
 
 
 def build_signed_update(plan: Plan) -> Callable[..., dict[str, Any]]:
-    """`(gradients, state, ThisStep) -> what the update changes of a state`, to be traced.
+    """Builds the traced `(gradients, state, ThisStep) -> changed parts of the state`.
 
-    Gradients of parameters whose momentum is sent are [devices, ...], each device's own; the others
-    are summed.
+    Gradients of parameters whose momentum is sent as signs are [devices, ...], each device's own;
+    other gradients are summed.
     """
     tx = plan.tx
     assert isinstance(tx, Optimizer)
@@ -160,22 +162,22 @@ def build_signed_update(plan: Plan) -> Callable[..., dict[str, Any]]:
 
 
 def _scaled(x: jax.Array, scales: jax.Array | None) -> jax.Array:
-    """Momentum or gradient of a whole parameter as its signs are taken."""
+    """Scales the momentum or gradient of a whole parameter before its signs are taken."""
     return x if scales is None else over_layers(jnp.multiply, x, scales)
 
 
 def _unscaled(x: jax.Array, scales: jax.Array | None) -> jax.Array:
-    """The inverse of `_scaled`, of a whole parameter or a shard."""
+    """Inverts `_scaled`, for a whole parameter or a shard."""
     return x if scales is None else over_layers(jnp.divide, x, scales)
 
 
 def _layers_of(one_bit: OneBit, kept: dict[str, Any], key: str) -> dict[str, Any] | None:
-    """What a state keeps of each layer; None: nothing."""
+    """Returns what the state stores per layer; None if it stores nothing."""
     return {**kept[key], **kept[layers_key(kept)]} if one_bit.per_layer else None
 
 
 def _with_layers(kept: dict[str, Any], key: str, changed: dict[str, Any]) -> dict[str, Any]:
-    """What a state keeps, with what changed of layers in its places."""
+    """Returns the stored values with the changed per-layer values replaced."""
     if not changed:
         return kept
     of_all = layers_key(kept)
@@ -185,9 +187,10 @@ def _with_layers(kept: dict[str, Any], key: str, changed: dict[str, Any]) -> dic
 
 
 def build_averaging_update(plan: Plan) -> Callable[..., dict[str, Any]]:
-    """`(gradients, state, ThisStep) -> what the update changes of a state`, to be traced.
+    """Builds the traced `(gradients, state, ThisStep) -> changed parts of the state`.
 
-    An update of LAMB that averages each layer's ratio of norms, of 1-bit LAMB's warm-up.
+    This is LAMB's update in the warm-up of 1-bit LAMB; it also averages each layer's ratio of
+    norms.
     """
     tx = plan.tx
     assert isinstance(tx, Optimizer)
@@ -223,13 +226,17 @@ def build_averaging_update(plan: Plan) -> Callable[..., dict[str, Any]]:
 def _agree(
     made: Arrays, left_before: Arrays, parts: Mapping[str, _Parts], limit: int
 ) -> tuple[Arrays, Arrays, Arrays, Arrays]:
-    """({name: [devices, row] agreed momentum}, {name: [row] of this device}, what this device's
-    message left out of `made`, what its message of the mean left out).
+    """Exchanges momentum as signs.
 
     Args:
       made: {name: float32 [devices, row]} of this device.
-      left_before: {name: float32 [1, row]}, what its last message of a mean left out.
-      parts: of each; limit: elements of a collective.
+      left_before: {name: float32 [1, row]}, error of this device's last message of a mean.
+      parts: the parts of each parameter.
+      limit: elements of a collective.
+
+    Returns:
+      ({name: [devices, row] agreed momentum}, {name: [row] of this device}, error that this
+      device's message leaves of `made`, error that its message of the mean leaves).
     """
     rows, own, left, left_of_mean = {}, {}, {}, {}
     sizes = {name: x.size for name, x in made.items()}
@@ -250,7 +257,7 @@ def _agree(
 
 
 def _in_one(messages: Arrays, collective: Callable[[jax.Array], jax.Array]) -> Arrays:
-    """One collective of several messages, uint8 [..., bytes]."""
+    """Runs one collective on several messages, uint8 [..., bytes]."""
     joined = collective(jnp.concatenate(list(messages.values()), axis=-1))
     found, start = {}, 0
     for name, message in messages.items():
@@ -260,7 +267,7 @@ def _in_one(messages: Arrays, collective: Callable[[jax.Array], jax.Array]) -> A
 
 
 def _context(plan: Plan) -> Callable[..., UpdateContext]:
-    """(scale, skip, key data) -> the context of an update of all shards."""
+    """Builds `(scale, skip, key data) -> UpdateContext` for an update of all shards."""
     fixed = {
         "axes": axes_of_leaves(plan.mesh, plan.abstract_state["params"]),
         "shapes": true_shapes(plan),
@@ -277,8 +284,10 @@ def _context(plan: Plan) -> Callable[..., UpdateContext]:
 
 
 def build_beginning(plan: Plan) -> Any:
-    """`state -> state`, jitted: nothing was left out yet, and the second moment is frozen now if it
-    was not; `state` is donated."""
+    """Builds the jitted `state -> state` that begins the compressed steps; it donates the state.
+
+    It sets the errors of messages to zero, and freezes the second moment if it is not frozen yet.
+    """
     one_bit = one_bit_of(plan.tx)
     assert one_bit is not None
     parts, key = _parts_of(plan), errors_key(plan.placement, one_bit.errors_name)
@@ -325,16 +334,17 @@ def build_beginning(plan: Plan) -> Any:
 
 
 class TwoPrograms:
-    """A step that is one program up to `freeze_step` and another after it.
+    """A step that runs one program up to `freeze_step` and another one after it.
 
-    The number of the step decides on the host. It is read from a state that did not come from the
-    step before, and counted otherwise, so that no step waits for the one before.
+    The host chooses by the step's number. It reads the number from a state only if that state is
+    not the result of the previous step, and counts otherwise, so no step waits for the previous
+    one.
 
     Attributes:
       warm_up: `(state, batch) -> (state, metrics)` of the steps up to `freeze_step`.
-      compressed: of the steps after them.
-      begin: `state -> state` between the two, and where what signs left out is not known.
-      trace, lower: of the warm-up, which needs more memory for gradients' sums.
+      compressed: the same for the steps after them.
+      begin: `state -> state`, run between the two and where the errors of messages are unknown.
+      trace, lower: those of the warm-up, which needs more memory for the sums of gradients.
     """
 
     def __init__(self, plan: Plan, warm_up: Any, compressed: Any) -> None:
@@ -362,5 +372,5 @@ class TwoPrograms:
 
 
 def unsummed_names(plan: Plan) -> frozenset[str]:
-    """Of the parameters whose gradients are not summed after the warm-up."""
+    """Returns the parameters whose gradients are not summed after the warm-up."""
     return frozenset(signed_leaves(plan.placement))

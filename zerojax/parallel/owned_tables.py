@@ -1,9 +1,10 @@
-"""Rows of a table of which each device has some columns: looked up without gathering the table.
+"""Looks up rows of a table that is sharded by columns, without gathering the table.
 
-Every device tells all others which rows it needs, and gets of each the columns that this one has.
-The backward pass sends the rows' gradients the same way back, and each device adds up those of its
-columns. What is sent follows from the number of ids alone: equal ids, or ids of few rows, make no
-device busier than the others, as they would where each device had some of the rows.
+Each device sends the row ids that it needs to all others, and receives from each of them the
+columns that it holds. The backward pass sends the rows' gradients back the same way, and each
+device sums those of its own columns. The communicated size depends only on the number of ids: equal
+ids, or ids of few rows, load no device more than others, as they would if the table were sharded by
+rows.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ from zerojax.models.jaxpr import LINEAR_RULE
 
 @dataclasses.dataclass(frozen=True)
 class OwnedTable:
-    """A table [rows, width] in columns: a static, hashable value that a traced program may hold.
+    """A table [rows, width] sharded by columns: a static, hashable value for traced programs.
 
     Attributes:
-      rows, width: of the whole table; the devices divide the width.
-      over: the mesh axes over which columns lie, outermost first; manual where it is used.
-      compute_dtype: in which rows travel, by name; reduce_dtype: in which their gradients do.
+      rows, width: size of the whole table; the number of devices divides the width.
+      over: mesh axes over which the columns are sharded, outermost first; manual where it is used.
+      compute_dtype: dtype in which rows are sent, by name.
+      reduce_dtype: dtype in which their gradients are sent, by name.
     """
 
     rows: int
@@ -41,16 +43,16 @@ class OwnedTable:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def look_up(table: OwnedTable, shard: jax.Array, ids: jax.Array) -> jax.Array:
-    """Rows of a table; first derivatives in reverse mode.
+    """Returns rows of a table; supports first derivatives in reverse mode.
 
     Args:
       shard: [rows, width / shards], this device's columns.
-      ids: int32 [T], as many on each device. One out of range gives the nearest row, and its
-        gradient goes nowhere.
+      ids: int32 [T], equally many on each device. An id out of range reads the nearest row, and its
+        gradient is dropped.
 
     Returns:
-      [T, width] in `compute_dtype`. The gradient of `shard` is summed over all ids of all devices,
-      at least in float32, and given in its dtype.
+      [T, width] in `compute_dtype`. The gradient of `shard` is summed over all ids of all devices
+      in float32 or wider, and has the dtype of `shard`.
     """
     return _forward(table, shard, ids)[0]
 
@@ -75,7 +77,7 @@ def _backward(
         slopes = slope.astype(table.reduce_dtype)
         slopes = lax.all_to_all(slopes, table.over, split_axis=1, concat_axis=0, tiled=True)
         wide = jnp.promote_types(slopes.dtype, jnp.float32)
-        # Below 0 would count from the end.
+        # A negative index would count from the end.
         place = jnp.where(asked < 0, table.rows, asked)
         total = jnp.zeros((table.rows, slopes.shape[1]), wide)
         total = total.at[place].add(slopes.astype(wide), mode="drop")
@@ -86,7 +88,7 @@ look_up.defvjp(_forward, _backward)
 
 
 def in_32_bits(ids: jax.Array, rows: int) -> jax.Array:
-    """int32: `ids` where they are in [0, rows), below that -1, above it `rows`.
+    """Converts ids to int32; ids below 0 become -1, ids of `rows` or more become `rows`.
 
     Args:
       ids: integers of any dtype.
@@ -106,16 +108,16 @@ def take_rows(
     fill: Any,
     casts: Sequence[Any] = (),
 ) -> jax.Array:
-    """[..., width]: what a `gather` of rows gives of the whole table in `compute_dtype`.
+    """Returns [..., width], as a `gather` of rows of the whole table in `compute_dtype` would.
 
     Args:
       shard: as in `look_up`.
       ids: integers [...].
-      mode: `jax.lax.GatherScatterMode`, what is done of ids out of range: FILL_OR_DROP gives
-        `fill`, and CLIP the nearest row, also in the backward pass; PROMISE_IN_BOUNDS gives it too,
-        and drops its gradient, as XLA does.
+      mode: `jax.lax.GatherScatterMode`, the treatment of ids out of range. FILL_OR_DROP returns
+        `fill`; CLIP reads the nearest row, also in the backward pass; PROMISE_IN_BOUNDS reads the
+        nearest row and drops its gradient, as XLA does.
       fill: a number; None: NaN.
-      casts: dtypes to which the table is cast before, in turn.
+      casts: dtypes to which the table is cast before the lookup, one after the other.
     """
     modes = lax.GatherScatterMode
     flat = in_32_bits(ids.reshape(-1), table.rows)

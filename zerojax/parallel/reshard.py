@@ -1,4 +1,4 @@
-"""Canonical form of a training state, and resharding from one plan to another."""
+"""Converts a training state to and from its canonical form, and reshards it to another plan."""
 
 from __future__ import annotations
 
@@ -42,29 +42,29 @@ from zerojax.plan.state import (
 from zerojax.runtime.memory import allocating_for
 
 Flat = tuple[tuple[jax.ShapeDtypeStruct, ...], Any]
-"""A tree's leaves and its structure: hashable, as keys of a cache are."""
+"""A tree's leaves and its structure; hashable, as cache keys have to be."""
 _KEPT = (ONE_BIT, COPIES)
-"""Parts of a state that are the same in both forms."""
+"""Parts of a state that are the same in the stored and the canonical form."""
 
 
 @names_keywords()
 def to_canonical(
     plan: Plan, state: TrainState, *, joined: bool = True, rows_on_host: bool = False
 ) -> TrainState:
-    """The state without padding, layers in order, in `plan.abstract_canonical`'s shardings.
+    """Returns the state without padding, layers in order, in `plan.abstract_canonical`'s shardings.
 
-    Layers that are stored stacked become arrays of their own, under the user's names.
+    Layers that are stored stacked become separate arrays, under the user's names.
 
-    Leaves whose two forms are the same are passed on as they are, not copied. Moments that are
-    coded are decoded to float32 first.
+    Leaves whose two forms are equal are returned as they are, not copied. Quantized moments are
+    decoded to float32.
 
     Args:
-      plan: which `state` follows.
+      plan: the plan that `state` follows.
       state: stays valid.
-      joined: False: a parameter or moment with slices on the host or in files is not read, and
-        what is in its place is not an array (see `parallel.offload.disk_saving`).
-      rows_on_host: True: the rows of stacks lie in host memory, as `canonical_to_read` has them, so
-        that the device has never more than one stack twice.
+      joined: False: a parameter or moment with slices on the host or in files is not read, and its
+        place holds something other than an array (see `parallel.offload.disk_saving`).
+      rows_on_host: True: the rows of stacks are put into host memory, as in `canonical_to_read`, so
+        that the device never holds more than one stack twice.
     """
     _check_key(plan, state)
     if plan.offload is None:
@@ -79,34 +79,40 @@ def to_canonical(
 
 
 def _check_key(plan: Plan, state: TrainState) -> None:
-    """Refuses a random key of another kind, of which a part would be cut off."""
+    """Raises ValueError if the random key has another size than the plan's keys.
+
+    Otherwise a part of it would be cut off.
+    """
     own, planned = state["rng"].shape, plan.abstract_canonical["rng"].shape
     if own != planned:
         raise ValueError(
             f"state['rng'] has {own[0]} numbers and keys of the plan have {planned[0]}: "
-            "jax_default_prng_impl changed in between; set it before the plan is made"
+            "jax_default_prng_impl changed in between; set it before you make the plan"
         )
 
 
 def _apart(state: TrainState) -> tuple[TrainState, dict[str, Any] | None]:
-    """(a state without what is the same in both forms, that: what signs of momentum left out, and
-    copies of weights; None: there is nothing)."""
+    """Splits a state into the parts whose form changes and those that are equal in both forms.
+
+    The second element holds the errors of momentum sent as signs and the copies of weights; None if
+    there are none.
+    """
     kept: dict[str, Any] = {name: part for name, part in state.items() if name in _KEPT}
     rest: Any = {name: part for name, part in state.items() if name not in _KEPT}
     return rest, kept or None
 
 
 def _joined(state: TrainState, kept: dict[str, Any] | None) -> TrainState:
-    """The inverse of `_apart`."""
+    """Inverts `_apart`."""
     joined: Any = state if kept is None else {**state, **kept}
     return joined
 
 
 def canonical_to_read(plan: Plan) -> TrainState:
-    """`plan.abstract_canonical` with the rows of stacks in host memory.
+    """Returns `plan.abstract_canonical` with the rows of stacks in host memory.
 
-    The device holds the stacks and has no room for all rows beside them. Where pinned memory has
-    none either (`XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB`), rows stay on the device.
+    The device holds the stacks and has no room for all rows in addition. If pinned memory has no
+    room either (`XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB`), the rows stay on the device.
     """
     if not plan.stacks:
         return plan.abstract_canonical
@@ -137,17 +143,17 @@ def _ungrouped(plan: Plan, tree: Any) -> Any:
 
 
 def model_parts(plan: Plan, state: TrainState, *, weights: Weights = "trained") -> dict[str, Any]:
-    """What a model is made of: "params", "frozen" and "extras" of the canonical form.
+    """Returns the parts of a model: "params", "frozen" and "extras" of the canonical form.
 
-    Moments are neither joined nor decoded; of a state with offload they are most of its bytes.
+    Moments are neither joined nor decoded; with offload they are most of a state's bytes.
 
     Args:
-      plan: which `state` follows.
+      plan: the plan that `state` follows.
       state: stays valid.
-      weights: "ema": the average of the weights in their place, in float32.
+      weights: "ema": the average of the weights, in float32, in place of the parameters.
 
     Raises:
-      ValueError: there is no average.
+      ValueError: the state has no average.
     """
     abstract: dict[str, Any] = {**plan.abstract_canonical}
     if is_average(weights, state.get("opt_state")):
@@ -160,10 +166,10 @@ def model_parts(plan: Plan, state: TrainState, *, weights: Weights = "trained") 
 
 
 def frozen_part(plan: Plan, state: TrainState) -> dict[str, jax.Array]:
-    """ "frozen" of the canonical form.
+    """Returns "frozen" of the canonical form.
 
     Args:
-      plan: which `state` follows.
+      plan: the plan that `state` follows.
       state: stays valid.
     """
     parts = {"frozen": state["frozen"]}
@@ -179,18 +185,18 @@ def _canonical_parts(plan: Plan, parts: dict[str, Any], abstract: dict[str, Any]
 
 
 def with_weights(plan: Plan, state: TrainState, weights: Weights) -> TrainState:
-    """The state that an evaluation of these weights reads; not one to train on.
+    """Returns the state that an evaluation of these weights reads; do not train on it.
 
-    The average of the weights is read where it lies; of parameters whose optimizer state is sliced
-    a copy in the compute dtype is made.
+    The average of the weights is used in place; for parameters whose optimizer state is sliced, a
+    copy in the compute dtype is made.
 
     Args:
-      plan: which `state` follows.
+      plan: the plan that `state` follows.
       state: stays valid.
       weights: "ema": the average in place of the parameters.
 
     Raises:
-      ValueError: there is no average.
+      ValueError: the state has no average.
     """
     if not is_average(weights, state.get("opt_state")):
         return state
@@ -203,10 +209,10 @@ def with_weights(plan: Plan, state: TrainState, weights: Weights) -> TrainState:
 
 
 def from_model_parts(plan: Plan, parts: dict[str, Any]) -> dict[str, Any]:
-    """The inverse of `model_parts`: as much of a state as an evaluation reads.
+    """Inverts `model_parts`: returns the parts of a state that an evaluation reads.
 
     Args:
-      plan: without offload; which the result follows.
+      plan: a plan without offload that the result follows.
       parts: "params", "frozen" and "extras" in canonical form, and "rng".
     """
     assert plan.offload is None
@@ -225,14 +231,14 @@ def from_model_parts(plan: Plan, parts: dict[str, Any]) -> dict[str, Any]:
 def from_canonical(
     plan: Plan, canonical: TrainState, *, data_state: dict[str, Any] | None = None
 ) -> TrainState:
-    """The inverse of `to_canonical`, for canonical arrays that lie as `plan` says.
+    """Inverts `to_canonical`, for canonical arrays with the plan's shardings.
 
     Args:
-      plan: which the result follows.
-      canonical: one with slices on the host or in files may be an
+      plan: the plan that the result follows.
+      canonical: a leaf with slices on the host or in files may be a
         `parallel.offload.disk_saving.Saved` instead of an array.
       data_state: position of the data, for a durable store: a run that is killed before its next
-        step goes on from what is written here.
+        step continues from what is written here.
     """
     stored, kept = _apart(plan.abstract_stored)
     stored["opt_state"] = decoded_opt_state(plan)
@@ -257,10 +263,11 @@ def from_canonical(
 def _begun(
     plan: Plan, state: TrainState, wanted: dict[str, Any], given: dict[str, Any]
 ) -> dict[str, Any]:
-    """What is given as it is wanted, and what begins anew: errors at zero, copies as their masters.
+    """Returns the parts in the wanted form; missing errors become 0, missing copies the masters.
 
     Args:
-      plan: of the state; state: without what is wanted.
+      plan: plan of the state.
+      state: state without the wanted parts.
       wanted, given: parts of a state that are the same in both forms, as `_fitting` takes them.
     """
     parts: dict[str, Any] = {}
@@ -278,10 +285,11 @@ def _are_arrays(tree: Any) -> bool:
 
 
 def _fitting(wanted: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """What is given as it is wanted, and zeros in place of parts that are not there.
+    """Converts the given parts to the wanted form, with zeros for missing parts.
 
     Args:
-      wanted: {name: `ShapeDtypeStruct`s}; given: {name: arrays, or anything else}.
+      wanted: {name: `ShapeDtypeStruct`s}.
+      given: {name: arrays, or anything else}.
     """
 
     def zeros(struct: jax.ShapeDtypeStruct) -> jax.Array:
@@ -302,12 +310,12 @@ def _rows_of_state(plan: Plan) -> TrainState | None:
 
 
 def decoded_opt_state(plan: Plan) -> Any:
-    """The abstract canonical state of the optimizer over parameters as they are stored."""
+    """Returns the abstract canonical optimizer state for parameters in their stored form."""
     return canonical_opt_state(plan.tx, plan.abstract_stored["params"])
 
 
 def _recoded(plan: Plan, state: TrainState, *, decode: bool) -> TrainState:
-    """The state with its moments decoded or coded, each device's shards on their own."""
+    """Returns the state with its moments decoded or encoded, each shard on its own device."""
     coding = coding_of(plan.tx)
     if coding is None:
         return state
@@ -321,7 +329,7 @@ def _recoded(plan: Plan, state: TrainState, *, decode: bool) -> TrainState:
 
 @functools.lru_cache(maxsize=16)
 def _recoder(coding: StateCoding, decode: bool, coded: Flat, decoded: Flat) -> Any:
-    """A jitted function of an optimizer's state; both forms as flat `ShapeDtypeStruct`s."""
+    """Builds a jitted function of an optimizer's state; both forms are flat `ShapeDtypeStruct`s."""
     coded_tree, decoded_tree = (form.unflatten(leaves) for leaves, form in (coded, decoded))
 
     def encode(state: Any) -> Any:
@@ -345,14 +353,14 @@ def _recoder(coding: StateCoding, decode: bool, coded: Flat, decoded: Flat) -> A
 def reshard_state(
     old: Plan, new: Plan, state: TrainState, *, data_state: dict[str, Any] | None = None
 ) -> TrainState:
-    """The same state under another plan: another ZeRO stage, another mesh, or both.
+    """Returns the same state under another plan: another ZeRO stage, another mesh, or both.
 
     Args:
       old: the plan that `state` follows.
       new: a plan of the same model and optimizer.
-      state: stays valid; drop it to free its memory. One with slices in files ends here, since the
-        new one may need their place.
-      data_state: as `from_canonical` takes it.
+      state: stays valid; drop it to free its memory. A state with slices in files is closed,
+        because the new state may need their disk space.
+      data_state: as in `from_canonical`.
 
     Raises:
       ValueError: the two plans describe different states.
@@ -360,7 +368,7 @@ def reshard_state(
     if old.fingerprint != new.fingerprint:
         raise ValueError(
             f"the plans describe different states (fingerprints {old.fingerprint} and "
-            f"{new.fingerprint}): model, optimizer, stored dtypes and freeze= have to be the same"
+            f"{new.fingerprint}): use the same model, optimizer, stored dtypes and freeze= in both"
         )
     canonical, kept = _apart(to_canonical(old, state))
     if disk := state.get("disk"):
@@ -370,17 +378,17 @@ def reshard_state(
 
 
 def convert(tree: Any, abstract: Any, rows: Any = None, *, to_rows: bool = False) -> Any:
-    """`tree` with `abstract`'s shapes (cut, or padded with zeros) and shardings.
+    """Returns `tree` with `abstract`'s shapes (cut, or padded with zeros) and shardings.
 
-    Everything that has to change on one set of devices changes in one program: on CPU several
-    programs with collectives that do not wait for each other can block each other for good. Stacks
-    that are joined or taken apart change one after the other, so that only one is there twice.
+    All arrays on one set of devices are converted by one program: on CPU several programs whose
+    collectives do not wait for each other can deadlock. Stacks are joined or separated one after
+    the other, so that only one of them is in memory twice.
 
     Args:
-      tree: with `StackRows` where layers are to be joined to the stack that `abstract` has there.
-      abstract: with `StackRows` where a stack is to be taken apart.
+      tree: has `StackRows` where layers are joined to a stack of `abstract`.
+      abstract: has `StackRows` where a stack is separated into layers.
       rows: `StageRows` of the leaves whose rows change places, None for the others; or just None.
-      to_rows: from layers in order to rows, or back.
+      to_rows: True: from layers in order to rows; False: back.
     """
     leaves, structure = jax.tree.flatten(tree)
     targets = structure.flatten_up_to(abstract)
@@ -399,8 +407,8 @@ def convert(tree: Any, abstract: Any, rows: Any = None, *, to_rows: bool = False
             continue
         moved = _devices(lies) != _devices(target.sharding)
         if moved or (move is None and _same_shards(leaf, target)):
-            # Between sets of devices, or between the memories of one: one after the other, since
-            # JAX 0.10 does not do both at once.
+            # One after the other for different sets of devices or different memories, because JAX
+            # 0.10 cannot do both at once.
             kind = target.sharding.memory_kind
             if leaf.sharding.memory_kind != kind:
                 leaf = jax.device_put(leaf, leaf.sharding.with_memory_kind(kind))
@@ -416,14 +424,14 @@ def convert(tree: Any, abstract: Any, rows: Any = None, *, to_rows: bool = False
 
 
 def _convert_stack(leaf: Any, target: Any, move: StageRows | None, *, to_rows: bool) -> Any:
-    """A stack of rows, or the rows of a stack, changed on the device and moved to their memory."""
+    """Joins rows to a stack, or separates a stack into rows, and moves the result to its memory."""
     apart = isinstance(target, StackRows)
     first = target.values[0] if apart else target
     shape = (len(target.values), *first.shape) if apart else first.shape
     on_device = NamedSharding(first.sharding.mesh, first.sharding.spec)
     shardings: Any = (on_device,) * len(target.values) if apart else on_device
     change = _resizer(((shape, shardings, move),), to_rows)
-    # What comes before is done first: no other program with collectives runs beside this one.
+    # Finish earlier work first: no other program with collectives may run beside this one.
     given = jax.block_until_ready(leaf.values if isinstance(leaf, StackRows) else leaf)
     (found,) = jax.block_until_ready(change([given]))
     if not apart:
@@ -433,23 +441,23 @@ def _convert_stack(leaf: Any, target: Any, move: StageRows | None, *, to_rows: b
 
 
 def _same_shards(leaf: Any, target: Any) -> bool:
-    """Whether two arrays on the same devices differ in no more than the memory that they lie in."""
+    """Returns whether two arrays on the same devices differ at most in their memory kind."""
     return leaf.shape == target.shape and leaf.sharding.spec == target.sharding.spec
 
 
 def _devices(sharding: NamedSharding) -> list[jax.Device]:
-    """The devices of a sharding in the order of its mesh."""
+    """Returns the devices of a sharding in the order of its mesh."""
     return list(sharding.mesh.devices.flat)
 
 
 Wanted = tuple[tuple[int, ...], NamedSharding | tuple[NamedSharding, ...], StageRows | None]
-"""What an array, or the rows of a stack, become: the whole shape, the sharding (of a stack that is
-taken apart, that of each row), and how rows change places."""
+"""Target of an array or of the rows of a stack: whole shape, sharding (of each row, if a stack is
+separated) and how rows change places."""
 
 
 @functools.lru_cache(maxsize=256)
 def _resizer(wanted: tuple[Wanted, ...], to_rows: bool) -> Any:
-    """A jitted function of arrays, or tuples of rows, that gives them new shapes and shardings."""
+    """Builds a jitted function that gives arrays, or tuples of rows, new shapes and shardings."""
 
     def resize(arrays: list[Any]) -> list[Any]:
         return [_resize(x, each, to_rows) for x, each in zip(arrays, wanted, strict=True)]
@@ -458,14 +466,14 @@ def _resizer(wanted: tuple[Wanted, ...], to_rows: bool) -> Any:
 
 
 def _resize(x: Any, wanted: Wanted, to_rows: bool) -> Any:
-    """Traced: one array, joined of rows or taken apart into them where asked."""
+    """Converts one array; joins it from rows or separates it into rows if required; traced."""
     shape, shardings, move = wanted
     x = jax.tree.map(lambda part: jax.device_put(part, jax.memory.Space.Device), x)
     x = jnp.stack(x) if isinstance(x, tuple) else x
     x = fit(x, shape, move, to_rows=to_rows)
     if not isinstance(shardings, tuple):
         return x
-    # Whole along the layers before they are taken apart, so that no device has a whole stack.
+    # Gather along the layer dimension before separating, so that no device has a whole stack.
     spec = P(None, *shardings[0].spec)
     x = jax.lax.with_sharding_constraint(x, NamedSharding(shardings[0].mesh, spec))
     return tuple(x[row] for row in range(len(shardings)))

@@ -1,4 +1,4 @@
-"""The training step: forward, backward, reduction and update in one donated program."""
+"""Builds the training step: forward, backward, reduction and update in one donated program."""
 
 from __future__ import annotations
 
@@ -43,27 +43,39 @@ Metrics = dict[str, jax.Array]
 
 @names_keywords()
 def build_step(plan: Plan) -> Any:
-    """The training step of a plan, jitted once.
+    """Builds the training step of a plan, jitted once.
+
+    A loop that never waits queues any number of steps: wait for a metric at least every 64 steps
+    (`Trainer` does).
 
     Returns:
-      `step(state, batch) -> (state, metrics)`. `state` is donated: use only what comes back.
-      A state that was given to a step before is refused with a ValueError. `batch` comes from
-      `shard_batch`. Metrics are replicated scalars on the devices: "loss"
-      (float32, the global sum divided by the global weight), "weight" (float32), "grad_norm"
-      (float32, before clipping; where gradients are not summed, the root mean square over devices
-      of the norm of each one's), "bad_leaf" (int32, number of the first parameter whose gradient
-      is not finite, -1 where all are), "largest_leaf" (int32, number of the parameter with the
-      largest gradient; `zerojax.parallel.update.leaf_names` has the names of both) and
-      "largest_share" (float32, its part of the sum of squares), "skipped"
-      (int32, 1 when loss or gradients were not finite and nothing but the counters changed) and
-      "num_skipped" (int32, of the run so far), and the loss's own metrics under their names
-      (float32, the mean over the global batch; NaN where its weight is 0). With a loss scale also
-      "loss_scale" (float32, that of this step) and "at_floor" (bool, it overflowed although the
-      scale could not be lower). With `update_in_backward` "skipped" is 1 when the loss
-      was not finite, and nothing changed, or when a gradient was not: layers after it were updated.
-      `step.lower(...)` gives the program. A loop that never waits queues steps without end: wait
-      for a metric at least every 64 steps (`Trainer` does). Of an optimizer that sends signs
+      `step(state, batch) -> (state, metrics)`. `state` is donated: use only the returned one; a
+      state that was already given to a step raises ValueError. `batch` comes from `shard_batch`.
+      `step.lower(...)` returns the lowered program. For an optimizer that sends signs
       (`zerojax.optim.one_bit_adam`, `one_bit_lamb`) it is a `one_bit_update.TwoPrograms`.
+
+      Metrics are replicated scalars on the devices:
+      - "loss": float32, the global sum divided by the global weight.
+      - "weight": float32.
+      - "grad_norm": float32, before clipping; where gradients are not summed, the root mean square
+      of
+        the devices' norms.
+      - "bad_leaf": int32, number of the first parameter whose gradient is not finite, -1 if all
+      are.
+      - "largest_leaf": int32, number of the parameter with the largest gradient;
+        `zerojax.parallel.update.leaf_names` has the names of both.
+      - "largest_share": float32, its part of the sum of squares.
+      - "skipped": int32, 1 when loss or gradients were not finite and only the counters changed.
+      With
+        `update_in_backward` it is 1 when the loss was not finite, and nothing changed, or when a
+        gradient was not finite: then the layers after it were updated.
+      - "num_skipped": int32, of the run so far.
+      - with a loss scale: "loss_scale" (float32, that of this step) and "at_floor" (bool: it
+      overflowed
+        although the scale could not be lower).
+      - the loss's own metrics under their names: float32, the mean over the global batch; NaN where
+      the
+        weight is 0.
 
     Raises:
       TypeError: `plan` is not a plan.
@@ -80,13 +92,13 @@ def build_step(plan: Plan) -> Any:
 
 
 def _jitted_step(plan: Plan, gradients: Any, read_norm: Any, update: Any) -> LiveStateOnly:
-    """What `build_step` returns, of three parts that are traced.
+    """Builds the jitted step of `build_step` from three traced parts.
 
     Args:
-      plan: of the step.
-      gradients: as `_build_gradients` gives it.
+      plan: plan of the step.
+      gradients: result of `_build_gradients`.
       read_norm: (gradients, scale, known sums of squares) -> `GradientNorm`.
-      update: as `_build_update` gives it.
+      update: result of `_build_update`.
     """
     replicated = NamedSharding(plan.mesh, P())
     scaling, weight = plan.precision.loss_scale, _expected_weight(plan)
@@ -105,12 +117,12 @@ def _jitted_step(plan: Plan, gradients: Any, read_norm: Any, update: Any) -> Liv
         factor = None if scaling is None else state["loss_scale"]["scale"] / weight
         if plan.traced.batch_weight is not None:
             whole = plan.traced.batch_weight(batch, num_pieces)
-            # Nothing is divided by a weight of 0: the loss is not finite, and the step is skipped.
+            # Do not divide by a weight of 0: the loss is not finite, and the step is skipped.
             whole = jnp.where(whole == 0, 1, whole)
             factor = (1 if scaling is None else state["loss_scale"]["scale"]) / whole
         sums, grads, extras, state = gradients(state, jax.random.key_data(key), batch, factor)
         loss = sums["loss"] / sums["weight"]
-        # Divided by the scale that the loss was multiplied by, not by the next one.
+        # Divide by the scale that the loss was multiplied by, not by the next one.
         scale = 1 / (sums["weight"] if factor is None else sums["weight"] * factor)
         read = read_norm(grads, scale, sums.get("squares"))
         grad_norm = read.norm
@@ -169,13 +181,13 @@ def _jitted_step(plan: Plan, gradients: Any, read_norm: Any, update: Any) -> Liv
 
 
 class LiveStateOnly:
-    """A compiled function of a state and a batch that refuses a state that was donated before.
+    """A compiled function of a state and a batch that refuses a state that was already donated.
 
-    XLA's CPU devices read freed memory when they are given one. One array of each part of the state
-    is looked at, which takes microseconds.
+    XLA's CPU devices would read the freed memory. One array of each part of the state is checked,
+    which takes microseconds.
 
     Attributes:
-      trace, lower: of the compiled function.
+      trace, lower: those of the compiled function.
     """
 
     def __init__(self, compiled: Any) -> None:
@@ -187,15 +199,15 @@ class LiveStateOnly:
             array = _first_array(part)
             if array is not None and array.is_deleted():
                 raise ValueError(
-                    f"state[{name!r}] was given to a step before, which took its memory; a step "
-                    "donates its state: write `state, metrics = step(state, batch)` and go on "
-                    "with what it returns (jax.device_get(state) before the step keeps a copy)"
+                    f"state[{name!r}] was given to a step before and its memory was freed; a step "
+                    "donates its state: write `state, metrics = step(state, batch)` and continue "
+                    "with the returned state (jax.device_get(state) before the step keeps a copy)"
                 )
         return self._compiled(state, batch)
 
 
 def _first_array(tree: Any) -> jax.Array | None:
-    """One array of a tree, without flattening all of it; None where there is none."""
+    """Returns one array of a tree, without flattening the whole tree; None if there is none."""
     if isinstance(tree, dict | tuple | list):
         for child in tree.values() if isinstance(tree, dict) else tree:
             found = _first_array(child)
@@ -207,10 +219,10 @@ def _first_array(tree: Any) -> jax.Array | None:
 
 
 def _expected_weight(plan: Plan) -> float:
-    """About the weight that the loss will be divided by, as a power of two, which rounds nothing.
+    """Estimates the weight by which the loss will be divided, as a power of two (exact).
 
-    A loss scale is meant for the mean loss, and what is differentiated is the sum: its gradient is
-    larger by the weight, which is known only after the forward passes.
+    A loss scale is meant for the mean loss, but the sum is differentiated: its gradient is larger
+    by the weight, which is known only after the forward passes.
     """
     leaves = jax.tree.leaves(plan.abstract_batch)
     if not plan.traced.has_weight:
@@ -223,25 +235,25 @@ def _expected_weight(plan: Plan) -> float:
 
 @names_keywords()
 def build_evaluation(plan: Plan, loss: Loss | None = None) -> Any:
-    """The evaluation of a plan, jitted once.
+    """Builds the evaluation of a plan, jitted once.
 
     Args:
-      loss: what to evaluate, as the training loss; None takes the plan's.
+      loss: loss to evaluate, in the form of the training loss; None uses the plan's loss.
 
     Returns:
       `evaluate(state, batch) -> {"loss": sum, "weight": sum}`, float32 scalars over the global
-      batch; with own metrics also `"metrics": {name: {"sum": ..., "weight": ...}}`. The model runs
-      in evaluation mode; the state is not donated and does not change. One that was given to a step
-      is refused with a ValueError.
+      batch; with metrics of the loss also `"metrics": {name: {"sum": ..., "weight": ...}}`. The
+      model runs in evaluation mode; the state is not donated and does not change. A state that was
+      donated to a step raises ValueError.
 
     Raises:
       TypeError: `plan` is not a plan.
-      ValueError: a loss of one's own where sequences are split.
+      ValueError: a custom loss where sequences are split.
     """
     require_plan(plan, "build_evaluation")
     if plan.context is not None and loss is not None:
         raise ValueError(
-            f"context={plan.context.devices} splits sequences, and a loss of one's own may mix "
+            f"context={plan.context.devices} splits sequences, and a custom loss may combine "
             "tokens of a row; use loss=None, the model's method loss(batch), or context=1"
         )
     config = pass_config(plan)
@@ -251,7 +263,7 @@ def build_evaluation(plan: Plan, loss: Loss | None = None) -> Any:
 
     def evaluate(state: TrainState, batch: Any) -> Metrics:
         given = state["params"], state["frozen"], state["extras"], state["rng"], batch
-        # What the next step would read.
+        # Evaluate with the copies that the next step would read.
         return forward(*given) if follow is None else forward(*given, follow(state))
 
     options = dict(plan.program.options) if fixed else None
@@ -264,11 +276,12 @@ def _updates_in_backward(plan: Plan) -> bool:
 
 
 def _build_gradients(plan: Plan, *, unsummed: frozenset[str] = frozenset()) -> Any:
-    """`(state, key_data, batch, loss_factor) -> (sums, gradients, extras, state)`, to be traced.
+    """Builds the traced gradient function of a step.
 
-    The state is what it was, but for what the backward pass has updated already, and for copies of
-    weights, which are made as new as they are read. Gradients of
-    `unsummed` names stay each device's own.
+    The function maps `(state, key_data, batch, loss_factor)` to `(sums, gradients, extras, state)`.
+    The state is unchanged, except for layers already updated in the backward pass and for copies of
+    weights, which are refreshed before they are read. Gradients of `unsummed` names are not summed
+    over devices.
     """
     config = pass_config(plan)
     if _updates_in_backward(plan):
@@ -298,7 +311,7 @@ def _build_gradients(plan: Plan, *, unsummed: frozenset[str] = frozenset()) -> A
 
 
 def _build_update(plan: Plan) -> Any:
-    """`(gradients, state, ThisStep) -> what the update changes of a state`, to be traced."""
+    """Builds the traced `(gradients, state, ThisStep) -> changed parts of the state`."""
     if plan.offload is not None and plan.offload.leaves:
         return build_offload_update(plan)
     one_bit = one_bit_of(plan.tx)
@@ -314,14 +327,14 @@ def _build_update(plan: Plan) -> Any:
 
 
 def _passes(plan: Plan) -> Any:
-    """The package whose pass runs the layers: in one piece, one by one, or over stages."""
+    """Returns the package that runs the layers: `zero`, `streaming` or `pipeline`."""
     if plan.pipeline is not None:
         return pipeline
     return streaming if plan.offload is not None and plan.offload.streamed else zero
 
 
 def pass_config(plan: Plan) -> zero.PassConfig:
-    """What the forward and backward pass needs of a plan."""
+    """Returns what the forward and backward passes need of a plan."""
     return zero.PassConfig(
         model=plan.model,
         loss=plan.loss,

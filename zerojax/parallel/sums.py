@@ -1,18 +1,18 @@
-"""Sums over mesh axes: of values held whole, by permutes, or reproducible on any number of devices.
+"""Sums values over mesh axes: replicated values, by permutes, or reproducibly on any device count.
 
-Floating-point sums depend on their association, not on the order of two operands. A sum over `2^k`
-numbered values is therefore fixed by saying which bit of the number is combined first. Devices hold
-consecutive values, so the device's number is the high bits. What is summed on a device before
-devices communicate combines the lowest bit first, what is sent value by value the highest bit
-first; both are the same tree on every number of devices.
+A floating-point sum depends on how its operands are associated, not on the order of two operands. A
+sum over `2^k` numbered values is therefore fixed by the order in which bits of the number are
+combined. Devices hold consecutive values, so the device's number is the high bits. Sums on a device
+before communication combine the lowest bit first; sums of values that are sent one by one combine
+the highest bit first. Both are the same tree on every number of devices.
 
-Fusion barriers keep the parts of such a sum the same code in any context. What a compiler fuses
-with its neighbours may change last bits: one product more is contracted with an addition, one sum
-is taken in another order. A part between barriers is a computation of its own: nothing is fused
-into it and it is fused into nothing. On CPUs `optimization_barrier` does not do that with every JAX
-(0.10 takes it out before it fuses), so there the part is a branch of a `cond` whose predicate is
-always true, which XLA cannot know. Elsewhere a barrier before and behind does it, with no predicate
-to wait for.
+Fusion barriers make the parts of such a sum compile to the same code in any context. When a
+compiler fuses an operation with its neighbours, the last bits may change: a product is contracted
+with an addition, or a sum is taken in another order. A part between barriers is compiled
+separately: nothing is fused into it, and it is fused into nothing. On CPUs `optimization_barrier`
+does not achieve that with every JAX (0.10 removes it before it fuses), so there the part is a
+branch of a `cond` whose predicate is always true, which XLA cannot know. On other devices a barrier
+before and after the part suffices, with no predicate to wait for.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from zerojax.plan.device_mesh import COMPILER_AXES, DATA_AXES, PASS_AXES
 
 Arrays = dict[str, Any]
 Groups = tuple[tuple[int, ...], ...]
-"""Devices that exchange, by their position along the axes of a collective."""
+"""Groups of devices that exchange data, by their position along the axes of a collective."""
 MAX_PERMUTES = 3
-"""Most permutes in which CPU processes exchange gradients; with more shards it is one all-to-all,
-since every permute is in the program once per bucket."""
+"""Largest number of permutes by which CPU processes exchange gradients; more shards use one
+all-to-all, because every permute is in the program once per bucket."""
 BarrierKind = Literal["branch", "barrier"]
 
 
 class TreeOrder(enum.Enum):
-    """Which bit of a value's number the sum combines first."""
+    """The bit of a value's number that a sum combines first."""
 
     LOWEST_FIRST = "lowest bit first"
     HIGHEST_FIRST = "highest bit first"
 
 
 def tree_sum(rows: jax.Array, order: TreeOrder) -> jax.Array:
-    """The sum over dimension 0, of a size that is a power of two, in the fixed order."""
+    """Sums over dimension 0, whose size is a power of two, in the fixed order."""
     while rows.shape[0] > 1:
         half = rows.shape[0] // 2
         if order is TreeOrder.LOWEST_FIRST:
@@ -68,20 +68,20 @@ def tree_total(
     like: Any,
     carried: Any,
 ) -> tuple[Any, Any]:
-    """The sum of `count` values that are made one after the other, in the fixed order.
+    """Sums `count` values that are computed one after the other, in the fixed order.
 
-    Loops of two in each other: the program holds one `value_of`, and beside the value that is being
-    made there are at most log2(count) partial sums.
+    Nested loops of two iterations: the program holds one `value_of`, and beside the value that is
+    being computed there are at most log2(count) partial sums in memory.
 
     Args:
-      value_of: (number int32 [], what is carried) -> (value, what is carried on).
+      value_of: (number int32 [], carry) -> (value, new carry).
       count: a power of two.
-      order: which bit is combined first.
+      order: the bit that is combined first.
       like: shapes and dtypes of a value.
-      carried: goes through all calls, in the order in which they are made.
+      carried: initial carry; it passes through all calls in the order in which they run.
 
     Returns:
-      (the sum, what was carried through).
+      (the sum, final carry).
     """
     bits = count.bit_length() - 1
 
@@ -93,7 +93,7 @@ def tree_total(
         def half(which: jax.Array, carry: Any) -> Any:
             earlier, carried = carry
             later, carried = level(depth + 1, number + (which << bit), carried)
-            # Selected, not added to zero: 0 + -0 is not -0.
+            # Select instead of adding to zero: 0 + -0 is not -0.
             total = jax.tree.map(lambda a, x: jnp.where(which == 0, x, a + x), earlier, later)
             return total, carried
 
@@ -104,7 +104,7 @@ def tree_total(
 
 
 def over_auto_axes(function: Callable, in_specs: Any, out_specs: Any) -> Callable:
-    """`function` on the local shards of the axes that are still with the compiler."""
+    """Maps `function` over the local shards of the axes that the compiler still partitions."""
     remaining = set(COMPILER_AXES) - set(jax.sharding.get_abstract_mesh().manual_axes)
     if not remaining:
         return function
@@ -118,16 +118,16 @@ def over_auto_axes(function: Callable, in_specs: Any, out_specs: Any) -> Callabl
 
 
 def is_one_device(over: Sequence[str]) -> bool:
-    """Whether these manual axes have one device, so that there is nothing to exchange.
+    """Returns whether these manual axes have one device, so that nothing is exchanged.
 
-    Arrays are then not packed either: XLA would compile each that is cut out of a pack by itself,
-    which took 20 s of 24 for 200 parameters on a CPU.
+    Arrays are then not packed either: XLA would compile each array that is cut out of a pack
+    separately, which took 20 s of 24 for 200 parameters on a CPU.
     """
     return all(lax.axis_size(axis) == 1 for axis in over)
 
 
 def groups_of_nodes(devices: int, members: int) -> tuple[Groups, Groups]:
-    """(devices of one node, devices of one position in their nodes), of neighbours in nodes.
+    """Returns (groups of one node's devices, groups of one position in all nodes).
 
     >>> groups_of_nodes(6, 2)
     (((0, 1), (2, 3), (4, 5)), ((0, 2, 4), (1, 3, 5)))
@@ -139,15 +139,15 @@ def groups_of_nodes(devices: int, members: int) -> tuple[Groups, Groups]:
 def sum_in_codes(
     rows: jax.Array, codes: GradientCodes, over: tuple[str, ...], groups: Groups | None = None
 ) -> jax.Array:
-    """This device's row of the sum over the axes, sent in codes and added up in float32.
+    """Returns this device's row of the sum over the axes, sent quantized and summed in float32.
 
-    Where the devices of `over` are in several nodes, those of a node send each other the rows of
-    all devices with their number, and the sums then go between nodes.
+    Where the devices of `over` belong to several nodes, the devices of a node first exchange the
+    rows of all devices with their position, and the sums are then exchanged between nodes.
 
     Args:
-      rows: [devices, elements], what this device adds to the row of each, floating point.
+      rows: [devices, elements], this device's addend to the row of each device, floating point.
       over: manual axes, outermost first.
-      groups: that add up, each by itself and in one level; None: all devices.
+      groups: groups of devices that sum, each separately and in one level; None: all devices.
 
     Returns:
       float32 [elements].
@@ -156,7 +156,7 @@ def sum_in_codes(
     members, nodes = codes.in_node, devices // codes.in_node
 
     def exchanged(parts: jax.Array, groups: Groups | None) -> jax.Array:
-        """[n, ...] -> the sum over the n devices of a group of what they have for this one."""
+        """Sends parts [n, ...] within each group; returns the sum of the n received parts."""
         sent = codes.encode(parts)
         got = lax.all_to_all(sent, over, 0, 0, axis_index_groups=groups)
         return jnp.sum(codes.decode(got, elements), axis=0)
@@ -169,7 +169,7 @@ def sum_in_codes(
 
 
 def sum_replicated(values: Any, over: tuple[str, ...] = PASS_AXES) -> Any:
-    """Sums a tree of values that are whole on the compiler's axes over manual axes."""
+    """Sums, over manual axes, a tree of values that are whole on the compiler's axes."""
     if is_one_device(over):
         return values
     specs = jax.tree.map(lambda _: P(), values)
@@ -179,7 +179,7 @@ def sum_replicated(values: Any, over: tuple[str, ...] = PASS_AXES) -> Any:
 def max_replicated(
     values: dict[str, jax.Array], over: tuple[str, ...] = PASS_AXES
 ) -> dict[str, jax.Array]:
-    """The largest of each element over manual axes, by one collective for each dtype."""
+    """Returns the elementwise maximum over manual axes, by one collective for each dtype."""
     if is_one_device(over):
         return values
     result = {}
@@ -200,7 +200,7 @@ def _max_of_one_dtype(values: dict[str, jax.Array], over: tuple[str, ...]) -> di
 
 
 class Cut(Protocol):
-    """What is known of an array that is cut; see `zerojax.parallel.collectives.LeafCollectives`."""
+    """The interface of a sharded array; see `zerojax.parallel.collectives.LeafCollectives`."""
 
     @property
     def num_shards(self) -> int: ...
@@ -215,11 +215,11 @@ class Cut(Protocol):
 
 
 def scatter_by_permutes(wholes: Arrays, leaves: Mapping[str, Cut]) -> Arrays:
-    """This device's shards of the sums of wholes, without a reduce-scatter; the same bytes.
+    """Returns this device's shards of the sums of whole values, without a reduce-scatter.
 
     For CPU processes: gloo's reduce-scatter sends from a buffer that it already overwrites, so that
-    pieces are wrong now and then (https://github.com/jax-ml/jax/issues/40830; seen with jax 0.10.2
-    and 0.11.2), and for 14 MB between two processes it takes 14 ms of CPU time, an all-to-all 5 and
+    pieces are sometimes wrong (https://github.com/jax-ml/jax/issues/40830; seen with jax 0.10.2 and
+    0.11.2). For 14 MB between two processes it takes 14 ms of CPU time, an all-to-all 5 and
     permutes 3.
 
     Args:
@@ -231,7 +231,7 @@ def scatter_by_permutes(wholes: Arrays, leaves: Mapping[str, Cut]) -> Arrays:
         return _scatter_by_all_to_all(wholes, leaves)
     rank = lax.axis_index(over)
     sums = {name: leaves[name].piece(whole, rank) for name, whole in wholes.items()}
-    # In each round every device sends to the one so many places after it what that one owns.
+    # In round `shift` every device sends, to the device `shift` places after it, that one's shard.
     for shift in range(1, size):
         owner = lax.rem(rank + shift, size)
         pieces = [leaves[name].piece(whole, owner).reshape(-1) for name, whole in wholes.items()]
@@ -253,7 +253,7 @@ def _scatter_by_all_to_all(wholes: Arrays, leaves: Mapping[str, Cut]) -> Arrays:
 
 
 def cut_flat(flat: jax.Array, shapes: Mapping[str, Sequence[int]]) -> Arrays:
-    """Arrays of these shapes from their elements, one after the other."""
+    """Cuts a flat array into arrays of these shapes, one after the other."""
     result, start = {}, 0
     for name, shape in shapes.items():
         size = math.prod(shape)
@@ -265,12 +265,14 @@ def cut_flat(flat: jax.Array, shapes: Mapping[str, Sequence[int]]) -> Arrays:
 def scatter_in_tree(
     wholes: Arrays, leaves: Mapping[str, Cut], order: TreeOrder, wire_dtype: Any
 ) -> Arrays:
-    """The same sums in float32, added up in a fixed order: one all-to-all, the same bytes.
+    """Returns the sums of `scatter_by_permutes` in float32 and a fixed order, by one all-to-all.
+
+    It sends the same bytes.
 
     Args:
       wholes: {name: whole value, any float dtype}, all over the same axes.
-      order: which bit of the device's number is combined first.
-      wire_dtype: in which pieces travel; sums are float32.
+      order: the bit of the device's number that is combined first.
+      wire_dtype: dtype in which pieces are sent; sums are float32.
     """
     rows = {name: leaves[name].split_rows(x.astype(wire_dtype)) for name, x in wholes.items()}
     shapes = {name: leaves[name].shard_shape(whole.shape) for name, whole in wholes.items()}
@@ -287,13 +289,13 @@ def sum_in_tree(
     wire_dtype: Any = jnp.float32,
     over: tuple[str, ...] = DATA_AXES,
 ) -> Arrays:
-    """Sums in float32 over mesh axes of values that every device has whole, in a fixed order.
+    """Sums replicated values in float32 over mesh axes, in a fixed order.
 
-    Every device adds up one part of all of them: an all-to-all and an all-gather, in place of an
-    all-reduce, whose order depends on the number of devices.
+    Each device sums one part of all values: an all-to-all and an all-gather replace an all-reduce,
+    whose order depends on the number of devices.
 
     Args:
-      values, order, wire_dtype: as in `scatter_in_tree`; what is gathered travels in float32.
+      values, order, wire_dtype: as in `scatter_in_tree`; the all-gather sends float32.
       over: the mesh axes to sum over.
     """
     if not values:
@@ -310,17 +312,17 @@ def sum_in_tree(
 
 
 def barrier_kind(mesh: Mesh | AbstractMesh) -> BarrierKind:
-    """Kind of barrier for these devices; for devices that this machine does not have, "barrier"."""
+    """Returns the kind of barrier for these devices; "barrier" for devices that are not present."""
     if isinstance(mesh, AbstractMesh) or mesh.devices.flat[0].platform != "cpu":
         return "barrier"
     return "branch"
 
 
 def zero_at_run_time(witness: jax.Array) -> jax.Array:
-    """int32 []: 0, which no compiler pass can know: the second bit of a square is never set.
+    """Returns int32 [] 0 that the compiler cannot fold: the second bit of a square is never set.
 
     Args:
-      witness: any array that is known when the program runs, of at least one element.
+      witness: any array that is known only at run time, of at least one element.
     """
     first = witness[(0,) * witness.ndim]
     if jnp.issubdtype(first.dtype, jnp.floating):
@@ -332,12 +334,12 @@ def zero_at_run_time(witness: jax.Array) -> jax.Array:
 def run_in_barriers(
     kind: BarrierKind, witness: jax.Array, function: Callable[..., Any], *args: Any
 ) -> Any:
-    """`function(*args)`, compiled by itself. Not to be differentiated from outside.
+    """Runs `function(*args)`, compiled separately. Do not differentiate through it.
 
     Args:
-      kind: from `barrier_kind`.
+      kind: result of `barrier_kind`.
       witness: see `zero_at_run_time`.
-      function: of trees of arrays; traced once.
+      function: a function of trees of arrays; traced once.
     """
     if kind == "barrier":
         return lax.optimization_barrier(function(*lax.optimization_barrier(args)))
@@ -354,7 +356,7 @@ def run_in_barriers(
 
 
 def values_in_barriers(kind: BarrierKind, witness: jax.Array, values: Any) -> Any:
-    """The same values, in buffers of their own: what makes them and what takes them stay apart."""
+    """Returns the values in their own buffers, so that producer and consumer are not fused."""
     if kind == "barrier":
         return lax.optimization_barrier(values)
     return run_in_barriers(kind, witness, lambda same: same, values)

@@ -1,4 +1,4 @@
-"""Optimizer update: the gradient norm, then one in-place update per parameter."""
+"""Builds the optimizer update: the gradient norm, then one in-place update per parameter."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ Arrays = dict[str, jax.Array]
 
 
 class GradientNorm(NamedTuple):
-    """What is read from all gradients together.
+    """The norm and other statistics of all gradients together.
 
     Attributes:
       norm: float32 []; the l2 norm of the scaled gradients, infinite or NaN where one is.
-      bad_leaf: int32 []; number in `leaf_names` of the first leaf that is not finite, -1 where all
-        are.
+      bad_leaf: int32 []; number in `leaf_names` of the first leaf that is not finite, -1 if all are
+        finite.
       read_finite: bool []; whether all gradients that were read here are finite.
       largest_leaf: int32 []; number of the leaf with the largest norm.
-      largest_share: float32 []; part of the sum of squares that is this leaf's.
+      largest_share: float32 []; this leaf's part of the sum of squares.
     """
 
     norm: jax.Array
@@ -49,12 +49,11 @@ class GradientNorm(NamedTuple):
 
 
 class ThisStep(NamedTuple):
-    """What an update is given beside gradients and state.
+    """The inputs of an update besides gradients and state.
 
     Attributes:
       scale: float32 []; gradients are multiplied by it.
-      norm: float32 []; that of the scaled gradients, by which they are clipped where the optimizer
-        says so.
+      norm: float32 []; norm of the scaled gradients, by which the optimizer may clip them.
       skip: bool []; True changes nothing.
       key: the step's typed PRNG key.
       loss: float32 []; the mean loss of the global batch.
@@ -70,20 +69,19 @@ class ThisStep(NamedTuple):
 def build_norm(
     plan: Plan, *, unsummed: frozenset[str] = frozenset()
 ) -> Callable[..., GradientNorm]:
-    """`(gradients, scale, squares) -> GradientNorm` of the gradients times `scale`, to be traced.
+    """Builds the traced `(gradients, scale, squares) -> GradientNorm`, for gradients times `scale`.
 
-    `squares` {name: float32 []}, if given, are sums of squares of whole gradients that are known
-    already; they are not scaled yet. These gradients need not be given, and are not read again.
+    `squares` {name: float32 []} are optional sums of squares of whole gradients that are already
+    known, not scaled yet. These gradients may be left out, and are not read again.
 
-    Every gradient is read once, and the sums of squares of all leaves are agreed in one step. Left
-    to the compiler, each leaf's is a collective of its own where collectives cannot be grouped
-    (gloo).
+    Every gradient is read once, and one collective sums the squares of all leaves. Otherwise the
+    compiler runs one collective per leaf where collectives cannot be grouped (gloo).
 
     Args:
-      plan: of the step.
-      unsummed: names of gradients that each device has of its part of the batch, [devices, ...].
-        Of these the mean over devices of the sum of squares of devices x gradient is taken, which
-        is never below that of the mean gradient.
+      plan: plan of the step.
+      unsummed: names of gradients that are not summed over devices, [devices, ...]: each device has
+        that of its part of the batch. Their square is the mean over devices of the sum of squares
+        of devices x gradient, which is never below that of the mean gradient.
     """
     specs = specs_of_leaves(plan.abstract_state["params"])
     axes = axes_of_leaves(plan.mesh, plan.abstract_state["params"])
@@ -129,13 +127,13 @@ def build_norm(
 
 
 def _summed(squares: Arrays, over: tuple[str, ...]) -> tuple[Arrays, jax.Array]:
-    """(float32 sums over mesh axes, the sum of all).
+    """Returns (float32 sums over mesh axes, the sum of all).
 
     Args:
       squares: float32, [] of a parameter or [rows] of a stack.
     """
     values = [*squares.values()] or [jnp.float32(0)]
-    # In two halves, both needed at once: the sum of a single small array over 64 GPUs becomes a
+    # In two halves, both needed at once: a sum of one small array over 64 GPUs would become a
     # Triton kernel that XLA 0.12 cannot compile ("size mismatch when packing elements").
     halves = _joined(values[::2]), _joined([*values[1::2], jnp.float32(0)])
     if not over:
@@ -150,17 +148,18 @@ def _summed(squares: Arrays, over: tuple[str, ...]) -> tuple[Arrays, jax.Array]:
 
 
 def _joined(squares: Sequence[jax.Array]) -> jax.Array:
-    """float32 [numbers] of arrays of one dimension and of none."""
+    """Concatenates scalars and vectors to float32 [numbers]."""
     return jnp.concatenate([square.reshape(-1) for square in squares])
 
 
 def _squares_of_rows(
     grad: jax.Array, scale: jax.Array, split_over: tuple[str, ...], num_rows: int
 ) -> jax.Array:
-    """float32 [num_rows]: sums of squares of the rows that this device has, 0 for the others.
+    """Returns float32 [num_rows]: sums of squares of this device's rows, 0 for all others.
 
     Args:
-      grad: a shard, [rows, ...]; scale: of the gradient.
+      grad: a shard, [rows, ...].
+      scale: scale of the gradient.
       split_over: mesh axes that split the rows.
     """
     scaled = grad.astype(jnp.float32) * scale
@@ -172,17 +171,17 @@ def _squares_of_rows(
 
 
 def leaf_names(plan: Plan) -> list[str]:
-    """The parameters that `GradientNorm` numbers, under the names that the user's model has.
+    """Returns the parameters that `GradientNorm` numbers, under the names of the user's model.
 
-    Each row of a stack that was rolled is one, but where a kernel reads the stack as a whole, and
-    in deterministic runs.
+    Each row of a stack of layers counts separately, except where a kernel reads the stack as a
+    whole and in deterministic runs.
     """
     rows = _named_rows(plan)
     return [one for name in plan.abstract_state["params"] for one in rows.get(name, (name,))]
 
 
 def _named_rows(plan: Plan) -> dict[str, tuple[str, ...]]:
-    """{stack: the user's name of each of its stored rows}, of what is read row by row."""
+    """Returns {stack: the user's name of each stored row}, of stacks that are read by rows."""
     if not plan.stacks or plan.settings.deterministic is not None:
         return {}
     if plan.program.kernels["statistics"].implementation != "xla":
@@ -190,14 +189,14 @@ def _named_rows(plan: Plan) -> dict[str, tuple[str, ...]]:
     found = {}
     for name in plan.stacks.keys() & plan.abstract_state["params"].keys():
         names, stored = plan.stacks[name], plan.placement.leaves[name].layer_rows
-        # A row without a layer is 0 and never named.
+        # A row without a layer is 0 and never reported.
         order = range(len(names)) if stored is None else stored
         found[name] = tuple(names[row] if row >= 0 else name for row in order)
     return found
 
 
 def sums_of_squares(grads: Arrays, scale: jax.Array, choice: Choice) -> Arrays:
-    """{name: float32 []} of the gradients times `scale`: a fusion each, or one kernel for all."""
+    """Returns {name: float32 []} of the gradients times `scale`: one fusion each, or one kernel."""
     scalars = StatsScalars(scale)
     if choice.implementation == "xla" or not grads:
         leaf = functools.partial(update_leaf, GRADIENT_STATS, (), scalars=scalars, impl=choice)
@@ -207,11 +206,12 @@ def sums_of_squares(grads: Arrays, scale: jax.Array, choice: Choice) -> Arrays:
 
 
 def describe_squares(each: jax.Array, total: jax.Array, read_finite: jax.Array) -> GradientNorm:
-    """What the sums of squares of all leaves tell.
+    """Computes a `GradientNorm` from the sums of squares of all leaves.
 
     Args:
-      each: float32 [leaves]; total: float32 [], their sum.
-      read_finite: as `GradientNorm` has it.
+      each: float32 [leaves].
+      total: float32 [], their sum.
+      read_finite: as in `GradientNorm`.
     """
     bad = ~jnp.isfinite(each)
     first = jnp.where(jnp.any(bad), jnp.argmax(bad).astype(jnp.int32), jnp.int32(-1))
@@ -220,7 +220,7 @@ def describe_squares(each: jax.Array, total: jax.Array, read_finite: jax.Array) 
 
 
 def build_update(plan: Plan) -> Callable[..., tuple[Arrays, Any]]:
-    """`(gradients, state, ThisStep) -> (parameters, optimizer state)`, to be traced."""
+    """Builds the traced `(gradients, state, ThisStep) -> (parameters, optimizer state)`."""
     if isinstance(plan.tx, Optimizer):
         return _build_in_place(plan, plan.tx)
     tx = optax.with_extra_args_support(plan.tx)
@@ -240,7 +240,7 @@ def build_update(plan: Plan) -> Callable[..., tuple[Arrays, Any]]:
 
 
 def _build_in_place(plan: Plan, tx: Optimizer) -> Callable[..., tuple[Arrays, Any]]:
-    """Every device updates its own shards: one read and one write of each array."""
+    """Builds an update of each device's own shards, with one read and write of each array."""
     axes = axes_of_leaves(plan.mesh, plan.abstract_state["params"])
     shapes, dims = true_shapes(plan), axes_of_dims(plan.mesh, plan.abstract_state["params"])
     choice, layers = plan.program.kernels["update"], stacks_of(plan)
@@ -271,11 +271,14 @@ def _build_in_place(plan: Plan, tx: Optimizer) -> Callable[..., tuple[Arrays, An
 def map_update(
     plan: Plan, tx: Optimizer, local: Callable[..., tuple[Arrays, Any]]
 ) -> Callable[..., tuple[Arrays, Any]]:
-    """`(gradients, state, ThisStep) -> (parameters, optimizer state)`, each device on its shards.
+    """Maps an update of one device over the mesh, each device on its shards.
 
     Args:
       local: `(gradients, optimizer state, parameters, scale, skip, key_data) -> (parameters,
         optimizer state)` of one device.
+
+    Returns:
+      `(gradients, state, ThisStep) -> (parameters, optimizer state)`.
     """
     params, opt_state = (specs_of_leaves(plan.abstract_state[n]) for n in ("params", "opt_state"))
     mapped = jax.shard_map(
@@ -294,7 +297,7 @@ def map_update(
 
 
 def clipped_scale(tx: Optimizer, now: ThisStep) -> jax.Array:
-    """float32 []: what gradients are multiplied by; with it their norm is at most `clip_norm`."""
+    """Returns float32 []: the gradients' factor that limits their norm to `clip_norm`."""
     if tx.clip_norm is None:
         return now.scale
     return now.scale * jnp.where(now.norm < tx.clip_norm, 1.0, tx.clip_norm / now.norm)
@@ -303,17 +306,17 @@ def clipped_scale(tx: Optimizer, now: ThisStep) -> jax.Array:
 def axes_of_leaves(
     mesh: Mesh | AbstractMesh, leaves: Mapping[str, Any]
 ) -> dict[str, tuple[str, ...]]:
-    """{name: mesh axes of more than one device that a leaf is split over}."""
+    """Returns {name: mesh axes of more than one device that split a leaf}."""
     return {name: shared_axes(mesh, leaf.sharding.spec) for name, leaf in leaves.items()}
 
 
 def true_shapes(plan: Plan) -> dict[str, tuple[int, ...]]:
-    """{name: the shape that a trained parameter has for its user}, which masks may ask for."""
+    """Returns {name: shape of a trained parameter in the user's model}, for masks that need it."""
     return {name: plan.placement.leaves[name].shape for name in plan.abstract_state["params"]}
 
 
 def stacks_of(plan: Plan) -> dict[str, tuple[str, ...]]:
-    """{name: mesh axes of more than one device that split its layers} of stacked parameters."""
+    """Returns {name: mesh axes of more than one device that split its layers}, of stacks."""
     stacks = find_stacks(plan.traced.forward, sorted(plan.placement.leaves))
     return {
         name: shared_axes(plan.mesh, P(*leaf.sharding.spec[:1]))
@@ -323,5 +326,5 @@ def stacks_of(plan: Plan) -> dict[str, tuple[str, ...]]:
 
 
 def specs_of_leaves(tree: Any) -> Any:
-    """How each leaf lies on the mesh."""
+    """Returns the `PartitionSpec` of each leaf."""
     return jax.tree.map(lambda leaf: leaf.sharding.spec, tree)

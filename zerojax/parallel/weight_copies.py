@@ -1,8 +1,8 @@
-"""Copies of the weights that follow their masters by codes of what changed (`wire.weights`).
+"""Updates compute-dtype copies of weights by quantized differences to the masters (`wire.weights`).
 
-Every device encodes (master - copy) of its shard, all gather the codes, and each adds to its copy
-what they say. All add the same, so that copies stay the same bits; what a code misses is in the
-next difference.
+Each device encodes (master - copy) of its shard, all devices gather the codes, and each adds the
+decoded difference to its copy. All add the same values, so the copies stay equal bit by bit; the
+error of a code is part of the next difference.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Arrays = dict[str, Any]
 
 
 def build_following(plan: Plan) -> Callable[[Any], Arrays] | None:
-    """`state -> {name: copy that a step reads}`, to be traced; None where no copies are kept.
+    """Builds the traced `state -> {name: copy that a step reads}`; None if there are no copies.
 
-    No value is off from its master, rounded to the compute dtype, by more than half a step of the
-    code of its block and the rounding of the sum. A block of masters with NaN or an infinity has no
+    A value differs from its master, rounded to the compute dtype, by at most half a step of its
+    block's code and the rounding of the sum. A block of masters with NaN or an infinity has no
     finite copy.
     """
     leaves = followed_leaves(plan.placement)
@@ -70,15 +70,15 @@ def build_following(plan: Plan) -> Callable[[Any], Arrays] | None:
 
 
 def _rounded(master: jax.Array, dtype: Any) -> jax.Array:
-    """float32, with the digits that `dtype` has."""
+    """Rounds to the precision of `dtype`; returns float32."""
     if dtype == jnp.bfloat16:
-        # XLA may take out a cast that is turned back at once (xla_allow_excess_precision).
+        # XLA may remove a cast that is undone at once (xla_allow_excess_precision).
         return lax.reduce_precision(master.astype(jnp.float32), exponent_bits=8, mantissa_bits=7)
     return master.astype(dtype).astype(jnp.float32)
 
 
 def first_copies(plan: Plan, params: Arrays) -> dict[str, Any]:
-    """Traced: what a state has under `COPIES` when it begins: masters in the compute dtype."""
+    """Returns a new state's `COPIES`: the masters in the compute dtype; traced."""
     return {
         key: {
             name: fit(params[name].astype(x.dtype), x.shape, None, to_rows=False)
@@ -89,6 +89,6 @@ def first_copies(plan: Plan, params: Arrays) -> dict[str, Any]:
 
 
 def new_copies(plan: Plan, params: Arrays) -> dict[str, Any]:
-    """`first_copies` of arrays, as they are stored, which stay valid."""
+    """Applies `first_copies` to stored arrays, which stay valid."""
     shardings = jax.tree.map(lambda x: x.sharding, plan.abstract_stored["copies"])
     return jax.jit(functools.partial(first_copies, plan), out_shardings=shardings)(params)

@@ -1,17 +1,17 @@
-"""JSON reader for untrusted files and connections, with limits of size, depth and digits.
+"""Reads JSON from untrusted files and connections, with limits of size, depth and digits.
 
-No input, however it was made, takes more than these limits allow or ends in another error than
-`JsonError`, or `OSError` where the system refuses a file:
+Any input stays within these limits or raises `JsonError`, or `OSError` where the system refuses a
+file:
 
     kind of file   regular; a pipe, a device or a socket is refused before it is opened
     size           `max_bytes`, 64 MiB unless the caller says otherwise
-    depth          64 lists and objects inside one another
-    numbers        100 digits; nothing that is infinite as a float, no NaN
-    keys           none twice in one object
+    depth          64 nested lists and objects
+    numbers        100 digits; no number that is infinite as a float, no NaN
+    keys           no key twice in one object
     text           UTF-8 without lone surrogates, so that it can be written again
 
-`json.loads` alone recurses as deep as its input (RecursionError), takes NaN, takes the last of two
-equal keys, and has no limit of size.
+`json.loads` alone recurses as deep as its input (RecursionError), accepts NaN, keeps the last of
+two equal keys, and has no limit of size.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ from zerojax.config.regular_files import UnreadableError, open_regular
 MAX_BYTES = 64 << 20
 MAX_DEPTH = 64
 MAX_DIGITS = 100
-"""Of one number. A random generator's state has integers of 39, a float 17 and an exponent."""
+"""Digits of one number. A random generator's state has integers of 39, a float 17 and exponent."""
 
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
 class JsonError(UnreadableError):
-    """A file or a text is no JSON that is read here."""
+    """A file or a text that is not valid JSON within the limits."""
 
 
 def read_bytes(
     path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES, follow: bool = True
 ) -> bytes:
-    """The bytes of a regular file.
+    """Reads the bytes of a regular file.
 
     Args:
-      path: of the file.
-      max_bytes: more are refused, before they are read.
+      path: path of the file.
+      max_bytes: a larger file is refused before it is read.
       follow: as in `open_regular`.
 
     Raises:
       JsonError: it is not a regular file, or too large.
-      OSError: what the system says.
+      OSError: the system reports an error.
     """
     try:
         descriptor = open_regular(path, follow=follow)
@@ -60,7 +60,7 @@ def read_bytes(
         raise JsonError(error.what, path) from None
     with open(descriptor, "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        # Asked for one more: a file may grow meanwhile, and one of /proc says that it has none.
+        # Request one byte more: a file may grow meanwhile, and a file of /proc has size 0.
         content = b"" if size > max_bytes else file.read(max_bytes + 1)
     if max(size, len(content)) > max_bytes:
         raise JsonError(f"has more than {max_bytes} bytes, the most that are read of it", path)
@@ -75,20 +75,20 @@ def loads(
     max_digits: int = MAX_DIGITS,
     finite: bool = True,
 ) -> Any:
-    """The value of a JSON text.
+    """Parses a JSON text.
 
     Args:
-      content: the text, bytes in UTF-8.
-      max_bytes: of it.
-      max_depth: lists and objects inside one another.
-      max_digits: characters of one number.
-      finite: False: `NaN`, `Infinity` and numbers that are infinite as a float are taken.
+      content: the text; bytes are UTF-8.
+      max_bytes: limit of its bytes.
+      max_depth: limit of nested lists and objects.
+      max_digits: limit of the characters of one number.
+      finite: False: `NaN`, `Infinity` and numbers that are infinite as a float are accepted.
 
     Returns:
       dicts, lists, strings, ints, floats, bools and None.
 
     Raises:
-      JsonError: it is not valid JSON, or beyond a limit; the text says which.
+      JsonError: it is not valid JSON, or exceeds a limit; the message says which.
     """
     try:
         text = content if isinstance(content, str) else content.decode("utf-8")
@@ -124,11 +124,11 @@ def load(
     follow: bool = True,
     finite: bool = True,
 ) -> Any:
-    """The value of a file of JSON; arguments as those of `read_bytes` and `loads`.
+    """Reads and parses a JSON file; arguments as in `read_bytes` and `loads`.
 
     Raises:
-      JsonError: it is not a regular file, no JSON, or beyond a limit; names the file.
-      OSError: what the system says.
+      JsonError: it is not a regular file, not JSON, or exceeds a limit; the message names the file.
+      OSError: the system reports an error.
     """
     content = read_bytes(path, max_bytes=max_bytes, follow=follow)
     try:
@@ -138,7 +138,7 @@ def load(
 
 
 def depth_of(text: bytes) -> int:
-    """How many lists and objects of a JSON text are inside one another, without recursion.
+    """Returns the nesting depth of lists and objects in a JSON text, without recursion.
 
     >>> depth_of(b'{"a": [1, "]["]}')
     2
@@ -151,7 +151,7 @@ def depth_of(text: bytes) -> int:
 
 
 def inside(name: Any) -> bool:
-    """Whether a name that was read is that of a file below a folder: relative, and without "..".
+    """Returns whether a name read from a file is a path below a folder: relative, without "..".
 
     >>> inside("arrays/d/1"), inside("../../x"), inside("/dev/zero"), inside("")
     (True, False, False, False)
@@ -195,7 +195,7 @@ def _refuse_constant(text: str) -> None:
 
 
 def _check_text(value: Any) -> None:
-    """Refuses lone surrogates. Recursion is bounded: so is the depth."""
+    """Raises JsonError for lone surrogates. The limit of depth also limits the recursion."""
     if isinstance(value, dict):
         for key, item in value.items():
             _check_text(key)

@@ -1,4 +1,4 @@
-"""Process group of `jax.distributed`: its start, and errors that the loss of a process causes.
+"""Starts the process group of `jax.distributed`, and recognizes errors caused by a lost process.
 
 The coordinator's address is checked first, and this process's GPUs are declared.
 """
@@ -32,13 +32,13 @@ from zerojax.runtime.shutdown import FAILED, leave_on_uncaught_errors
 
 HEARTBEAT_SECONDS, JOIN_SECONDS = "ZEROJAX_HEARTBEAT_SECONDS", "ZEROJAX_JOIN_SECONDS"
 DEFAULT_HEARTBEAT_SECONDS = 60
-"""Silence after which a process counts as lost. NCCL notices nothing by itself: on GPUs the others
-wait in a collective for so long."""
+"""Silence after which a process counts as lost. NCCL itself detects nothing: on GPUs the other
+processes wait in a collective for this time."""
 DEFAULT_JOIN_SECONDS = 300
 _OWN_NAME_SECONDS = 60.0
 
 _NUM_CPU_DEVICES, _PLATFORMS = "jax_num_cpu_devices", "jax_platforms"
-# gRPC reads these spellings only, the first before the second.
+# gRPC reads only these two spellings; the first has priority.
 _NO_PROXY, _NO_PROXY_AT_ALL = "no_grpc_proxy", "no_proxy"
 BIND_ADDRESS, LOCAL_DEVICES = "JAX_COORDINATOR_BIND_ADDRESS", "JAX_LOCAL_DEVICE_IDS"
 _SIGNS = re.compile(
@@ -51,23 +51,23 @@ _SIGNS = re.compile(
 
 @names_keywords()
 def join_processes(group: ProcessGroup | None = None) -> ProcessGroup | None:
-    """Joins the processes of a run; to be called before JAX touches a device.
+    """Joins the processes of a run; call it before JAX initializes a device.
 
-    `zerojax train` and `zerojax.train` call it; a script that makes arrays or meshes before that
-    calls it first. A second call does nothing. From then on an uncaught exception ends this process
-    at once with its exit code, where JAX would wait five minutes for the others.
+    `zerojax train` and `zerojax.train` call it; a script that creates arrays or meshes earlier must
+    call it first. A second call does nothing. After it, an uncaught exception ends this process at
+    once with its exit code, where JAX would wait five minutes for the other processes.
 
     Args:
       group: None reads the environment: ZEROJAX_COORDINATOR, ZEROJAX_NUM_PROCESSES and
-        ZEROJAX_PROCESS_ID, or what Slurm, Open MPI, Kubernetes or torchrun have set.
-        ZEROJAX_NUM_PROCESSES=1 keeps every process a run of its own.
+        ZEROJAX_PROCESS_ID, or the variables of Slurm, Open MPI, Kubernetes or torchrun.
+        ZEROJAX_NUM_PROCESSES=1 makes every process a separate run.
 
     Returns:
       The group, or None when this process runs alone.
 
     Raises:
       ValueError: the variables are incomplete or contradict each other.
-      RuntimeError: JAX has started its devices already.
+      RuntimeError: JAX has already initialized its devices.
       ConnectionError: process 0 was not reached within ZEROJAX_JOIN_SECONDS (300).
       OSError: process 0 cannot listen on the coordinator's address.
     """
@@ -76,16 +76,16 @@ def join_processes(group: ProcessGroup | None = None) -> ProcessGroup | None:
         return group
     if _devices_have_started():
         raise RuntimeError(_not_joined(group))
-    # A script may have chosen its platform by `jax.config`, which begins as the variable.
+    # A script may have set its platform in `jax.config`, whose initial value is the variable.
     num_gpus = visible_gpus({**os.environ, "JAX_PLATFORMS": getattr(jax.config, _PLATFORMS) or ""})
     if not num_gpus and getattr(jax.config, _NUM_CPU_DEVICES) > 1:
-        # Virtual CPU devices share threads: two programs with collectives can wait for each other.
+        # Virtual CPU devices share threads: two programs with collectives can deadlock.
         jax.config.update("jax_cpu_enable_async_dispatch", False)
     heartbeat = _seconds(HEARTBEAT_SECONDS, DEFAULT_HEARTBEAT_SECONDS)
     limit = _seconds(JOIN_SECONDS, DEFAULT_JOIN_SECONDS)
     # JAX reads this variable itself.
     devices = None if os.environ.get(LOCAL_DEVICES) else local_device_ids(group, num_gpus)
-    # JAX's own default are all interfaces of the machine.
+    # By default JAX listens on all network interfaces of the machine.
     bind = os.environ.get(BIND_ADDRESS) or group.coordinator
     _reach_directly(group)
     began = time.monotonic()
@@ -106,7 +106,7 @@ def join_processes(group: ProcessGroup | None = None) -> ProcessGroup | None:
 
 
 def check_joined() -> None:
-    """Refuses to go on alone where the environment names a group that nobody has joined.
+    """Raises an error if the environment names a process group that was not joined.
 
     Raises:
       RuntimeError: each of the processes would train by itself.
@@ -119,7 +119,10 @@ def check_joined() -> None:
 
 
 def _devices_have_started() -> bool:
-    """JAX has no question for it, but refuses to change this setting from then on."""
+    """Returns whether JAX has initialized its devices.
+
+    JAX has no query for this, but from then on it refuses to change this setting.
+    """
     number = getattr(jax.config, _NUM_CPU_DEVICES)
     try:
         jax.config.update(_NUM_CPU_DEVICES, abs(number) + 1)
@@ -134,7 +137,7 @@ def _not_joined(group: ProcessGroup) -> str:
         f"this is process {group.process_id} of {group.num_processes} ({group.source}), but it has "
         "not joined the others, and each would train by itself; call zerojax.join_processes() "
         "before anything makes an array or asks for devices, or set ZEROJAX_NUM_PROCESSES=1 if "
-        "each is to be a run of its own"
+        "each process is a separate run"
     )
 
 
@@ -146,7 +149,7 @@ def _seconds(name: str, default: int) -> int:
 
 
 def _reach_directly(group: ProcessGroup) -> None:
-    """Keeps gRPC from asking a proxy for the coordinator: it takes HTTP proxies from variables."""
+    """Prevents gRPC from using an HTTP proxy, named by variables, for the coordinator."""
     host, _ = split_address(group.coordinator)
     around = os.environ.get(_NO_PROXY) or os.environ.get(_NO_PROXY_AT_ALL)
     os.environ[_NO_PROXY] = ",".join([*(around.split(",") if around else []), host])
@@ -154,10 +157,12 @@ def _reach_directly(group: ProcessGroup) -> None:
 
 
 def _check_free(bind: str, group: ProcessGroup, limit: float) -> None:
-    """Whether this process, which coordinates, can listen on `bind`; JAX's errors do not tell.
+    """Raises an error if this process, the coordinator, cannot listen on `bind`.
+
+    JAX's own errors do not say so.
 
     Args:
-      limit: seconds until its name has to be known: a cluster publishes it once it has started.
+      limit: seconds until the host's name has to be known: a cluster publishes it after the start.
 
     Raises:
       ConnectionError: its name is not known.
@@ -176,7 +181,7 @@ def _check_free(bind: str, group: ProcessGroup, limit: float) -> None:
     failures = []
     for family, address in addresses:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
-            # As a server does: connections of an ended run that linger do not matter.
+            # As servers do: ignore lingering connections of an ended run.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind(address)
@@ -197,10 +202,10 @@ def _check_free(bind: str, group: ProcessGroup, limit: float) -> None:
 
 
 def _names_of_port(is_own_choice: bool) -> str:
-    """The variables that move the port on which process 0 listens, as the others are set."""
+    """Returns the variables that change process 0's port, according to those that are set."""
     if is_own_choice:
         return f"{BIND_ADDRESS} and {COORDINATOR}"
-    # An address that is given whole comes before the port alone.
+    # A whole address has priority over the port alone.
     return COORDINATOR if os.environ.get(COORDINATOR) else f"{COORDINATOR_PORT} or {COORDINATOR}"
 
 
@@ -221,10 +226,10 @@ def _resolve(host: str, port: int, limit: float) -> list[tuple[int, tuple]]:
 
 
 def _wait_for(group: ProcessGroup, limit: float) -> None:
-    """Until process 0 listens. In a cluster its name may become known only when it starts.
+    """Waits until process 0 listens. In a cluster its name may be published only when it starts.
 
     Raises:
-      ConnectionError: it does not within `limit` seconds.
+      ConnectionError: it does not listen within `limit` seconds.
     """
     host, port = split_address(group.coordinator)
     deadline, pause = time.monotonic() + limit, 0.05
@@ -240,18 +245,18 @@ def _wait_for(group: ProcessGroup, limit: float) -> None:
         pause = min(2 * pause, 1.0)
     raise ConnectionError(
         f"process {group.process_id} of {group.num_processes} did not reach the coordinator "
-        f"{group.coordinator} within {limit:g} seconds ({reason}); see whether process 0 has "
+        f"{group.coordinator} within {limit:g} seconds ({reason}); check whether process 0 has "
         "started there and whether a firewall is between; ZEROJAX_JOIN_SECONDS allows more time"
     )
 
 
 def _initialize(group: ProcessGroup, *, seconds: float, **options: object) -> None:
-    """`jax.distributed.initialize`, with a sentence where its runtime would abort the process."""
+    """Calls `jax.distributed.initialize`; prints a message where its runtime would abort."""
 
     def give_up() -> None:
         print(
-            f"zerojax: error: not all {group.num_processes} processes of the run have come to the "
-            f"coordinator {group.coordinator} in time (this is process {group.process_id}); see "
+            f"zerojax: error: not all {group.num_processes} processes of the run have reached the "
+            f"coordinator {group.coordinator} in time (this is process {group.process_id}); check "
             "whether one of them has failed or was not started; ZEROJAX_JOIN_SECONDS allows more",
             file=sys.stderr,
             flush=True,
@@ -267,7 +272,7 @@ def _initialize(group: ProcessGroup, *, seconds: float, **options: object) -> No
             group.num_processes,
             group.process_id,
             cluster_detection_method="deactivate",
-            initialization_timeout=int(seconds) + 60,  # later than the sentence
+            initialization_timeout=int(seconds) + 60,  # later than the message
             **options,  # type: ignore[arg-type]
         )
     finally:
@@ -275,7 +280,7 @@ def _initialize(group: ProcessGroup, *, seconds: float, **options: object) -> No
 
 
 def _describe(group: ProcessGroup, devices: list[int] | None, num_gpus: int) -> str:
-    """One line of this process; process 0 begins with what there is in all."""
+    """Returns one line about this process; that of process 0 begins with the whole group."""
     if os.environ.get(LOCAL_DEVICES):
         where = f"devices [{os.environ[LOCAL_DEVICES]}]"
     elif devices is not None:
@@ -289,12 +294,12 @@ def _describe(group: ProcessGroup, devices: list[int] | None, num_gpus: int) -> 
 
 
 class PeerLostError(RuntimeError):
-    """Another process of this run has ended, so that this one cannot go on.
+    """Another process of this run has ended, so that this one cannot continue.
 
     Args:
-      step: the last that was begun here.
-      saved: steps of the checkpoints there are.
-      resume_hint: how the run goes on.
+      step: the last step that was begun here.
+      saved: steps of the existing checkpoints.
+      resume_hint: how to continue the run.
     """
 
     exit_code = FAILED
@@ -310,7 +315,7 @@ class PeerLostError(RuntimeError):
 
 
 def is_peer_loss(error: BaseException) -> bool:
-    """Whether an error, or what led to it, comes from a connection to another process."""
+    """Returns whether an error, or its cause, comes from a connection to another process."""
     return any(_SIGNS.search(str(each)) for each in _chain(error))
 
 

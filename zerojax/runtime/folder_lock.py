@@ -1,17 +1,18 @@
-"""Writer lock of a folder, across processes and hosts.
+"""Locks a folder for one writer, across processes and hosts.
 
-The file says host, process and time, and its holder renews it every `BEAT` seconds. A holder on
-this machine is never waited for: the kernel ends its flock(2) with the process, however that ends.
-Where file servers are involved flock says less (NFS may keep it local to a host, or keep that of a
-dead host), so a holder on another machine is watched: one that renews its file is alive, one that
-does not for `EXPIRES` seconds has lost the folder. These are seconds of the process that waits, and
-any change of the file's time is a renewal: clocks are compared only to shorten the wait.
+The lock file names host, process and time, and its holder renews it every `BEAT` seconds. For a
+holder on this machine there is no wait: the kernel releases its flock(2) with the process, however
+that ends. On network file systems flock is less reliable (NFS may keep it local to a host, or keep
+that of a dead host), so a holder on another machine is watched: if it renews its file it is alive;
+if it does not for `EXPIRES` seconds, it has lost the folder. These seconds are measured by the
+waiting process, and any change of the file's time is a renewal: clocks are compared only to shorten
+the wait.
 
-A holder that was stopped meanwhile, or cut off from the server, finds out by `Hold.keep`, which
-whoever writes calls before it makes anything visible.
+A holder that was stopped meanwhile, or cut off from the server, learns it from `Hold.keep`, which
+every writer calls before it makes anything visible.
 
-Within one process the last one to ask usually has the folder: a script or notebook that begins
-anew has often not closed what it had before.
+Within one process the last request usually gets the folder: a script or notebook that starts again
+has often not closed its earlier lock.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ BEAT = 5.0
 """Seconds between renewals."""
 
 EXPIRES = 60.0
-"""Seconds without a renewal after which the hold of another machine is over."""
+"""Seconds without a renewal after which a lock of another machine expires."""
 
 _OLD_BEATS = 3
-"""So many are waited for where the last renewal was longer ago than `EXPIRES`, as times of the file
-system tell: those may be made by clocks that differ."""
+"""Number of renewal periods to wait if, by the file system's times, the last renewal was more than
+`EXPIRES` ago; those times may come from clocks that differ."""
 
 _DYING = 10.0
-"""Seconds in which a killed process ends; a write to a disk may have to end first."""
+"""Seconds within which a killed process ends; a write to a disk may have to finish first."""
 
 _MOST_BYTES = 4096
 _NO_FLOCK = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL, errno.EBADF}
@@ -54,11 +55,11 @@ _NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK}
 
 
 class FolderTakenError(RuntimeError):
-    """Another process writes into a folder; the text names it and says what to do."""
+    """Another process writes into a folder; the message names it and a remedy."""
 
 
 class _Holder:
-    """What a file says of its holder: texts, empty where it does not say."""
+    """The fields that a lock file gives for its holder; an empty text where a field is missing."""
 
     def __init__(self, text: str) -> None:
         fields = {key: value for key, _, value in (x.partition(": ") for x in text.splitlines())}
@@ -74,35 +75,35 @@ class _Holder:
 
     @property
     def is_of_this_kernel(self) -> bool:
-        """Whether it runs, or ran, on this machine since its last start."""
+        """Whether the process runs, or ran, on this machine since its last boot."""
         return bool(self.kernel) and self.kernel == _kernel()
 
     @property
     def is_seen(self) -> bool:
-        """Whether its number means the same here: containers have numbers of their own."""
+        """Whether its process id is valid here: containers have their own process ids."""
         return self.is_of_this_kernel and self.namespace == _namespace()
 
     @property
     def is_gone(self) -> bool:
-        """Whether its process has ended, as far as can be seen."""
+        """Whether its process has ended, as far as can be seen from here."""
         return self.is_seen and self.process.isdecimal() and not _runs(self.process, self.began)
 
 
 class Hold:
-    """A folder held by this process; `hold` makes it.
+    """A folder locked by this process; created by `hold`.
 
     Attributes:
-      folder: which.
-      note: a sentence about the holder before, where that had not closed it; None: there was none.
-      number: below 10**6, drawn anew each time, so that two writers give different names.
+      folder: the folder.
+      note: a sentence about the previous holder if it had not closed the folder; else None.
+      number: a random number below 10**6, new each time, so that two writers use different names.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
-        """Use `hold`.
+        """Locks the folder; call `hold` instead.
 
         Raises:
-          FolderTakenError: another process has it.
-          OSError: what the system says.
+          FolderTakenError: another process holds it.
+          OSError: the system reports an error.
         """
         self.folder = folder
         self.note: str | None = None
@@ -110,7 +111,7 @@ class Hold:
         self._path = folder / name
         self._process = os.getpid()
         self._descriptor, self._token = -1, ""
-        self._refusal: str | None = None  # why nothing may be written any more
+        self._refusal: str | None = None  # the reason why writing is no longer allowed
         self._changing = threading.Lock()
         self._is_over = threading.Event()
         self._take()
@@ -118,15 +119,15 @@ class Hold:
 
     @property
     def is_over(self) -> bool:
-        """Whether it was released, or lost to another."""
+        """Whether the folder was released, or lost to another process."""
         return self._refusal is not None
 
     def keep(self) -> None:
-        """Makes sure that the folder is still held; takes it again where the file was deleted.
+        """Checks that the folder is still held; locks it again if the lock file was deleted.
 
         Raises:
-          FolderTakenError: another process has it, or it was released.
-          OSError: what the system says.
+          FolderTakenError: another process holds it, or it was released.
+          OSError: the system reports an error.
         """
         if self._refusal is not None:
             raise FolderTakenError(self._refusal)
@@ -139,19 +140,19 @@ class Hold:
             return
         if holder.token != self._token:
             self.give_up(
-                f"{self.folder} was taken over by {holder}: this process had given no sign of life "
-                f"for {EXPIRES:g} s; end one of the two, and go on from the newest checkpoint"
+                f"{self.folder} was taken over by {holder}: this process had not renewed its lock "
+                f"for {EXPIRES:g} s; end one of the two, and continue from the newest checkpoint"
             )
             raise FolderTakenError(self._refusal)
 
     def give_up(self, why: str) -> None:
-        """Ends the hold; from now on `keep` says why. The file is left as it is."""
+        """Ends the hold; `keep` raises an error with this reason. The file is not changed."""
         self._refusal = self._refusal or why
         self._is_over.set()
         self._close()
 
     def release(self) -> None:
-        """Lets others have the folder. May be called twice; does nothing in a forked process."""
+        """Releases the folder. May be called twice; does nothing in a forked process."""
         if self._refusal is not None or os.getpid() != self._process:
             return
         with contextlib.suppress(OSError, FolderTakenError):
@@ -162,7 +163,7 @@ class Hold:
 
     def _beat(self) -> None:
         while not self._is_over.wait(BEAT):
-            with self._changing, contextlib.suppress(OSError):  # others see that too
+            with self._changing, contextlib.suppress(OSError):  # other calls report it
                 if self._descriptor >= 0:
                     os.utime(self._descriptor)
 
@@ -171,7 +172,7 @@ class Hold:
             self.close_descriptor()
 
     def close_descriptor(self) -> None:
-        """Gives up flock alone, which a forked process would keep when this one has ended."""
+        """Releases only the flock, which a forked process would keep after this one has ended."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -198,11 +199,11 @@ class Hold:
         self._descriptor, self._token = descriptor, token
 
     def _replace(self, draft: Path, token: str) -> bool:
-        """Puts `draft` in the place of a file whose holder has ended; False: try all again.
+        """Replaces the file of an ended holder by `draft`; False: start again.
 
         Raises:
           FolderTakenError: its holder is alive.
-          OSError: what the system says.
+          OSError: the system reports an error.
         """
         end = time.monotonic() + _DYING
         try:
@@ -216,7 +217,7 @@ class Hold:
                 if not _is_at(descriptor, self._path):
                     return False  # just released or replaced
                 if locked is False and holder.is_gone and time.monotonic() < end:
-                    time.sleep(0.05)  # killed, and not all of it has ended; or another asks as well
+                    time.sleep(0.05)  # killed but still ending; or another process asks as well
                     continue
                 break
             if holder.is_of_this_kernel and locked is not None:
@@ -229,7 +230,7 @@ class Hold:
                 self._watch(descriptor, draft)
             os.rename(draft, self._path)
             if not is_known:
-                # Another machine may have seen the same and done the same, a moment later.
+                # Another machine may have done the same a moment later.
                 time.sleep(BEAT / 2)
                 now = _Holder(_read(self._path)[0])
                 if now.token != token:
@@ -240,34 +241,34 @@ class Hold:
             os.close(descriptor)
 
     def _watch(self, descriptor: int, draft: Path) -> None:
-        """Returns when a holder on another machine has given no sign of life for long enough.
+        """Returns when a holder on another machine has not renewed its lock for long enough.
 
         Raises:
-          FolderTakenError: it has given one.
+          FolderTakenError: it has renewed its lock.
         """
         text, changed = _contents(descriptor)
         holder = _Holder(text)
         age = os.stat(draft).st_mtime - changed / 1e9
         seconds = EXPIRES if age < EXPIRES else _OLD_BEATS * BEAT
         warn_user(
-            f"{self.folder} is held by {holder}; if it gives no sign of life within {seconds:g} s, "
-            "this process takes the folder over",
+            f"{self.folder} is held by {holder}; if it does not renew its lock within {seconds:g} "
+            "s, this process takes the folder over",
             RuntimeWarning,
         )
         end = time.monotonic() + seconds
         is_last = False
         while not is_last:
             is_last = time.monotonic() >= end
-            with contextlib.suppress(FileNotFoundError):  # released: nobody holds it
+            with contextlib.suppress(FileNotFoundError):  # released: there is no holder
                 now = _read(self._path)
                 if now != (text, changed):
                     remedy = f"end it (a machine that is gone loses the folder after {EXPIRES:g} s)"
                     raise FolderTakenError(_taken(self.folder, _Holder(now[0]), remedy))
-            os.utime(draft)  # or it would be removed as what a killed process has left
+            os.utime(draft)  # otherwise it looks like a killed process's file and is removed
             time.sleep(0 if is_last else min(BEAT / 5, max(0.0, end - time.monotonic())))
 
     def _remove_drafts(self, now: float) -> None:
-        """Removes what processes have left that were killed while they asked."""
+        """Removes draft files of processes that were killed while they waited."""
         for path in self.folder.glob(f"{self._path.name}.*"):
             with contextlib.suppress(OSError):
                 if now - path.stat().st_mtime > EXPIRES:
@@ -283,19 +284,19 @@ def hold(
     name: str = NAME,
     twice: Literal["take", "share", "refuse"] = "take",
 ) -> Hold:
-    """Takes a folder for this process, until `Hold.release` or its end.
+    """Locks a folder for this process, until `Hold.release` or the end of the process.
 
-    Waits for nothing but a holder on another machine, and for that at most `EXPIRES` seconds.
+    Waits only for a holder on another machine, and for that at most `EXPIRES` seconds.
 
     Args:
-      folder: made where it is missing.
-      name: of the file in it.
-      twice: where this process holds it already: "take" it, so that the earlier one loses it,
-        "share" the earlier one, or "refuse".
+      folder: created if it is missing.
+      name: name of the lock file in it.
+      twice: if this process already holds it: "take" it, so that the earlier hold ends, "share" the
+        earlier hold, or "refuse".
 
     Raises:
-      FolderTakenError: another process has it, or this one and `twice` is "refuse".
-      OSError: what the system says.
+      FolderTakenError: another process holds it, or this one does and `twice` is "refuse".
+      OSError: the system reports an error.
     """
     path = Path(folder).absolute()
     path.mkdir(parents=True, exist_ok=True)
@@ -348,12 +349,12 @@ def _record(token: str) -> str:
 
 
 def _put(draft: Path, path: Path) -> bool:
-    """Gives `draft` a name that nobody has; False: somebody has it."""
+    """Renames `draft` to an unused name; returns False if the name is in use."""
     try:
         os.link(draft, path)
         return True
     except FileExistsError:
-        # NFS: the answer to a first request may have been lost, and this is that to its repetition.
+        # NFS: the first request's answer may be lost, and this is the answer to a repetition.
         return os.stat(draft).st_nlink == 2
     except OSError as error:
         if error.errno not in _NO_LINKS:
@@ -369,23 +370,23 @@ def _put(draft: Path, path: Path) -> bool:
 def _open(path: Path) -> int:
     if not stat.S_ISREG(os.lstat(path).st_mode):
         raise FolderTakenError(
-            f"{path} is not a regular file, so nobody can hold its folder; move it"
+            f"{path} is not a regular file, so its folder cannot be locked; move it"
         )
     flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         return os.open(path, flags | os.O_RDWR)
-    except PermissionError:  # of another user; NFS then knows no lock
+    except PermissionError:  # another user's file; NFS then supports no lock
         return os.open(path, flags | os.O_RDONLY)
 
 
 def _contents(descriptor: int) -> tuple[str, int]:
-    """(text, time of the last change, in nanoseconds)."""
+    """Returns (text, time of the last change, in nanoseconds)."""
     text = os.pread(descriptor, _MOST_BYTES, 0).decode(errors="replace")
     return text, os.fstat(descriptor).st_mtime_ns
 
 
 def _read(path: Path) -> tuple[str, int]:
-    """As `_contents`; opening a file makes an NFS client ask its server."""
+    """Returns the `_contents` of a file; opening it makes an NFS client ask its server."""
     descriptor = _open(path)
     try:
         return _contents(descriptor)
@@ -394,7 +395,7 @@ def _read(path: Path) -> tuple[str, int]:
 
 
 def _flock(descriptor: int) -> bool | None:
-    """Whether it was locked; None: the file system has no locks."""
+    """Returns whether the file was locked; None if the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -425,7 +426,7 @@ def _taken(folder: Path, holder: _Holder, remedy: str) -> str:
 
 @functools.cache
 def _kernel() -> str:
-    """Another text for every machine, and after every start of it."""
+    """Returns a text that differs between machines and between boots of one machine."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"host {socket.gethostname()}"
@@ -438,13 +439,13 @@ def _namespace() -> str:
 
 
 def _began(process: str) -> str:
-    """When a process began, in ticks since its machine did; empty where that cannot be seen."""
+    """Returns the start of a process in ticks since boot; empty if it cannot be read."""
     fields = _fields_of(process)
     return fields[19] if len(fields) > 19 else ""
 
 
 def _runs(process: str, began: str) -> bool:
-    """Whether a process runs that has this number and began then."""
+    """Returns whether a process with this id and this start time is running."""
     if not Path("/proc/self/stat").exists():
         try:
             os.kill(int(process), 0)
@@ -454,12 +455,12 @@ def _runs(process: str, began: str) -> bool:
             return True
         return True
     fields = _fields_of(process)
-    # Z and X: it has ended, and nobody has asked for its exit code yet.
+    # Z and X: it has ended, but its exit code has not been collected.
     return bool(fields) and fields[0] not in ("Z", "X") and began in ("", _began(process))
 
 
 def _fields_of(process: str) -> list[str]:
-    """The fields of /proc/PROCESS/stat from the third on; the second may have spaces in it."""
+    """Returns the fields of /proc/PROCESS/stat from the third on; the second may contain spaces."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return []

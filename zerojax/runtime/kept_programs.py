@@ -1,6 +1,6 @@
-"""Compiled programs that are kept for the next start of the same run.
+"""Keeps compiled programs for the next start of the same run.
 
-JAX's persistent compilation cache, with a folder of the user's cache where nothing else is set.
+Uses JAX's persistent compilation cache, in the user's cache folder unless another folder is set.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from jax.experimental.compilation_cache import compilation_cache
 from zerojax.runtime.user_files import CACHE_VARIABLE, replace_text, user_cache
 
 MAX_BYTES = 8 << 30
-"""Of all kept programs; those written first are removed at a start."""
+"""Bytes of all kept programs; the oldest are removed at a start."""
 _WHOLE = "whole"
-"""A file with the names of entries that were whole."""
+"""Name of the file that lists the entries known to be complete."""
 _ZLIB = b"\x78"
 _PIECE = 1 << 22
 MIN_SECONDS = 0.1
 """A program that compiles faster is not kept."""
 _SAFE_ON_CPU = (0, 11)
-"""Older versions of JAX may crash on a program for CPUs that was read from the cache."""
+"""Older versions of JAX may crash on a CPU program that was read from the cache."""
 
 
 def keep_programs() -> str | None:
-    """Has JAX keep what this process compiles, and read what earlier ones kept.
+    """Makes JAX keep the programs that this process compiles, and read those of earlier processes.
 
-    Changes nothing where JAX's own settings name a folder or switch its cache off, and where
-    ZEROJAX_CACHE is "off".
+    Changes nothing if JAX's own settings name a folder or switch its cache off, or if ZEROJAX_CACHE
+    is "off".
 
     Returns:
-      A sentence for the log; None where nothing was changed.
+      A sentence for the log; None if nothing was changed.
     """
     root, config = user_cache(), jax.config
     if root is None or config.jax_compilation_cache_dir or not config.jax_enable_compilation_cache:
@@ -44,7 +44,7 @@ def keep_programs() -> str | None:
     on_cpu = jax.default_backend() == "cpu"
     if on_cpu and jax.__version_info__ < _SAFE_ON_CPU:
         return None
-    # XLA compiles for the processor that it runs on; a folder may be shared by several machines.
+    # XLA compiles for the processor that it runs on; several machines may share a folder.
     folder = root / "programs" / (_processor() if on_cpu else jax.default_backend())
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -54,12 +54,12 @@ def keep_programs() -> str | None:
         return f"compiled programs are not kept: {folder}: {error.strerror}"
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", MIN_SECONDS)
-    compilation_cache.reset_cache()  # it remembers that there was no folder
+    compilation_cache.reset_cache()  # it has stored that there was no folder
     return f"compiled programs are kept in {folder} for the next start ({CACHE_VARIABLE}=off: not)"
 
 
 def _processor() -> str:
-    """Returns a name of this kind of processor."""
+    """Returns a name for the model of this processor."""
     words = [platform.machine()]
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
@@ -68,11 +68,11 @@ def _processor() -> str:
 
 
 def _remove_torn(folder: Path) -> None:
-    """Removes entries of which only a part was written, as by a process that was killed.
+    """Removes entries that were written only in part, for example by a killed process.
 
-    JAX writes an entry in place, warns of a torn one at every start, and never replaces it. Entries
-    that were whole once are not read again. zlib's format is known here; JAX uses another one where
-    the package zstandard is installed, and such entries stay.
+    JAX writes an entry in place, warns of a damaged one at every start, and never replaces it.
+    Entries that were complete once are not read again. Only zlib's format is checked; JAX uses
+    another format if the package zstandard is installed, and such entries stay.
     """
     path = folder / _WHOLE
     whole = set(path.read_text().split()) if path.exists() else set()
@@ -87,7 +87,7 @@ def _remove_torn(folder: Path) -> None:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether a file of zlib's format has its end; True for other formats."""
+    """Returns whether a file in zlib's format is complete; True for other formats."""
     stream = zlib.decompressobj()
     with open(path, "rb") as file:
         data = file.read(_PIECE)
@@ -103,7 +103,7 @@ def _is_whole(path: Path) -> bool:
 
 
 def _keep_within(folder: Path, limit: int) -> None:
-    """Removes the files written first until those in a folder take at most `limit` bytes."""
+    """Removes the oldest files of a folder until the rest takes at most `limit` bytes."""
     found: list[tuple[float, int, str]] = []
     for place, _, names in os.walk(folder):
         for name in names:

@@ -1,6 +1,6 @@
-"""Memory of this process: limits (kernel, cgroup, ulimit), purposes, and malloc's settings.
+"""Reads the memory limits of this process (kernel, cgroup, ulimit), and sets malloc's options.
 
-This module imports no JAX.
+It also attaches purposes to errors. This module imports no JAX.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from pathlib import Path
 from zerojax.config.loader import user_path
 
 PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-"""The most pinned host memory that XLA takes for all GPUs of a process, in GiB. Its pool grows by
-doubling, so a limit above what there is lets it ask for more than there is."""
+"""Most pinned host memory that XLA uses for all GPUs of a process, in GiB. Its pool grows by
+doubling, so with a limit above the free memory it requests more than there is."""
 SPARE = 0.95
-"""Share of the free memory that a plan may take: Python, JAX and the data need some."""
+"""Share of the free memory that a plan may use: Python, JAX and the data need some."""
 GIB = 2**30
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
-_NO_LIMIT = 2**60  # cgroup v1 says "no limit" with a number near 2^63
+_NO_LIMIT = 2**60  # cgroup v1 writes "no limit" as a number near 2^63
 TRAINING_STEP = "the training step"
-"""The purpose of memory that the step takes; see `allocating_for`."""
+"""The purpose of memory that the step allocates; see `allocating_for`."""
 _PURPOSE = "_zerojax_allocating_for"
-"""Attribute of an exception."""
+"""Attribute of an exception that holds the purpose."""
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_MAX = -4
 _M_ARENA_MAX = -8
@@ -37,10 +37,10 @@ _NEVER = -1
 
 @contextlib.contextmanager
 def allocating_for(purpose: str) -> Iterator[None]:
-    """An error that leaves this block, or a function decorated with it, carries a purpose.
+    """Attaches a purpose to an error raised in this block or in a function decorated with it.
 
-    The innermost block counts. `purpose_of` reads it, so that a report about a lack of memory names
-    what the memory was for, wherever the code of that lies.
+    The innermost block counts. `purpose_of` reads the purpose, so that a report of insufficient
+    memory says what the memory was for, wherever that code is.
 
     Args:
       purpose: a noun phrase, such as "an evaluation".
@@ -54,7 +54,7 @@ def allocating_for(purpose: str) -> Iterator[None]:
 
 
 def purpose_of(error: BaseException) -> str | None:
-    """The purpose that `allocating_for` gave an error; None where it left no such block."""
+    """Returns the purpose that `allocating_for` attached to an error, or None."""
     return getattr(error, _PURPOSE, None)
 
 
@@ -63,7 +63,9 @@ class Room:
     """Memory under one limit, bytes.
 
     Attributes:
-      limit: of everybody who shares it; free: what of it is left; source: who sets it.
+      limit: shared by all processes under it.
+      free: unused part of it.
+      source: who sets it.
     """
 
     limit: int
@@ -72,23 +74,23 @@ class Room:
 
 
 def rooms() -> list[Room]:
-    """Every limit that is known here, the tightest first; [] where nothing is known."""
+    """Returns all known limits, the tightest first; [] if none is known."""
     found = [*_machine(), *_cgroups(), *_process()]
     return sorted(found, key=lambda room: room.free)
 
 
 def least_room() -> Room | None:
-    """The limit that is met first; None where nothing is known."""
+    """Returns the limit that is reached first; None if none is known."""
     return next(iter(rooms()), None)
 
 
 def pinned_limit_for(room: Room | None) -> int | None:
-    """A value for `PINNED_LIMIT`, GiB: as much as a plan may take; None where nothing is known."""
+    """Returns a value for `PINNED_LIMIT`, GiB: the memory that a plan may use; None if unknown."""
     return None if room is None else max(int(room.free * SPARE) // GIB, 1)
 
 
 def _machine() -> Iterator[Room]:
-    """What the kernel takes to be available without swapping (proc_meminfo(5))."""
+    """Yields the memory that the kernel estimates as free without swapping (proc_meminfo(5))."""
     values = _table(PROC / "meminfo", ":")
     total, free = values.get("MemTotal"), values.get("MemAvailable")
     if total is not None and free is not None:
@@ -96,7 +98,7 @@ def _machine() -> Iterator[Room]:
 
 
 def _cgroups() -> Iterator[Room]:
-    """The groups of this process and those above them, in version 2 and in version 1."""
+    """Yields the limits of this process's cgroups and their parents, in version 2 and version 1."""
     try:
         lines = (PROC / "self" / "cgroup").read_text().splitlines()
     except OSError:
@@ -111,7 +113,7 @@ def _cgroups() -> Iterator[Room]:
 
 
 def _above(root: Path, path: str, files: tuple[str, str, str]) -> Iterator[Room]:
-    """A group and those above it, as far as they are to be seen: a container sees its own alone."""
+    """Yields the limits of a group and its visible parents: a container sees only its own."""
     parts = [part for part in path.split("/") if part not in ("", "..")]
     limit_file, used_file, cache_name = files
     for length in range(len(parts), -1, -1):
@@ -119,14 +121,14 @@ def _above(root: Path, path: str, files: tuple[str, str, str]) -> Iterator[Room]
         limit, used = _number(folder / limit_file), _number(folder / used_file)
         if limit is None or used is None or limit >= _NO_LIMIT:
             continue
-        # Cached files count as used, but give way.
+        # Cached files count as used, but the kernel can drop them.
         cache = _table(folder / "memory.stat", " ").get(cache_name, 0)
         free = max(limit - max(used - cache, 0), 0)
         yield Room(limit, free, f"the memory limit of the control group {folder}")
 
 
 def _process() -> Iterator[Room]:
-    """`ulimit -v` and `ulimit -d` (getrlimit(2))."""
+    """Yields the limits `ulimit -v` and `ulimit -d` (getrlimit(2))."""
     used = _table(PROC / "self" / "status", ":")
     kinds = (
         (resource.RLIMIT_AS, "VmSize", "ulimit -v"),
@@ -139,7 +141,7 @@ def _process() -> Iterator[Room]:
 
 
 def _table(path: Path, separator: str) -> dict[str, int]:
-    """{name: first number} of a file with a name and a number in each line."""
+    """Returns {name: first number} of a file with a name and a number in each line."""
     try:
         lines = path.read_text().splitlines()
     except OSError:
@@ -154,7 +156,7 @@ def _table(path: Path, separator: str) -> dict[str, int]:
 
 
 def _number(path: Path) -> int | None:
-    """The number in a file; None where it is not there, or says "max"."""
+    """Returns the number in a file; None if the file is missing, or contains "max"."""
     try:
         text = path.read_text().strip()
     except OSError:
@@ -163,12 +165,12 @@ def _number(path: Path) -> int | None:
 
 
 def free_disk(folder: str | os.PathLike[str]) -> int:
-    """Bytes that may still be written to the disk of a folder, or of the nearest one above it."""
+    """Returns the free bytes on the disk of a folder, or of its nearest existing parent."""
     return shutil.disk_usage(nearest_folder(folder)).free
 
 
 def nearest_folder(folder: str | os.PathLike[str]) -> Path:
-    """A folder, or where it is not there yet the nearest one above it; on the same disk."""
+    """Returns a folder, or its nearest existing parent; both are on the same disk."""
     place = user_path(folder).absolute()
     while not place.exists():
         place = place.parent
@@ -176,21 +178,21 @@ def nearest_folder(folder: str | os.PathLike[str]) -> Path:
 
 
 def keep_freed_memory() -> bool:
-    """Lets glibc keep what is freed, for programs that compute on the CPU.
+    """Makes glibc keep freed memory, for programs that compute on the CPU.
 
     XLA on the CPU allocates the temporary memory of a program each time it runs. glibc returns
     pieces of that size to the kernel, which clears every page again at the next step: 60,000 page
     faults and a quarter of the processor time per step of a GPT of 3.5 million parameters, whole
     batch of 8 x 256 (`benchmarks/README.md`). The price is that the process stays at its largest
-    size. Call it before threads start: an arena that a thread has already is not given up.
+    size. Call it before threads start: an arena that a thread already has is not removed.
 
     A process on 8 CPU devices grows during its first steps, with or without this: 3 million
     parameters under `jax.jit` alone took 608 MiB after the first step and 848 after the sixth,
-    under `zerojax.train` 708 after the sixth and 745 after the twenty-first. Arrays that were alive
-    had 27 MiB throughout (`jax.live_arrays`), so the rest is what XLA's threads work in.
+    under `zerojax.train` 708 after the sixth and 745 after the twenty-first. The live arrays took
+    27 MiB throughout (`jax.live_arrays`), so the rest is working memory of XLA's threads.
 
     Returns:
-      Whether it was done; False where the C library is not glibc.
+      Whether it was done; False if the C library is not glibc.
     """
     try:
         libc = ctypes.CDLL(None)

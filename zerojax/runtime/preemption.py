@@ -1,4 +1,4 @@
-"""Preemption: a signal requests a stop between two steps, agreed by all processes."""
+"""Handles preemption: a signal requests a stop between two steps, agreed by all processes."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ from jax.experimental import multihost_utils
 from zerojax.runtime import shutdown
 
 SAME_REQUEST_SECONDS = 1.0
-"""Signals so close together are one request that came by two ways, as when a scheduler tells a
-launcher and its processes alike."""
+"""Signals within this time are one request that arrived twice, as when a scheduler signals both a
+launcher and its processes."""
 
 STOP_SECONDS = 60.0
-"""For what is under way outside of the steps when a signal comes, such as compiling."""
+"""Limit for work outside of the steps when a signal arrives, such as compiling."""
 AGAIN_SECONDS = 3.0
-"""For Python to raise what a second signal asks for, before the process is ended without it."""
+"""Time for Python to raise a second signal's exception, before the process is ended without it."""
 _POLL_SECONDS = 1.0
 _TELL_SECONDS = 3.0
-"""For the last sentence. The disk that it asks, or the reader of standard error, may hang."""
+"""Time for the last message. The disk that it reads, or the reader of standard error, may hang."""
 
 _MARK = b"Stack ("
 _SERVICE = "jax_enable_preemption_service"
-# Calls of this process, over all runs in it: JAX compares these numbers between processes, and one
-# that is not below the next would be waited for in vain.
+# Calls of this process, over all its runs: JAX compares these numbers between processes, and a
+# number that is not below the next one would be waited for forever.
 _calls = itertools.count(1)
 
 
 class Interrupted(KeyboardInterrupt):
-    """Training was stopped by a signal after a step was finished and, where asked for, saved.
+    """A signal stopped training after a step was finished and, if configured, saved.
 
     Attributes:
       signal_name: "SIGINT" (Ctrl-C) or "SIGTERM".
       saved: whether the state of that step is on disk.
-      exit_code: of a process that ends with this.
+      exit_code: exit code of a process that ends with this exception.
     """
 
     def __init__(self, message: str, signal_name: str, *, saved: bool = False):
@@ -57,29 +57,30 @@ class Interrupted(KeyboardInterrupt):
 
 
 class StopRequest:
-    """While entered, the first Ctrl-C or SIGTERM is noted instead of raised; a second acts at once.
+    """A context manager that records the first Ctrl-C or SIGTERM; a second one acts at once.
 
-    With several processes one that is told to any of them stops all of them, after the same step:
-    JAX's coordinator finds the moment, within about a second. JAX's own handler of SIGTERM passes
-    it on, so it stays installed, and Ctrl-C becomes a SIGTERM. Where JAX's preemption service is
-    switched off nobody can agree, and signals act at once.
+    With several processes a signal to any of them stops all of them after the same step: JAX's
+    coordinator chooses the step, within about a second. JAX's own handler of SIGTERM distributes
+    the signal, so it stays installed, and Ctrl-C is converted to SIGTERM. If JAX's preemption
+    service is switched off, the processes cannot agree, and signals act at once.
 
-    With one process, outside the main thread, where Python allows no signal handlers, it notes
+    With one process, outside the main thread, where Python allows no signal handlers, it records
     nothing.
 
-    Python runs its handlers only when the main thread comes back from compiled code, which one step
-    may keep for half an hour. So another thread hears of signals as well, and ends the process when
-    what was under way has not come to its end within `limit`, or when a second signal comes.
+    Python runs its handlers only when the main thread returns from compiled code, which one step
+    may keep for half an hour. So another thread receives signals as well, and ends the process when
+    the current work has not finished within `limit`, or when a second signal arrives.
 
     Args:
-      limit: asked at the first signal: seconds until the step that is under way must be over; None:
-        however long it takes.
-      describe: what is lost where it is not, and what is not: a sentence for the last words.
-      end: ends the process, with an exit code, without any cleaning up.
+      limit: called at the first signal: seconds within which the current step must finish; None: no
+        limit.
+      describe: returns a sentence that says what is lost if it does not finish, and what is not;
+        for the last message.
+      end: ends the process, with an exit code, without any cleanup.
 
     Attributes:
-      signal_name: what came, to this process; None: nothing yet.
-      is_due: whether the run ends now: with several processes since `due` has said so.
+      signal_name: the signal that this process received; None: none yet.
+      is_due: whether the run stops now: with several processes, since `due` returned True.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class StopRequest:
         return self._agreed if self._processes > 1 else self.signal_name is not None
 
     def due(self) -> bool:
-        """Whether to stop now. With several processes all ask, once before each step."""
+        """Returns whether to stop now. With several processes all call it, once before a step."""
         if self._processes > 1 and getattr(jax.config, _SERVICE):
             self._agreed = self._agreed or multihost_utils.reached_preemption_sync_point(
                 next(_calls)
@@ -109,19 +110,19 @@ class StopRequest:
         return self.is_due
 
     def step_over(self) -> None:
-        """Nothing is under way on the devices: where a stop is due, nothing limits what follows."""
+        """Notes that the devices are idle: after a stop request, no limit applies from now on."""
         if self.is_due:
             self._watcher.cancel()
 
     def unhurried(self) -> contextlib.AbstractContextManager[None]:
-        """In which no limit ends the process, as while it saves."""
+        """Suspends the limit that ends the process, for example while it saves."""
         return self._watcher.paused()
 
     def interrupted(self, step: int, text: str, *, saved: bool = False) -> Interrupted:
-        """What a run raises that ends for this, after a step.
+        """Returns the exception to raise when a run stops for this request after a step.
 
         Args:
-          text: what became of the state of that step.
+          text: what happened to the state of that step.
           saved: whether it is on disk.
         """
         _say_in_one_line()
@@ -154,7 +155,7 @@ class StopRequest:
             self._listener.close()
 
     def _restore(self) -> None:
-        """Gives the signals back to who had them."""
+        """Restores the previous signal handlers."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
         self._previous = {}
@@ -162,15 +163,15 @@ class StopRequest:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.signal_name = signal.Signals(number).name
         for again, handler in self._previous.items():
-            # Python's own handlers only act once the main thread comes back from where it hangs.
+            # Python's own handlers act only when the main thread returns from compiled code.
             at_once = signal.SIG_DFL if again == signal.SIGTERM else handler
             signal.signal(again, at_once)  # type: ignore[arg-type]
 
     def _heard(self, number: int) -> None:
-        """In the thread of the watcher, at the first signal."""
+        """Records the first signal; runs in the watcher's thread."""
         self.signal_name = self.signal_name or signal.Signals(number).name
         if self._listener is not None and number == signal.SIGINT:
-            os.kill(os.getpid(), signal.SIGTERM)  # to JAX's handler, which tells the others
+            os.kill(os.getpid(), signal.SIGTERM)  # to JAX's handler, which informs the others
 
     def _note_term(self, is_first: bool) -> None:
         if is_first:
@@ -180,9 +181,9 @@ class StopRequest:
 
 
 class _OneLine:
-    """`sys.excepthook`: of an `Interrupted` its sentence, of anything else what was said before.
+    """A `sys.excepthook` that prints an `Interrupted` as one line, and other errors as before.
 
-    Somebody who pressed Ctrl-C wants to know what was saved, not where in the loop it was.
+    A user who pressed Ctrl-C wants to know what was saved, not where in the loop it happened.
     """
 
     previous = staticmethod(sys.__excepthook__)
@@ -200,14 +201,14 @@ _one_line = _OneLine()
 
 
 def _say_in_one_line() -> None:
-    """From now on, where nobody else has a hook for uncaught errors."""
+    """Installs the one-line hook, unless another hook for uncaught errors is installed."""
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _one_line
 
 
 @contextlib.contextmanager
 def sigterm_raised() -> Iterator[None]:
-    """SIGTERM raises `Interrupted` where nothing else is done about it, as Ctrl-C raises.
+    """Makes SIGTERM raise `Interrupted` if it has no other handler, as Ctrl-C raises.
 
     With several processes, or outside the main thread, it changes nothing.
     """
@@ -234,17 +235,17 @@ def sigterm_raised() -> Iterator[None]:
 
 
 _watchers: list[_Watcher] = []
-"""Those that have Python's pipe, one inside of the other."""
+"""Watchers that use Python's wakeup pipe, outermost first."""
 
 
 class _Watcher:
-    """Hears signals in a thread of its own, and ends the process when the main thread does not.
+    """A thread that receives signals and ends the process if the main thread does not.
 
-    Python writes the number of every signal that it handles into a pipe, at once, also while the
-    main thread is inside of compiled code (`signal.set_wakeup_fd`).
+    Python writes the number of every handled signal into a pipe at once, also while the main thread
+    is in compiled code (`signal.set_wakeup_fd`).
 
     Args:
-      limit, describe, end: as `StopRequest` takes them.
+      limit, describe, end: as in `StopRequest`.
       heard: called in the thread at the first signal.
     """
 
@@ -262,13 +263,13 @@ class _Watcher:
         self._num_paused = 0
 
     def open(self, numbers: Collection[int]) -> None:
-        """Listens to these signals, which Python handles; with any, in the main thread."""
+        """Starts listening to these signals, which Python handles; if any, in the main thread."""
         self._numbers = tuple(int(number) for number in numbers)
         reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         if self._numbers:
             before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-            # One of ours must not count down beside this one; somebody else's is told further.
+            # An outer watcher must not count down too; a foreign pipe still gets the signals.
             outer = next((x for x in _watchers if x._writer == before), None)
             self._foreign = before if outer is None else outer._foreign
             self._before = before
@@ -279,7 +280,7 @@ class _Watcher:
         ).start()
 
     def close(self) -> None:
-        """Gives the signals back."""
+        """Restores the previous wakeup pipe."""
         if self._has_pipe:
             signal.set_wakeup_fd(self._before)
             _watchers.remove(self)
@@ -288,17 +289,17 @@ class _Watcher:
         os.close(writer)
 
     def note(self, number: int) -> None:
-        """A signal that Python does not handle; from any thread."""
+        """Passes on a signal that Python does not handle; from any thread."""
         with contextlib.suppress(OSError):
             os.write(self._writer, bytes([number]))
 
     def cancel(self) -> None:
-        """The signal is obeyed: nothing is ended any more, but by a second one."""
+        """Cancels the deadline: the signal was obeyed; only a second one ends the process."""
         self._is_cancelled = True
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Nothing is ended meanwhile, but by a second signal."""
+        """Suspends the deadline; only a second signal ends the process."""
         self._num_paused += 1
         try:
             yield
@@ -337,18 +338,18 @@ class _Watcher:
                         limit = self._limit()
                         deadline = None if limit is None else now + limit
                     elif now - first[1] > SAME_REQUEST_SECONDS and not _is_kept(number):
-                        # The main thread may be able to raise a Ctrl-C, and to clean up.
+                        # The main thread may be able to raise KeyboardInterrupt and clean up.
                         waits = number == signal.SIGINT and last is None
                         last, deadline = number, now + AGAIN_SECONDS * waits
 
     def end_now(self, number: int) -> None:
-        """A second signal has come."""
+        """Ends the process at once, for a second signal."""
         self._say(f"{signal.Signals(number).name} again: ended at once, without saving", number)
 
     def _give_up(self, number: int, waited: float) -> None:
         name = signal.Signals(number).name
         found: list[str] = []
-        # It asks a disk for what is saved, and writes out what was printed.
+        # Its description reads a disk and flushes output, so it may hang.
         ask = threading.Thread(target=lambda: found.append(self._describe()), daemon=True)
         ask.start()
         ask.join(_TELL_SECONDS)
@@ -373,19 +374,18 @@ class _Watcher:
 
 
 def _is_kept(number: int) -> bool:
-    """Whether a process stays where a second Ctrl-C comes: somebody is at its prompt."""
+    """Returns whether a second Ctrl-C keeps the process: a user is at its prompt."""
     return number == signal.SIGINT and hasattr(sys, "ps1")
 
 
 class _Listener:
-    """Hears a signal whose handler is not Python's, and leaves it to that handler.
+    """A listener for a signal that keeps the handler of another library.
 
-    `signal.signal` would put itself in the place of JAX's handler. `faulthandler` calls the one
-    before it: what it writes into a pipe says that the signal came, also while the main thread is
-    inside of C++.
+    `signal.signal` would replace JAX's handler. `faulthandler` calls the previous handler too: its
+    output into a pipe shows that the signal arrived, also while the main thread is in C++.
 
     Args:
-      number: of the signal.
+      number: number of the signal.
       heard: called in another thread, with whether this was the first.
     """
 
@@ -411,6 +411,6 @@ class _Listener:
                     last = now
 
     def close(self) -> None:
-        """Gives the signal back."""
+        """Stops listening."""
         faulthandler.unregister(self._number)
         os.close(self._writer)

@@ -1,4 +1,4 @@
-"""Process group: number, index and addresses, validated, and the GPUs that each process takes."""
+"""Describes and validates a process group, and assigns GPUs to its processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LOCAL_PROCESS_ID = "ZEROJAX_LOCAL_PROCESS_ID"
 NUM_LOCAL_PROCESSES = "ZEROJAX_NUM_LOCAL_PROCESSES"
 
 _LOOPBACK = "127.0.0.1"
-# Above the ports that Linux gives to outgoing connections (32768 to 60999).
+# Above the ports that Linux uses for outgoing connections (32768 to 60999).
 _FIRST_PORT, _NUM_PORTS = 61440, 4096
 
 
@@ -25,13 +25,13 @@ class ProcessGroup:
 
     Attributes:
       coordinator: "host:port" of process 0, which every process can reach.
-      num_processes: how many there are.
-      process_id: which one this is, from 0.
-      local_process_id: which one this is among those on this host, from 0; None: not known.
-      num_local_processes: how many are on this host; None: not known.
-      gpus_per_process: GPUs that the scheduler shows to each process alone; None: all processes of
-        a host see the same GPUs, as far as is known.
-      source: what said so, for messages.
+      num_processes: number of processes.
+      process_id: index of this one, from 0.
+      local_process_id: index of this one among those on this host, from 0; None: not known.
+      num_local_processes: number of processes on this host; None: not known.
+      gpus_per_process: GPUs that the scheduler makes visible to each process alone; None: all
+        processes of a host see the same GPUs, as far as is known.
+      source: where these values come from, for messages.
     """
 
     coordinator: str
@@ -53,7 +53,7 @@ class ProcessGroup:
         if local is not None and not 0 <= local < (self.num_processes if of is None else of):
             raise ValueError(
                 f"{self.source}: process {local} of its host is not among the {of} processes "
-                "there; number those of each host from 0"
+                "there; number the processes of each host from 0"
             )
 
     @property
@@ -63,13 +63,13 @@ class ProcessGroup:
 
 
 def split_address(address: str, name: str = COORDINATOR) -> tuple[str, int]:
-    """Host and port of "host:port" or "[::1]:port".
+    """Returns host and port of "host:port" or "[::1]:port".
 
     Args:
       name: the variable or option that holds it, for the message.
 
     Raises:
-      ValueError: there is no port, or it is none.
+      ValueError: the port is missing or invalid.
     """
     host, colon, port = address.rpartition(":")
     if not colon or not host:
@@ -82,7 +82,7 @@ def split_address(address: str, name: str = COORDINATOR) -> tuple[str, int]:
 
 
 def number_of(environment: Mapping[str, str], name: str) -> int:
-    """The whole number that a variable holds.
+    """Returns the integer in a variable.
 
     Raises:
       ValueError: it holds something else, or is not set.
@@ -95,18 +95,19 @@ def number_of(environment: Mapping[str, str], name: str) -> int:
 
 
 def optional_number_of(environment: Mapping[str, str], name: str) -> int | None:
-    """As `number_of`; None where the variable is not set."""
+    """Returns `number_of`, or None if the variable is not set."""
     return number_of(environment, name) if environment.get(name) else None
 
 
 def coordinator_on(
     host: str, environment: Mapping[str, str], *, seed: int, num_hosts: int | None = None
 ) -> str:
-    """The address of process 0 on `host`, with a port on which all processes agree unasked.
+    """Returns the address of process 0 on `host`, with a port that all processes compute alike.
 
     Args:
       seed: a number of this job that other jobs on the host do not have.
-      num_hosts: of the run; with one, the address is one that other hosts cannot reach.
+      num_hosts: number of hosts of the run; with one, the address is one that other hosts cannot
+        reach.
     """
     named = optional_number_of(environment, COORDINATOR_PORT)
     port = _FIRST_PORT + seed % _NUM_PORTS if named is None else named
@@ -115,7 +116,9 @@ def coordinator_on(
 
 
 def visible_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> int:
-    """How many NVIDIA GPUs a process with this environment sees; 0 where JAX is to use CPUs.
+    """Returns the number of NVIDIA GPUs that a process with this environment sees.
+
+    It is 0 if JAX is set to use CPUs.
 
     Args:
       devices: folder of the files nvidia0, nvidia1, ...; one that a cgroup denies does not count.
@@ -130,7 +133,7 @@ def visible_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -
     words = [word.strip() for word in named.split(",")]
     known = 0
     for word in words:
-        # CUDA stops at the first name that it does not know. Names of MIG parts are not numbers.
+        # CUDA stops at the first unknown name. Names of MIG parts are not numbers.
         if word in ("", "-1") or (word.isdecimal() and int(word) >= present):
             break
         known += 1
@@ -146,17 +149,17 @@ def _may_open(path: Path) -> bool:
 
 
 def local_device_ids(group: ProcessGroup, num_gpus: int) -> list[int] | None:
-    """Which of the GPUs that it sees this process takes; None leaves it to JAX: all there are.
+    """Returns the visible GPUs that this process uses; None leaves it to JAX, which uses all.
 
-    One process on the host takes all. A process that sees one GPU takes it, as where the scheduler
-    shows each task its own, and so with any number that the scheduler gives to each. Else the GPUs
-    of the host are dealt out in equal parts, in order.
+    A single process on the host uses all. A process that sees one GPU uses it, for example if the
+    scheduler makes one GPU visible to each task; the same holds for any number per process that the
+    scheduler sets. Otherwise the GPUs of the host are divided into equal parts, in order.
 
     Args:
-      num_gpus: that this process sees; 0: CPUs are used.
+      num_gpus: GPUs that this process sees; 0: CPUs are used.
 
     Raises:
-      ValueError: the GPUs of the host cannot be dealt out in equal parts.
+      ValueError: the GPUs of the host cannot be divided into equal parts.
     """
     local, num_local = group.local_process_id, group.num_local_processes
     if num_gpus == 0 or (num_local is None and num_gpus > 1 and local is None):
@@ -164,11 +167,11 @@ def local_device_ids(group: ProcessGroup, num_gpus: int) -> list[int] | None:
     if num_local == 1 or num_gpus in (1, group.gpus_per_process):
         return list(range(num_gpus))
     if local is None or num_local is None:
-        # The host of a process that has a number has at least that many processes; JAX and
-        # others take one GPU each then.
+        # A process with a local index has at least that many processes on its host; JAX and
+        # others use one GPU per process then.
         if local is None or local >= num_gpus:
             raise ValueError(
-                f"{group.source}: {num_gpus} GPUs are visible, but nothing says which of them "
+                f"{group.source}: {num_gpus} GPUs are visible, but no variable says which of them "
                 f"process {group.process_id} takes; set JAX_LOCAL_DEVICE_IDS, such as 0 or 0,1"
             )
         return [local]
@@ -182,6 +185,6 @@ def local_device_ids(group: ProcessGroup, num_gpus: int) -> list[int] | None:
 
 
 def even_counts(num_gpus: int) -> str:
-    """The numbers of processes that can share so many GPUs evenly, as in "1, 2, 3 or 6"."""
+    """Returns the numbers of processes that divide this many GPUs, such as "1, 2, 3 or 6"."""
     counts = [str(count) for count in range(1, num_gpus + 1) if num_gpus % count == 0]
     return " or ".join([", ".join(counts[:-1]), counts[-1]] if len(counts) > 1 else counts)

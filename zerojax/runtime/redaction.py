@@ -1,7 +1,4 @@
-"""Redaction of passwords, keys and tokens in logs and reports.
-
-What it leaves out is `HIDDEN`.
-"""
+"""Replaces passwords, keys and tokens in logs and reports by `HIDDEN`."""
 
 from __future__ import annotations
 
@@ -12,26 +9,26 @@ from typing import Any, TypeVar
 
 HIDDEN = "[hidden]"
 LEAST_LENGTH = 8
-"""A shorter value of a variable is not a key; leaving it out would only make holes in texts."""
+"""Shorter values of a variable are not treated as keys; hiding them would only damage texts."""
 
 T = TypeVar("T")
 
 _NOT_SECRET = ("PWD",)
-"""Variables with a secret's name: the working folder, also where it was renamed or removed."""
+"""Variables whose name looks secret: the working folder, also if it was renamed or removed."""
 _SECRET_NAME = re.compile(
     r"(?i)(^|[_\-.])(api_?key|access_?key|secret_?key|private_?key|auth_?key|key_?id|secrets?|token"
     r"|auth_?token|passwords?|passwd|pwd|passphrase|credentials?|authorization|bearer|signature)$"
 )
-"""Names of settings and variables; not `tokenizer`, `tokens_per_step`, `max_seq_len` or a `key` of
-a mapping."""
+"""Secret names of settings and variables; not `tokenizer`, `tokens_per_step`, `max_seq_len` or a
+`key` of a mapping."""
 
 _KNOWN_FORMS = re.compile(
     r"\b(hf_[A-Za-z0-9]{20,}|gh[opsur]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|glpat-[\w\-]{20,}"
     r"|sk-[A-Za-z0-9_\-]{20,}|xox[abprs]-[\w\-]{10,}|A[KS]IA[A-Z0-9]{16}|AIza[\w\-]{35}"
     r"|eyJ[\w\-]{10,}\.[\w\-]{10,}\.[\w\-]{5,}|wandb_v1_\w{20,})"
 )
-"""How Hugging Face, GitHub, GitLab, OpenAI and others, Slack, AWS, Google, JSON web tokens and
-Weights & Biases write theirs."""
+"""Forms of secrets of Hugging Face, GitHub, GitLab, OpenAI and others, Slack, AWS, Google, JSON web
+tokens and Weights & Biases."""
 
 _IN_ADDRESS = re.compile(r"(?P<start>\b[A-Za-z][\w+.\-]*://)(?P<who>[^\s/?#@]+)@")
 _IN_QUERY = re.compile(
@@ -45,27 +42,27 @@ _ASSIGNED = re.compile(
 
 
 def redact(value: T, environment: Mapping[str, str] | None = None) -> T:
-    """Replaces what is secret in a value by `HIDDEN`.
+    """Replaces secrets in a value by `HIDDEN`.
 
-    For texts that people read. Values that are read back are written without it, except texts that
-    name an existing file or folder, which stay as they are everywhere.
+    For texts that people read. Values that are read back are written without redaction. Texts that
+    name an existing file or folder are never changed.
 
     Args:
-      value: text, or what JSON holds, at any depth.
-      environment: variables whose names say that they are secret are looked for in all texts; None
-        takes those of the process. A variable with the path of a file or folder holds no secret.
+      value: text, or a JSON value of any depth.
+      environment: the values of variables with secret names are searched for in all texts; None
+        uses those of the process. A variable with the path of a file or folder holds no secret.
     """
     values = _secret_values(os.environ if environment is None else environment)
     return _redact(value, values)
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether what is called so is a password, a key or a token."""
+    """Returns whether a name is that of a password, a key or a token."""
     return _SECRET_NAME.search(name) is not None
 
 
 def _secret_values(environment: Mapping[str, str]) -> list[str]:
-    """Longest first, so that one that holds another is found whole."""
+    """Returns the secrets, longest first, so that one that contains another is replaced whole."""
     found = {
         value
         for name, value in environment.items()
@@ -75,7 +72,7 @@ def _secret_values(environment: Mapping[str, str]) -> list[str]:
 
 
 def _is_path(text: str) -> bool:
-    """Whether a text names a file or folder that exists."""
+    """Returns whether a text names an existing file or folder."""
     try:
         return os.path.exists(os.path.expanduser(text))
     except (OSError, ValueError):  # too long, or with a null character
@@ -109,7 +106,7 @@ def _redact_text(text: str, secrets: list[str]) -> str:
 
 
 def _hide_assigned(match: re.Match[str]) -> str:
-    """`password=...` in a text; not `token: 5`, nor a sentence about a token."""
+    """Hides the value of `password=...` in a text; not `token: 5`, nor a sentence about a token."""
     value = match["value"]
     if len(value) < LEAST_LENGTH or value.startswith(HIDDEN):
         return match[0]

@@ -1,7 +1,7 @@
-"""Process group of a run, from the variables of torchrun, Open MPI, Slurm or Kubernetes.
+"""Reads the process group of a run from variables of torchrun, Open MPI, Slurm or Kubernetes.
 
-No JAX is imported; neither MPI nor the API of a cluster is called, so that a pod needs no
-permission and no client library.
+Imports no JAX, and calls neither MPI nor the API of a cluster, so that a pod needs no permission
+and no client library.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from zerojax.runtime.process_group import (
 )
 
 _PRTE_NAME = re.compile(r"PMIX_SERVER_URI\d*$|PRTE_MCA_.*_uri$|PRTE_.*NAMESPACE$")
-# Steps that no `srun` has started (batch script, interactive shell, extern) have numbers above.
+# Steps not started by `srun` (batch script, interactive shell, extern) have larger numbers.
 _FIRST_RESERVED_STEP = 0xFFFFFFF0
 POD_INDEX = "JOB_COMPLETION_INDEX"
 _KUBERNETES_PORT = 12355
 
 
 def process_group_of(environment: Mapping[str, str]) -> ProcessGroup | None:
-    """The group that the environment names; None when this process runs alone.
+    """Returns the group that the environment names; None when this process runs alone.
 
-    ZEROJAX_* come first: COORDINATOR, NUM_PROCESSES and PROCESS_ID together say all, and
-    ZEROJAX_NUM_PROCESSES=1 alone makes each process a run of its own, whatever else is set. Then
-    Kubernetes, torchrun's variables, Open MPI and Slurm, with ZEROJAX_COORDINATOR in place of what
-    they say, where it is set.
+    ZEROJAX_* have priority: COORDINATOR, NUM_PROCESSES and PROCESS_ID together describe the group,
+    and ZEROJAX_NUM_PROCESSES=1 alone makes each process a separate run, whatever else is set. Then
+    follow Kubernetes, torchrun's variables, Open MPI and Slurm; ZEROJAX_COORDINATOR, if set,
+    replaces their coordinator.
 
     Raises:
-      ValueError: variables contradict each other, are incomplete, or hold no numbers.
+      ValueError: variables contradict each other, are incomplete, or are not numbers.
     """
     if optional_number_of(environment, NUM_PROCESSES) == 1:
         return None
@@ -50,7 +50,7 @@ def process_group_of(environment: Mapping[str, str]) -> ProcessGroup | None:
     given = [name for name in (COORDINATOR, NUM_PROCESSES, PROCESS_ID) if environment.get(name)]
     if given and given != [COORDINATOR]:
         return _own_group(environment)
-    # The innermost first: torchrun and mpirun are also started inside a step of Slurm.
+    # The innermost first: torchrun and mpirun can also be started inside a Slurm step.
     for look in (torchrun_group, open_mpi_group, slurm_group):
         found = look(environment)
         if found is not None:
@@ -73,18 +73,18 @@ def _own_group(environment: Mapping[str, str]) -> ProcessGroup:
 
 
 def _moved(group: ProcessGroup, environment: Mapping[str, str]) -> ProcessGroup:
-    """`group` with the coordinator that ZEROJAX_COORDINATOR names, where it is set."""
+    """Returns `group` with the coordinator of ZEROJAX_COORDINATOR, if it is set."""
     address = environment.get(COORDINATOR)
     return dataclasses.replace(group, coordinator=address) if address else group
 
 
 def torchrun_group(environment: Mapping[str, str]) -> ProcessGroup | None:
-    """The group that RANK and WORLD_SIZE name; None without both, and for a single process.
+    """Returns the group that RANK and WORLD_SIZE name; None without both, and for one process.
 
     torchrun sets them, and so do Ray and Kubeflow.
 
     Raises:
-      ValueError: MASTER_ADDR or MASTER_PORT is missing, or a variable holds no number.
+      ValueError: MASTER_ADDR or MASTER_PORT is missing, or a variable is not a number.
     """
     if not (environment.get("RANK") and environment.get("WORLD_SIZE")):
         return None
@@ -120,11 +120,11 @@ def _torchrun_coordinator(environment: Mapping[str, str]) -> str:
 
 
 def open_mpi_group(environment: Mapping[str, str]) -> ProcessGroup | None:
-    """The processes of this `mpirun`; None outside one, and for a single process.
+    """Returns the processes of this `mpirun`; None outside one, and for a single process.
 
     Raises:
-      ValueError: a variable holds no number, or several hosts take part and nothing says on which
-        one process 0 is.
+      ValueError: a variable is not a number, or there are several hosts and no variable says on
+        which one process 0 is.
     """
     if not (environment.get("OMPI_COMM_WORLD_RANK") and environment.get("OMPI_COMM_WORLD_SIZE")):
         return None
@@ -158,7 +158,7 @@ def _open_mpi_coordinator(environment: Mapping[str, str], *, is_one_host: bool) 
 
 
 def _mpirun_4(environment: Mapping[str, str]) -> tuple[str, int] | None:
-    """Address of the host of `mpirun` and a number of this job, before Open MPI 5.
+    """Returns the address of `mpirun`'s host and a number of this job, before Open MPI 5.
 
     Such as "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911", or "...;tcp6://[fe80::1,...]:43370".
     """
@@ -169,7 +169,7 @@ def _mpirun_4(environment: Mapping[str, str]) -> tuple[str, int] | None:
 
 
 def _mpirun_5(environment: Mapping[str, str]) -> tuple[str, int] | None:
-    """Name of the host of `mpirun` and its process id, which name a job since Open MPI 5.
+    """Returns the host name and process id of `mpirun`, which identify a job since Open MPI 5.
 
     PMIX_NAMESPACE is "prterun-HOST-PID@JOB"; PMIX_SERVER_URI* and PRTE_* begin with it.
     """
@@ -182,10 +182,10 @@ def _mpirun_5(environment: Mapping[str, str]) -> tuple[str, int] | None:
 
 
 def slurm_group(environment: Mapping[str, str]) -> ProcessGroup | None:
-    """The tasks of this job step; None outside one, and in a step of a single task.
+    """Returns the tasks of this job step; None outside one, and in a step of a single task.
 
-    A shell inside `salloc` and the batch script itself stand in a job, but in no step of several
-    tasks, whatever SLURM_NTASKS says there of the allocation.
+    A shell inside `salloc` and the batch script itself belong to a job, but to no step of several
+    tasks, whatever SLURM_NTASKS says there about the allocation.
 
     Raises:
       ValueError: a variable holds what Slurm does not write.
@@ -221,7 +221,7 @@ def _step_of(environment: Mapping[str, str]) -> int:
 
 
 def expand_hosts(text: str) -> Iterator[str]:
-    """Hosts of a compressed list: "n[01-03,7],gpu2" names n01, n02, n03, n7 and gpu2.
+    """Yields the hosts of a compressed list: "n[01-03,7],gpu2" is n01, n02, n03, n7 and gpu2.
 
     Raises:
       ValueError: the list is not one that Slurm writes.
@@ -248,10 +248,10 @@ def _expand_name(name: str, text: str) -> Iterator[str]:
 
 
 def expand_counts(text: str, name: str) -> list[int]:
-    """Tasks of each host of "8(x2),4": 8, 8 and 4.
+    """Returns the tasks of each host of "8(x2),4": 8, 8 and 4.
 
     Raises:
-      ValueError: the text is no such list.
+      ValueError: the text is not such a list.
     """
     counts = []
     for part in text.split(","):
@@ -263,13 +263,13 @@ def expand_counts(text: str, name: str) -> list[int]:
 
 
 def _tasks_here(environment: Mapping[str, str], num_processes: int, num_hosts: int) -> int | None:
-    """Tasks on this host; None where Slurm's variables do not say."""
+    """Returns the number of tasks on this host; None if Slurm's variables do not tell."""
     for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
         if not environment.get(name):
             continue
         counts = expand_counts(environment[name], name)
         if sum(counts) != num_processes or len(counts) != num_hosts:
-            continue  # of the allocation, while the step has other tasks
+            continue  # these describe the allocation, and the step has other tasks
         index = optional_number_of(environment, "SLURM_NODEID")
         if len(set(counts)) == 1:
             return counts[0]
@@ -281,20 +281,20 @@ def _tasks_here(environment: Mapping[str, str], num_processes: int, num_hosts: i
 
 
 def _gpus_per_task(environment: Mapping[str, str]) -> int | None:
-    """What --gpus-per-task asked for: "2", or with a type, "h200:2" or "gpu:h200:2"."""
+    """Returns the number in --gpus-per-task: "2", or with a type, "h200:2" or "gpu:h200:2"."""
     text = environment.get("SLURM_GPUS_PER_TASK", "")
     last = text.rpartition(":")[2]
     return int(last) if last.isdecimal() else None
 
 
 def kubernetes_group(environment: Mapping[str, str]) -> ProcessGroup | None:
-    """The pods of this indexed Job; None outside one.
+    """Returns the pods of this indexed Job; None outside one.
 
     JOB_COMPLETION_INDEX comes from Kubernetes, ZEROJAX_NUM_PROCESSES from the manifest. Without the
-    latter each pod of the Job is a run of its own.
+    latter each pod of the Job is a separate run.
 
     Raises:
-      ValueError: nothing names the pod of process 0, or a variable holds no number.
+      ValueError: no variable names the pod of process 0, or a variable is not a number.
     """
     if not environment.get(POD_INDEX) or not environment.get(NUM_PROCESSES):
         return None
@@ -318,7 +318,7 @@ def kubernetes_group(environment: Mapping[str, str]) -> ProcessGroup | None:
 
 
 def _kubernetes_coordinator(environment: Mapping[str, str]) -> str:
-    """Process 0 by the name that the headless service of the Job gives its pod."""
+    """Returns process 0's address, by the name that the Job's headless service gives its pod."""
     address = environment.get(COORDINATOR, "")
     if ":" in address:
         return address
@@ -328,8 +328,8 @@ def _kubernetes_coordinator(environment: Mapping[str, str]) -> str:
     if not address:
         name = environment.get("HOSTNAME", "JOB-N").rpartition("-")[0]
         raise ValueError(
-            f"{POD_INDEX} and {NUM_PROCESSES} are set, but nothing names process 0; give the Job a "
-            f"headless service and set {COORDINATOR}={name}-0.SERVICE:{_KUBERNETES_PORT} in its "
-            "manifest (in a JobSet, JOBSET_NAME and REPLICATED_JOB_NAME will do)"
+            f"{POD_INDEX} and {NUM_PROCESSES} are set, but no variable names process 0; give the "
+            f"Job a headless service and set {COORDINATOR}={name}-0.SERVICE:{_KUBERNETES_PORT} in "
+            "its manifest (in a JobSet, JOBSET_NAME and REPLICATED_JOB_NAME are enough)"
         )
     return f"{address}:{optional_number_of(environment, COORDINATOR_PORT) or _KUBERNETES_PORT}"

@@ -1,4 +1,4 @@
-"""Exit statuses, and the exit of one process of a group: at once, or together with the others.
+"""Defines exit codes, and ends one process of a group: at once, or together with the others.
 
 This module imports no JAX.
 """
@@ -21,24 +21,24 @@ from typing import NoReturn
 OK = 0
 FAILED = 1
 BAD_INPUT = 2
-"""The same command fails again; starting it again is of no use."""
+"""The same command would fail again; do not restart it."""
 DIFFERS = 4
-"""`zerojax check`: runs of a model differ, or it is refused."""
+"""`zerojax check`: runs of a model differ, or the model is refused."""
 SAVED_AND_STOPPED = 75
-"""A signal asked for the end and everything is saved: the same command goes on. It is the number of
-sysexits.h for a failure that passes, which schedulers are often told to requeue."""
+"""A signal requested the end and everything is saved: the same command resumes. It is the number of
+a temporary failure in sysexits.h, which schedulers are often configured to requeue."""
 HUNG = 79
-"""The watchdog ended a step that did not come to its end."""
+"""The watchdog ended a step that did not finish."""
 INTERRUPTED = 130
-"""Ctrl-C, as shells count it. Another signal n, with nothing saved, is 128 + n."""
+"""Ctrl-C, as in shells. Another signal n, with nothing saved, is 128 + n."""
 
 
 AGREED = (OK, SAVED_AND_STOPPED)
-"""Codes with which all processes of a run end together."""
+"""Exit codes with which all processes of a run end together."""
 
 COORDINATOR_WAITS = 1.0
-"""Seconds. When process 0 goes, the runtime of every other process aborts it; whatever fails on all
-of them alike should be said by each of them first."""
+"""Seconds. When process 0 ends, the runtime of every other process aborts it; each of them should
+first report a failure that is common to all."""
 
 _LOOK_SECONDS = 0.5
 _is_coordinator = False
@@ -46,7 +46,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def in_group() -> bool:
-    """Whether this process has joined others."""
+    """Returns whether this process has joined others."""
     jax = sys.modules.get("jax")
     return jax is not None and jax.distributed.is_initialized()
 
@@ -54,9 +54,9 @@ def in_group() -> bool:
 def leave(code: int) -> NoReturn:
     """Ends this process of a group with `code`.
 
-    After a failure JAX would first wait at exit for all other processes, which wait in a collective
-    for this one, for five minutes; and it would end as aborted. So the process ends at once then,
-    without what is registered for its exit. Codes of `AGREED` are waited for together.
+    After a failure JAX would first wait at exit, for five minutes, for all other processes, which
+    wait for this one in a collective; and it would end as aborted. So after a failure the process
+    ends at once, without its exit handlers. With a code of `AGREED` it waits for the others.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -69,16 +69,16 @@ def leave(code: int) -> NoReturn:
 
 @functools.cache
 def leave_group_when_over() -> None:
-    """From now on this process leaves its group as soon as its script is over.
+    """Makes this process leave its group as soon as its script has ended.
 
-    Python ends only after all threads of its executors. One of them may wait for the word of a
-    process that has failed, with no public call to take it out, and meanwhile the others wait for
-    this one at their exit: after five minutes JAX aborts all. Once all have left, that wait ends.
+    Python ends only after all threads of its executors. One of them may wait for a process that has
+    failed, with no public call to interrupt it, and meanwhile the others wait for this one at their
+    exit: after five minutes JAX aborts all. Once all have left the group, that wait ends.
     """
     probe = concurrent.futures.ThreadPoolExecutor(1)
 
     def watch() -> None:
-        # An executor takes no more work from when Python ends on; `atexit` comes too late.
+        # An executor refuses work as soon as Python begins to exit; `atexit` runs too late.
         while True:
             try:
                 probe.submit(int)
@@ -90,11 +90,11 @@ def leave_group_when_over() -> None:
 
     watching = threading.Thread(target=watch, name="zerojax-leaving", daemon=True)
     watching.start()
-    atexit.register(watching.join)  # before JAX leaves the group itself: once is allowed
+    atexit.register(watching.join)  # before JAX leaves the group itself: only once is allowed
 
 
 def exit_code_of(error: BaseException) -> int:
-    """With which code an uncaught `error` ends a process; ours say it themselves."""
+    """Returns the exit code for an uncaught `error`; zerojax's own errors have one."""
     code = getattr(error, "exit_code", None)
     if isinstance(code, int):
         return code
@@ -105,7 +105,7 @@ def exit_code_of(error: BaseException) -> int:
 
 
 def print_error(error: BaseException) -> None:
-    """The traceback of an uncaught `error`; of an end that all have agreed on its sentence only."""
+    """Prints the traceback of an uncaught `error`, or only its message for an agreed end."""
     if exit_code_of(error) in AGREED:
         print(f"zerojax: {error}", file=sys.stderr, flush=True)
     else:
@@ -113,10 +113,10 @@ def print_error(error: BaseException) -> None:
 
 
 def leave_on_uncaught_errors(*, is_coordinator: bool) -> None:
-    """From now on an uncaught exception ends this process by `leave`.
+    """Makes an uncaught exception end this process by `leave`.
 
-    `sys.exit` is not an uncaught exception to Python: where a script may end with a code of its
-    own, `python -m zerojax.runtime.launch.boot script.py` runs it.
+    `sys.exit` is not an uncaught exception to Python: for a script that may end with its own code,
+    use `python -m zerojax.runtime.launch.boot script.py`.
     """
     global _is_coordinator
     _is_coordinator = is_coordinator
@@ -126,7 +126,7 @@ def leave_on_uncaught_errors(*, is_coordinator: bool) -> None:
 
 
 class _ExceptHook:
-    """`sys.excepthook`: says what the hook before it says, then leaves."""
+    """A `sys.excepthook` that calls the previous hook, then leaves."""
 
     previous = staticmethod(sys.__excepthook__)
 
@@ -145,12 +145,12 @@ _leave_after_saying = _ExceptHook()
 
 
 def end_with_parent(parent: int) -> None:
-    """From now on the kernel kills this process when its parent ends, however that ends.
+    """Makes the kernel kill this process when its parent ends, however that ends.
 
-    Only Linux can; elsewhere a killed launcher leaves its processes behind.
+    Only Linux supports it; elsewhere a killed launcher leaves its processes running.
 
     Args:
-      parent: process id. Where it has ended already, this process ends now.
+      parent: process id. If it has already ended, this process ends now.
     """
     if not sys.platform.startswith("linux"):
         return

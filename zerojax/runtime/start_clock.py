@@ -1,4 +1,4 @@
-"""Where the seconds of a start go: phases of our own, and in each what JAX traces and compiles."""
+"""Measures a start: zerojax's phases, and JAX's tracing and compilation in each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KINDS = {
     "/jax/core/compile/backend_compile_duration": "compiled",
     "/jax/compilation_cache/cache_retrieval_time_sec": "read",
 }
-"""{event of `jax.monitoring`: the column of its seconds}."""
+"""{event of `jax.monitoring`: kind of work that its seconds count for}."""
 
 
 @dataclasses.dataclass
@@ -26,9 +26,9 @@ class Phase:
 
     Attributes:
       name: such as "planning".
-      seconds: in all, those of phases inside of it not counted.
-      by_kind: {"traced", "lowered", "compiled" or "read": seconds of it}. A program that is read
-        from JAX's cache counts as compiled, too.
+      seconds: total, without the phases nested in it.
+      by_kind: {"traced", "lowered", "compiled" or "read": its seconds}. A program that is read from
+        JAX's cache also counts as compiled.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Phase:
 
 
 class StartClock:
-    """Measures a start, from the moment at which this process began.
+    """A clock of a start, from the moment at which this process began.
 
     Attributes:
       phases: in the order in which they began. The first is "imports", the last one "rest".
@@ -64,7 +64,7 @@ class StartClock:
 
     @contextlib.contextmanager
     def during(self, name: str) -> Iterator[None]:
-        """Counts the seconds of a block as those of a phase."""
+        """Counts the seconds of a block for a phase."""
         self._count()
         phase = next((one for one in self.phases if one.name == name), None)
         if phase is None:
@@ -87,8 +87,8 @@ _running: StartClock | None = None
 
 @contextlib.contextmanager
 def measure_start() -> Iterator[StartClock]:
-    """Measures what `phase` names inside of the block."""
-    global _running  # phases lie in functions that know of no clock
+    """Measures the blocks inside it that `phase` names."""
+    global _running  # functions that contain phases do not get the clock
     _running = StartClock()
     try:
         yield _running
@@ -97,12 +97,12 @@ def measure_start() -> Iterator[StartClock]:
 
 
 def phase(name: str) -> contextlib.AbstractContextManager[None]:
-    """Names what a block does, for `measure_start`; does nothing elsewhere."""
+    """Names the work of a block for `measure_start`; does nothing elsewhere."""
     return contextlib.nullcontext() if _running is None else _running.during(name)
 
 
 def _seconds_since_this_process_began() -> float:
-    """Returns the age of this process in seconds, 0 where the system does not tell it."""
+    """Returns the age of this process in seconds, 0 if the system does not provide it."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         ticks = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
         up = float(Path("/proc/uptime").read_text().split()[0])

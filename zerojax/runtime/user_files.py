@@ -1,4 +1,4 @@
-"""Files of a run and of the user's cache: permissions, place, and replacement as a whole."""
+"""Handles files of a run and of the user's cache: permissions, location, atomic replacement."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ CACHE_VARIABLE = "ZEROJAX_CACHE"
 
 @contextlib.contextmanager
 def not_for_everybody() -> Iterator[None]:
-    """Files and folders that are made meanwhile cannot be written by every user of the machine.
+    """Prevents that new files and folders are writable by every user of the machine.
 
-    The umask decides the rest: with the usual 022 they are 0755 and 0644, with 077 nobody else may
-    even read them. It holds for the whole process, so also for what other libraries write.
+    The umask decides the rest: with the usual 022 they are 0755 and 0644, with 077 no other user
+    can even read them. It applies to the whole process, so also to files that other libraries
+    write.
     """
-    before = os.umask(0o077)  # there is no other way to read it
+    before = os.umask(0o077)  # there is no other way to read the umask
     os.umask(before | _OTHERS_WRITE)
     try:
         yield
@@ -33,7 +34,7 @@ def not_for_everybody() -> Iterator[None]:
 
 
 def open_to_everybody(folder: str | Path) -> str | None:
-    """A warning, where a folder that was there before may be written by every user."""
+    """Returns a warning if every user may write into an existing folder; else None."""
     try:
         mode = Path(folder).stat().st_mode
     except OSError:
@@ -48,7 +49,7 @@ def open_to_everybody(folder: str | Path) -> str | None:
 
 
 def user_cache() -> Path | None:
-    """The folder of this user's cache, which need not be there yet; None where it is switched off.
+    """Returns this user's cache folder, which may not exist yet; None if it is switched off.
 
     ZEROJAX_CACHE names a folder, or "off"; without it the folder is `zerojax` in XDG_CACHE_HOME, or
     in ~/.cache.
@@ -68,22 +69,22 @@ def user_cache() -> Path | None:
 def replacing(
     path: str | os.PathLike[str], *, mode: int = 0o666, durable: bool = False
 ) -> Iterator[IO[bytes]]:
-    """Gives a stream whose bytes become the content of a file: a reader sees the old or the new.
+    """Yields a stream whose bytes replace a file atomically: readers see the old or new content.
 
-    The bytes go into a new file of a name that nobody can foresee, which then takes the place of
-    the old one. Where the name is a symbolic link the link goes, and the file behind it stays.
+    The bytes are written to a new file with an unpredictable name, which then replaces the old one.
+    If the path is a symbolic link, the link is replaced, and the file it points to stays.
 
     Args:
-      path: of the file, in a folder that is there.
-      mode: permissions, of which the umask takes some away.
-      durable: whether it is on the disk when this returns, however the machine stops.
+      path: path of the file, in an existing folder.
+      mode: permissions, reduced by the umask.
+      durable: whether it is on the disk when this returns, even if the machine stops.
 
     Raises:
-      UnreadableError: the name is that of a pipe, a device, a socket or a folder.
-      OSError: what the system says, about `path`.
+      UnreadableError: the path is a pipe, a device, a socket or a folder.
+      OSError: the system reports an error, about `path`.
     """
     path = Path(path)
-    with contextlib.suppress(OSError):  # there is nothing, or a link that leads nowhere
+    with contextlib.suppress(OSError):  # the path does not exist, or is a broken link
         check_regular(path.stat(), path)
     partial = path.with_name(f".{secrets.token_hex(8)}.partial")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -110,7 +111,7 @@ def replacing(
 def replace_text(
     path: str | os.PathLike[str], text: str, *, mode: int = 0o666, durable: bool = False
 ) -> None:
-    """Makes a text, in UTF-8, the content of a file; arguments as those of `replacing`."""
+    """Replaces the content of a file by a text in UTF-8; arguments as in `replacing`."""
     with replacing(path, mode=mode, durable=durable) as stream:
         stream.write(text.encode("utf-8"))
 
@@ -125,11 +126,11 @@ def to_disk(path: str | os.PathLike[str]) -> None:
 
 
 def open_appending(path: str | os.PathLike[str]) -> BinaryIO:
-    """Opens a file for reading and for writing at its end; makes it where it is missing.
+    """Opens a file for reading and appending; creates it if it is missing.
 
     Raises:
       UnreadableError: it is a symbolic link, a pipe, a device, a socket or a folder.
-      OSError: what the system says.
+      OSError: the system reports an error.
     """
     with contextlib.suppress(FileNotFoundError):
         check_regular(os.lstat(path), path)

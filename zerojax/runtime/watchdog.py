@@ -1,4 +1,4 @@
-"""Watchdog: ends a process without progress and writes its stacks."""
+"""Ends a process that makes no progress, and writes the stacks of its threads."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from zerojax.runtime.user_files import open_appending
 
 POLL_SECONDS = 1.0
 STOPPED_SECONDS = 5.0
-"""A poll that comes so much later than it should: the process was stopped (Ctrl-Z, SIGSTOP, a
-closed laptop), so that nothing in it could get further, and nothing is to blame."""
+"""Delay of a poll that shows that the process was stopped (Ctrl-Z, SIGSTOP, a closed laptop): no
+progress was possible, and this is not a hang."""
 TELL_SECONDS = 10.0
-"""For writing the stacks. The disk, or the reader of standard error, may be what hangs."""
+"""Limit for writing the stacks. The disk, or the reader of standard error, may be what hangs."""
 PEERS_SECONDS = 3.0
-"""When a process goes, those that wait for it fail: their own watchdogs, whose times differ by a
-poll or two, tell first where everybody stands."""
+"""When a process ends, those that wait for it fail. Their own watchdogs, whose times differ by a
+poll or two, get this time to report their state first."""
 FIRST_PROCESS_SECONDS = 2.0
-"""By how much longer process 0 waits: when it goes JAX aborts the others."""
+"""Additional wait of process 0: when it ends, JAX aborts the others."""
 NET_SECONDS = 15.0
-"""By how much later than this thread the net below it ends the process."""
+"""Time after which `faulthandler` ends the process if this thread has not."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Phase:
-    """What the process is at.
+    """The current activity of the process.
 
     Attributes:
       what: such as "waiting for data".
       is_long: whether `long_timeout` applies.
-      since: seconds of the clock at the last sign of life.
-      limit: seconds that apply in place of the settings'; None: there are none.
+      since: the clock's seconds at the last sign of progress.
+      limit: seconds that replace the limit of the settings; None: the settings apply.
     """
 
     what: str
@@ -53,25 +53,27 @@ class _Phase:
 
 
 class Watchdog:
-    """While entered, ends the process when it shows no sign of life for longer than it may.
+    """A context manager that ends the process when it shows no progress for longer than its limit.
 
-    A sign of life is a finished step, and the begin and the end of whatever `during` is told of.
-    All times are of the monotonic clock: one that somebody sets changes nothing. Enter it as often
-    as you like; inside of another time it only goes on.
+    Signs of progress are a finished step, and the begin and end of each block of `during`. All
+    times are of the monotonic clock, so changing the system time has no effect. It may be entered
+    several times; nested entries have no further effect.
 
-    A second net, with several processes: C code that needs no interpreter ends the process (with
-    code 1) when the thread of this class itself gets no turn. Not with a single process: it could
-    not tell that from Ctrl-Z.
+    With several processes there is a second timer: C code that needs no interpreter
+    (`faulthandler`) ends the process (with code 1) when the thread of this class itself cannot run.
+    Not
+    with a single process: the timer could not distinguish that from Ctrl-Z.
 
     Args:
       config: the limits.
-      folder: of the run, for the stacks; None: to standard error only.
-      process: which one this is; processes: how many there are.
-      resume_hint: how the run goes on.
-      sign: asked at every look: what it answers changes with every sign of life besides those that
-        the methods are told of; None: there is nothing to wait for now.
+      folder: folder of the run, for the stacks; None: write to standard error only.
+      process: index of this process.
+      processes: number of processes.
+      resume_hint: how to continue the run.
+      sign: called at every poll: its value changes with every sign of progress besides those that
+        the methods report; None: nothing is being waited for now.
       clock: seconds, monotonic.
-      end: ends the process, with an exit code, without any cleaning up.
+      end: ends the process, with an exit code, without any cleanup.
     """
 
     def __init__(
@@ -93,7 +95,7 @@ class Watchdog:
         self._folder, self._resume_hint = folder, resume_hint
         self._process, self._processes = process, processes
         self._sign, self._clock, self._end = sign, clock, end
-        # Of the thread: the last sign, when it came, and since when there is nothing to wait for.
+        # Used by the thread: last sign, its time, and the time since which nothing is awaited.
         self._last_sign: int | None = None
         self._sign_at = -math.inf
         self._quiet_since: float | None = None
@@ -134,7 +136,7 @@ class Watchdog:
         """Ends the watch without waiting for its thread; from any thread."""
         self._stopping.set()
 
-    # --- signs of life ----------------------------------------------------------------------------
+    # --- signs of progress ------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def during(
@@ -145,13 +147,14 @@ class Watchdog:
         is_apart: bool = False,
         limit: float | None = None,
     ) -> Iterator[None]:
-        """Names what the process is at, as it reads in "it was ...".
+        """Names the current activity, as it reads in "it was ...".
 
         Args:
           what: such as "waiting for data".
           is_long: whether `long_timeout` applies, not `step_timeout`.
-          is_apart: whether it is not part of a step, as an evaluation; what is long is none.
-          limit: seconds that it may take, whatever the settings say; None: what they say.
+          is_apart: whether it is not part of a step, such as an evaluation; long activities never
+            are.
+          limit: its limit in seconds, in place of the settings; None: the settings apply.
         """
         outer = self._phase
         self._phase = _Phase(what, is_long, self._clock(), limit)
@@ -159,15 +162,15 @@ class Watchdog:
             yield
         finally:
             self._phase = dataclasses.replace(outer, since=self._clock())
-            if is_long or is_apart:  # the next step would look as long as this was
+            if is_long or is_apart:  # otherwise it would count as time of the next step
                 self._step_ended = None
 
     def alive(self) -> None:
-        """Something has come to its end, such as one batch of many."""
+        """Reports progress, such as one finished batch of many."""
         self._phase = dataclasses.replace(self._phase, since=self._clock())
 
     def finished(self, step: int) -> None:
-        """The numbers of a step are there, and so those of every step before it."""
+        """Reports that the results of a step, and so of every step before it, are available."""
         now, ended = self._clock(), self._step_ended
         if ended is not None and self._step is not None and step > self._step:
             seconds = (now - ended) / (step - self._step)
@@ -176,17 +179,17 @@ class Watchdog:
         self.alive()
 
     def plan_changed(self) -> None:
-        """The next step compiles, and how long steps take is not known any more."""
+        """Reports that the next step compiles; the measured duration of steps is discarded."""
         self._longest = self._step_ended = None
 
     def stop_limit(self) -> float | None:
-        """Seconds that what is under way may still take after a signal; None: any number."""
+        """Returns the seconds that current work may still take after a signal; None: no limit."""
         if self._config.stop_timeout is None and self._is_interactive:
             return None
         return self._config.stop_limit(self._longest)
 
     def doing(self) -> str:
-        """What the process is at, such as "compiling, or in step 1"."""
+        """Returns the current activity, such as "compiling, or in step 1"."""
         return self._phase.what
 
     # --- the watch --------------------------------------------------------------------------------
@@ -210,7 +213,7 @@ class Watchdog:
                 faulthandler.cancel_dump_traceback_later()
 
     def _is_quiet(self) -> bool:
-        """Whether there is nothing to wait for; takes note of the sign."""
+        """Returns whether nothing is being waited for; records the sign."""
         if self._sign is None:
             return False
         sign, now = self._sign(), self._clock()
@@ -223,7 +226,7 @@ class Watchdog:
             if self._processes > 1:
                 faulthandler.cancel_dump_traceback_later()
         elif now - self._quiet_since > STOPPED_SECONDS:
-            self._step_ended = None  # the next step would look as long as this was
+            self._step_ended = None  # otherwise it would count as time of the next step
         return sign is None
 
     def _look(self, phase: _Phase) -> None:
@@ -252,13 +255,13 @@ class Watchdog:
         if self._processes > 1:
             time.sleep(PEERS_SECONDS + (FIRST_PROCESS_SECONDS if self._process == 0 else 0.0))
         self._end(HUNG)
-        self.alive()  # only where `end` has not ended anything
+        self.alive()  # only if `end` has not ended the process
 
     def _tell(self, phase: _Phase, waited: float, limit: float) -> None:
         option = f"watch.{'long_timeout' if phase.is_long else 'step_timeout'}"
         own = phase.limit is not None
         source = "a limit of its own" if own else option
-        # First to the screen: there is always one, and a folder may be what hangs.
+        # First to the screen, which always exists; the folder may be what hangs.
         _dump_stacks(sys.__stderr__)
         longer = "" if own else f", with {option} raised if it only needs longer"
         remedy = f"{self._resume_hint}{longer}"
@@ -290,6 +293,6 @@ class Watchdog:
 
 
 def _dump_stacks(file: object) -> None:
-    # `sys.__stderr__` is None without a terminal, and a stream without a descriptor has no place.
+    # `sys.__stderr__` is None without a terminal, and some streams have no descriptor.
     with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):
         faulthandler.dump_traceback(file=file, all_threads=True)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Reader of optimized HLO text: communication, overlap and memory."""
+"""Reads optimized HLO text: communication, overlap and memory."""
 
 from zerojax.forecasting.hlo.communication import Collective, find_collectives, find_in_branches
 from zerojax.forecasting.hlo.costs import hbm_bytes, matmul_flops, opaque_calls

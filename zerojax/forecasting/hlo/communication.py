@@ -1,4 +1,4 @@
-"""Collectives of a program: payload, executions and groups of devices in XLA's notations."""
+"""Finds collectives of a program: payload, executions and groups of devices in XLA's notations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KINDS = (
     "collective-broadcast",
     PERMUTE,
 )
-# With a channel but without global ids, these take a group of replicas to mean all partitions of
+# With a channel but without global ids, these interpret a group of replicas as all partitions of
 # each (XLA's CollectiveOpGroupMode kCrossReplicaAndPartition); the others name partitions.
 _OVER_REPLICAS = ("all-reduce", "all-gather", "reduce-scatter")
 _SEND_PAIRS = re.compile(r'_xla_send_recv_source_target_pairs="?(\{.*?\}\}|\{\})')
@@ -38,23 +38,22 @@ class Collective:
 
     Attributes:
       kind: one of `KINDS`.
-      dtype: of what is sent; "bf16/f32" if arrays of several dtypes travel together.
-      payload_bytes: of one execution, whole: gathered for an all-gather, unscattered for a
-        reduce-scatter, what one device holds for the others.
+      dtype: dtype of the sent arrays; "bf16/f32" if arrays of several dtypes are sent together.
+      payload_bytes: size of the whole arrays in one execution: gathered for an all-gather,
+        unscattered for a reduce-scatter; for others the bytes that one device holds for its peers.
       wire_bytes: sent by one device in one execution, by the busiest one for a permute. For a ring
         of g: all-reduce 2 (g-1)/g of the payload; all-gather, reduce-scatter, all-to-all (g-1)/g;
-        permute and broadcast 1. A ragged all-to-all counts as if every row left.
-      group: the first group's devices, as positions in the mesh; for a permute, all that its first
-        pair reaches.
+        permute and broadcast 1. A ragged all-to-all counts as if every row was sent.
+      group: the first group's devices, as positions in the mesh; for a permute, all devices that
+        its first pair reaches.
       group_size: devices in `group`.
       times: executions per step; loops of `Program.unknown_loops` count as one iteration.
-      loop_depth: loops around it, 0 outside of all.
-      in_branch: whether a conditional decides that it runs.
-      op_name: where in the traced program it comes from.
-      name: of the instruction.
-      start: the instruction that starts it and lets other work go on; None for one that the
-        program waits for.
-      arrays: how many travel together.
+      loop_depth: number of enclosing loops, 0 outside of all.
+      in_branch: whether it runs only in some branch of a conditional.
+      op_name: its origin in the traced program.
+      name: name of the instruction.
+      start: the instruction that starts it asynchronously; None if the program waits for it.
+      arrays: number of arrays that are sent together.
     """
 
     kind: str
@@ -77,16 +76,16 @@ class Collective:
 
 
 def find_collectives(program: Program, num_devices: int) -> list[Collective]:
-    """All collectives that a step executes, in the order in which it first reaches them.
+    """Returns all collectives that a step executes, in the order in which it first reaches them.
 
-    Looks into loops, calls, fusions and what a start wraps. Of a conditional's branches only the
-    one that sends most counts.
+    Includes those in loops, calls, fusions and asynchronous starts. Of a conditional's branches
+    only the one that sends most counts.
 
     Args:
       program: compiled for `num_devices` devices.
 
     Raises:
-      ValueError: the program says that it is for another number of devices.
+      ValueError: the program was compiled for another number of devices.
     """
     stated = program.num_partitions * program.num_replicas
     if stated not in (1, num_devices):
@@ -98,10 +97,10 @@ def find_collectives(program: Program, num_devices: int) -> list[Collective]:
 
 
 def find_in_branches(program: Program, num_devices: int) -> list[Collective]:
-    """Collectives of which a conditional decides whether they run: all branches, at any depth.
+    """Returns collectives inside branches of conditionals: all branches, at any depth.
 
-    Devices that take different branches of one wait for each other for ever, so that a pipeline's
-    step must have none. `times` is 1, whatever loops are around.
+    Devices that take different branches wait for each other forever, so a pipeline's step must have
+    none. `times` is 1, whatever the enclosing loops are.
 
     Args:
       program: compiled for `num_devices` devices.
@@ -129,7 +128,7 @@ def find_in_branches(program: Program, num_devices: int) -> list[Collective]:
 
 
 class _Finder:
-    """Collectives by name, as seen from one run of a computation."""
+    """Collectives by name, for one run of a computation."""
 
     def __init__(self, program: Program, num_devices: int):
         self._program = program
@@ -169,11 +168,11 @@ class _Finder:
         ]
 
     def read(self, where: Computation, instruction: Instruction) -> Collective:
-        """One execution of a collective in the computation where it stands."""
+        """Returns one execution of a collective in its computation."""
         kind = _kind(instruction)
         sent = where.operand_arrays(instruction)
         if instruction.opcode == "send" or kind == "ragged-all-to-all":
-            # What follows the first operand are a token, or where rows come from and go to.
+            # Operands after the first are a token, or offsets of rows.
             sent = list(where[instruction.operands[0]].arrays)
         held = sum(array.bytes for array in sent)
         if kind == PERMUTE:
@@ -202,7 +201,7 @@ class _Finder:
         attributes = instruction.attributes
         text = attributes.get("replica_groups", "{}")
         if "device_ids" in attributes:
-            # Part of the mesh's spelling, after a comma.
+            # Part of the mesh notation, after a comma.
             text = f"{text}, device_ids={attributes['device_ids']}"
         group = read_groups(text, self._num_devices)[0]
         by_replica = kind in _OVER_REPLICAS and "channel_id" in attributes
@@ -218,7 +217,7 @@ class _Finder:
 
 
 def ring_bytes(kind: str, payload: int, group_size: int) -> int:
-    """Bytes that one device of a ring sends: see `Collective.wire_bytes`. Rounded up."""
+    """Returns the bytes that a device of a ring sends, see `Collective.wire_bytes`. Rounded up."""
     if kind == "collective-broadcast":
         return payload if group_size > 1 else 0
     factor = 2 if kind == "all-reduce" else 1
@@ -226,7 +225,7 @@ def ring_bytes(kind: str, payload: int, group_size: int) -> int:
 
 
 def _kind(instruction: Instruction) -> str:
-    """The kind of collective that it is or starts; "" for any other instruction."""
+    """Returns the kind of collective that it is or starts; "" for any other instruction."""
     kind = instruction.opcode.removesuffix("-start")
     if kind in KINDS:
         return kind
@@ -249,18 +248,18 @@ def _pairs(permute: Instruction) -> list[tuple[int, int]]:
 
 
 def read_groups(text: str, num_devices: int) -> list[Group]:
-    """The groups of devices of a collective.
+    """Parses the groups of devices of a collective.
 
     Args:
       text: of `replica_groups`: `{{0,1},{2,3}}`, `[2,4]<=[8]`, `[4,2]<=[2,4]T(1,0)` or
         `mesh['data'=4,'model'=2] {'data'}`; `{}` is one group of all.
-      num_devices: that run the program.
+      num_devices: number of devices that run the program.
 
     Returns:
       Positions of devices in the mesh that the program was compiled for.
 
     Raises:
-      ValueError: another spelling.
+      ValueError: another notation.
     """
     if not text.strip("{} "):
         return [tuple(range(num_devices))]
@@ -273,18 +272,18 @@ def read_groups(text: str, num_devices: int) -> list[Group]:
     if text.startswith("{{"):
         return [_integers(group) for group in re.findall(r"\{([\d,\s]*)\}", text)]
     raise ValueError(
-        f"replica_groups={text!r} is a spelling that zerojax does not know; "
+        f"replica_groups={text!r} is a notation that zerojax does not know; "
         "add it to zerojax/forecasting/hlo/communication.py"
     )
 
 
 def read_pairs(text: str) -> list[tuple[int, int]]:
-    """Source and target of each transfer of a permute: `{{0,1},{1,0}}`."""
+    """Returns source and target of each transfer of a permute: `{{0,1},{1,0}}`."""
     return [(int(a), int(b)) for a, b in re.findall(r"\{(\d+),\s*(\d+)\}", text)]
 
 
 def connected(pairs: Sequence[tuple[int, int]]) -> Group:
-    """The devices that the first pair reaches, over any number of pairs; () without pairs."""
+    """Returns the devices that the first pair reaches over any number of pairs; () if no pairs."""
     group = set(pairs[0]) if pairs else set()
     while more := {d for pair in pairs if group.intersection(pair) for d in pair} - group:
         group |= more
@@ -292,10 +291,10 @@ def connected(pairs: Sequence[tuple[int, int]]) -> Group:
 
 
 def _read_mesh(text: str) -> list[Group]:
-    """`mesh['a'=4,'b'=2] {'b','a':(1)2}`: groups along axes, or parts of axes, of a mesh.
+    """Parses `mesh['a'=4,'b'=2] {'b','a':(1)2}`: groups along axes, or parts of axes, of a mesh.
 
     `'a':(2)2` is the part of `a` between strides: an axis of 8 read as [2, 2, 2], the middle one.
-    Between mesh and axes the devices' order may stand, as ids, as `device_ids=([[0,2],[1,3]])`
+    Between mesh and axes there may be the devices' order, as ids, as `device_ids=([[0,2],[1,3]])`
     or as `device_ids=([2,4]T(1,0))`, all of them counted in [2, 4] and transposed.
     Source: MeshAxesReplicaGroupList in OpenXLA's xla/hlo/ir/replica_group.cc.
     """
@@ -307,7 +306,7 @@ def _read_mesh(text: str) -> list[Group]:
     axes = [_MESH_AXIS.fullmatch(axis) for axis in found[1].split(",")]
     sizes = {axis[1]: int(axis[2]) for axis in axes if axis}
     wanted = [_AXIS.fullmatch(axis.strip()) for axis in found["axes"].split(",")]
-    # Each axis is cut into as many dimensions as its parts need; `grouped` are those asked for.
+    # Each axis is cut into as many dimensions as its parts need; `grouped` are the requested ones.
     parts = [(part[1], part[2], part[3]) for part in wanted if part]
     dims: list[int] = []
     place: dict[tuple[str, int], int] = {}
@@ -324,7 +323,7 @@ def _read_mesh(text: str) -> list[Group]:
 
 
 def _cut_axis(size: int, parts: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """(what is before it, length) of each dimension an axis is cut into."""
+    """Returns (size before it, length) of each dimension that an axis is cut into."""
     cut, before = [], 1
     for pre, length in sorted(parts):
         if pre > before:
@@ -354,7 +353,7 @@ def _integers(text: str) -> Group:
 
 
 def _transposed(ids: Sequence[int], shape: Sequence[int], order: Sequence[int]) -> list[int]:
-    """`numpy.reshape(ids, shape).transpose(order).ravel()`."""
+    """Returns `numpy.reshape(ids, shape).transpose(order).ravel()`."""
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     places = itertools.product(*(range(shape[dim]) for dim in order))
     return [ids[sum(i * strides[dim] for i, dim in zip(p, order, strict=True))] for p in places]

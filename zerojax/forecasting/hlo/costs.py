@@ -1,4 +1,4 @@
-"""Costs of a program: FLOPs of its products, bytes of device memory, and their sums over a step."""
+"""Computes costs of a program: FLOPs of its products, bytes of device memory, sums over a step."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from zerojax.forecasting.hlo.program import (
 from zerojax.models.cudnn_attention import call_flops
 from zerojax.models.jaxpr import cost_of_branches
 
-# A start whose computation is a list of instructions of its own. A `fusion-start` is one kernel,
-# like the fusion it starts.
+# Starts whose computation is a separate list of instructions. A `fusion-start` is one kernel, like
+# the fusion it starts.
 _CALLS = ("call", "call-start", "async-start")
 
 _DOTS = ("dot", "ragged-dot", "scaled-dot")
-# They name values, or order them, without touching memory.
+# These name or order values without accessing memory.
 _FREE = frozenset(
     """
     parameter constant tuple get-tuple-element bitcast opt-barrier after-all add-dependency
@@ -32,7 +32,7 @@ _FREE = frozenset(
 )
 _SLICES = frozenset(("slice", "dynamic-slice", "gather"))
 _UPDATES = frozenset(("dynamic-update-slice", "scatter"))
-# Every element of their result needs several of their operand.
+# Every element of their result needs several elements of their operand.
 _COMBINE = frozenset(
     """
     reduce reduce-window select-and-scatter dot ragged-dot scaled-dot convolution sort topk fft
@@ -44,15 +44,15 @@ _SCRATCH_DTYPES = ("s8", "u8")
 
 
 class ScheduleSum:
-    """Adds up what each executed instruction costs.
+    """A sum of the costs of all executed instructions.
 
-    A loop counts as often as it runs (once where that is not known, see `Program.unknown_loops`); a
-    conditional as its dearest branch, or as the mean over layers where a layer's kind decides.
+    A loop counts as often as it runs (once if that is not known, see `Program.unknown_loops`); a
+    conditional as its most expensive branch, or as the mean over layers if a layer's kind decides.
 
     Args:
-      program: what is executed.
-      cost: `cost(computation, instruction)` of one instruction that is not control flow, one time.
-        A fusion is one instruction.
+      program: the executed program.
+      cost: `cost(computation, instruction)` of one execution of an instruction that is not control
+        flow. A fusion is one instruction.
     """
 
     def __init__(self, program: Program, cost: Callable[[Computation, Instruction], int]):
@@ -65,7 +65,7 @@ class ScheduleSum:
         return self.of_computation(self._program.entry.name)
 
     def of_computation(self, name: str) -> int:
-        """One run of the computation."""
+        """Returns the cost of one run of the computation."""
         if name not in self._computations:
             computation = self._program.computations[name]
             self._computations[name] = sum(
@@ -75,7 +75,7 @@ class ScheduleSum:
         return self._computations[name]
 
     def of_instruction(self, computation: Computation, instruction: Instruction) -> int:
-        """One execution of the instruction, with all that it runs."""
+        """Returns the cost of one execution of the instruction, with all that it runs."""
         if instruction.opcode == "conditional":
             costs = [self.of_computation(name) for name in instruction.branches]
             return cost_of_branches(costs, self._program.shares_of(instruction))
@@ -94,10 +94,10 @@ class Product(NamedTuple):
 
 
 class Matmuls:
-    """Finds the matrix products of a program's instructions.
+    """The matrix products of a program's instructions.
 
-    Convolutions count as products, and fused attention of cuDNN as one product with the FLOPs of
-    all it holds: of causal attention the scores that are seen.
+    Convolutions count as products, and cuDNN's fused attention as one product with all FLOPs of its
+    products: of causal attention the scores that are not masked.
     """
 
     def __init__(self, program: Program):
@@ -105,13 +105,14 @@ class Matmuls:
         self._fused: dict[str, list[Product]] = {}
 
     def flops(self, computation: Computation, instruction: Instruction) -> list[int]:
-        """FLOPs (2 m n k) of each of `products`."""
+        """Returns the FLOPs (2 m n k) of each of `products`."""
         return [product.flops for product in self.products(computation, instruction)]
 
     def products(self, computation: Computation, instruction: Instruction) -> list[Product]:
-        """Each product in one execution of the instruction on one device.
+        """Returns each product in one execution of the instruction on one device.
 
-        Looks into fusions; not into loops, calls and branches, which `ScheduleSum` follows.
+        Includes those in fusions, but not those in loops, calls and branches, which `ScheduleSum`
+        follows.
         """
         opcode = instruction.opcode.removesuffix("-start")
         if opcode == "fusion":
@@ -153,7 +154,7 @@ class Matmuls:
 
 
 def matmul_flops(program: Program) -> int:
-    """FLOPs of all matrix products of one step on one device, loops counted.
+    """Returns FLOPs of all matrix products of one step on one device, loops counted.
 
     Products inside kernels that the text does not show are missing: see `opaque_calls`.
     """
@@ -161,9 +162,9 @@ def matmul_flops(program: Program) -> int:
 
 
 def opaque_calls(program: Program) -> dict[str, int]:
-    """Custom calls whose work the text does not tell: target -> calls per step.
+    """Returns custom calls whose work the text does not describe: target -> calls per step.
 
-    Hand-written kernels, sorts, solvers. What they compute is in no sum of FLOPs; their operands
+    Hand-written kernels, sorts, solvers. Their computation is in no sum of FLOPs; their operands
     and results are in `hbm_bytes`.
     """
     found: dict[str, int] = {}
@@ -190,7 +191,7 @@ def _convolution_flops(computation: Computation, convolution: Instruction) -> in
 
 
 def _products_of_kernel(convolution: Instruction, kernel: Array, output: Array) -> int:
-    """Each output element meets every kernel element of its own feature, padding included."""
+    """Counts FLOPs: each output element uses every kernel element of its feature, with padding."""
     labels = re.fullmatch(r"\w+_(\w+)->\w+", convolution.attributes["dim_labels"])
     if labels is None:
         raise ValueError(f"dim_labels of {convolution!r} are not like b01f_01io->b01f")
@@ -202,7 +203,7 @@ def _target(call: Instruction) -> str:
 
 
 def _library_flops(computation: Computation, call: Instruction) -> list[int]:
-    """One entry for a product of cuBLAS or cuDNN; [] for any other custom call."""
+    """Returns one entry for a product of cuBLAS or cuDNN; [] for any other custom call."""
     target = _target(call)
     if target.startswith("__cudnn$conv"):
         return [_cudnn_convolution_flops(computation, call, target)]
@@ -235,7 +236,7 @@ def _attention_flops(computation: Computation, call: Instruction, target: str) -
 
 
 def _find_setting(config: dict[str, Any], key: str) -> dict[str, Any] | None:
-    """The setting `key`, at any depth."""
+    """Returns the setting `key`, at any depth."""
     if key in config:
         return config[key]
     inner = (_find_setting(value, key) for value in config.values() if isinstance(value, dict))
@@ -243,17 +244,17 @@ def _find_setting(config: dict[str, Any], key: str) -> dict[str, Any] | None:
 
 
 def hbm_bytes(program: Program) -> int:
-    """Bytes of device memory that one step reads and writes on one device, loops counted.
+    """Returns bytes of device memory that one step reads and writes on one device, loops counted.
 
-    Each kernel reads its operands once and writes its result once. Of an operand that a fusion only
-    slices, the slice counts; of one it updates in place, the update. Workspaces of libraries, and
-    what caches save or spill, are not in it. Host memory is not device memory.
+    Each kernel reads its operands once and writes its result once. If a fusion only slices an
+    operand, the slice counts; if it updates one in place, the update. Workspaces of libraries, and
+    the effects of caches and spills, are not included. Host memory is not device memory.
     """
     return HbmTraffic(program).total.of_program()
 
 
 class HbmTraffic:
-    """Bytes per instruction."""
+    """Bytes of device memory per instruction."""
 
     def __init__(self, program: Program):
         self._program = program
@@ -263,9 +264,9 @@ class HbmTraffic:
         return ScheduleSum(self._program, self.of_kernel)
 
     def of_kernel(self, where: Computation, instruction: Instruction) -> int:
-        """One execution of an instruction that is not control flow.
+        """Returns the bytes of one execution of an instruction that is not control flow.
 
-        Of what runs asynchronously the start reads and the done writes, but a fusion does both at
+        For an asynchronous operation the start reads and the done writes, but a fusion does both at
         its start.
         """
         opcode = instruction.opcode
@@ -283,7 +284,7 @@ class HbmTraffic:
         return reads + _bytes(_without_workspace(instruction))
 
     def _of_done(self, where: Computation, done: Instruction) -> int:
-        """Nothing if the start wraps a computation: it was counted there."""
+        """Returns 0 if the start wraps a computation, where the bytes were counted."""
         start = done.operands[0]
         while start in where and where[start].opcode.endswith("-update"):
             start = where[start].operands[0]
@@ -310,7 +311,7 @@ def _bytes(arrays: tuple[Array, ...] | list[Array]) -> int:
 
 
 def _without_workspace(instruction: Instruction) -> tuple[Array, ...]:
-    """The result, less what cuBLAS and cuDNN return as their scratch memory."""
+    """Returns the result without the scratch memory that cuBLAS and cuDNN return."""
     arrays = instruction.arrays
     target = instruction.attributes.get("custom_call_target", "") if len(arrays) > 1 else ""
     is_library = target.startswith(('"__cublas', '"__cudnn'))
@@ -318,7 +319,7 @@ def _without_workspace(instruction: Instruction) -> tuple[Array, ...]:
 
 
 def _written(body: Computation, result: Instruction) -> int:
-    """Bytes of a fusion's result that is not an update in place."""
+    """Returns the bytes of a fusion's result that is not an update in place."""
     if result.opcode == "get-tuple-element":
         source = body[result.operands[0]]
         if int(result.attributes["index"]) >= len(_without_workspace(source)):
@@ -327,19 +328,19 @@ def _written(body: Computation, result: Instruction) -> int:
 
 
 def _of_slice(where: Computation, instruction: Instruction) -> int:
-    """A slice, gather, update or scatter that is a kernel of its own."""
+    """Returns the bytes of a slice, gather, update or scatter that is a separate kernel."""
     if instruction.opcode in _UPDATES:
         return _update_bytes(where, instruction) + _operand_bytes(where, instruction)
     return 2 * instruction.bytes + _operand_bytes(where, instruction)
 
 
 def _operand_bytes(where: Computation, instruction: Instruction) -> int:
-    """Of all operands but the first: indices and updates."""
+    """Returns the bytes of all operands but the first: indices and updates."""
     return sum(_bytes(operand.arrays) for operand in where.operands_of(instruction)[1:])
 
 
 def _update_bytes(where: Computation, update: Instruction) -> int:
-    """What an update in place touches of its first operand: written, for a scatter also read."""
+    """Returns the bytes of its first operand that an update writes; a scatter also reads them."""
     is_scatter = update.opcode == "scatter"
     return (2 if is_scatter else 1) * _bytes(_update_operand(where, update).arrays)
 
@@ -350,7 +351,7 @@ def _update_operand(where: Computation, update: Instruction) -> Instruction:
 
 
 def _results(body: Computation) -> list[Instruction]:
-    """What a fusion writes, one instruction per array, bitcasts removed."""
+    """Returns the results of a fusion, one instruction per array, bitcasts removed."""
     roots = body.operands_of(body.root) if body.root.opcode == "tuple" else [body.root]
     return [_renamed(body, root) for root in roots]
 
@@ -362,7 +363,7 @@ def _renamed(body: Computation, instruction: Instruction) -> Instruction:
 
 
 def _updated_in_place(body: Computation) -> set[str]:
-    """Results of a fusion that write an update into the memory of a parameter."""
+    """Returns results of a fusion that write an update into the memory of a parameter."""
     return {
         result.name
         for result in _results(body)
@@ -372,7 +373,7 @@ def _updated_in_place(body: Computation) -> set[str]:
 
 
 def _elements_needed(body: Computation, in_place: set[str]) -> dict[str, int]:
-    """Name -> how many elements of that value a fusion needs to compute its results."""
+    """Returns {name: number of elements of that value that a fusion needs for its results}."""
     needed = {result.name: _size(result) for result in _results(body)}
     pieces: dict[str, int] = {}
     for user in reversed(body.instructions):
@@ -383,14 +384,14 @@ def _elements_needed(body: Computation, in_place: set[str]) -> dict[str, int]:
             is_target = index == 0 and user.name in in_place
             part = 0 if is_target else _part_needed(user, index, operand, of_user)
             if user.opcode in _SLICES or user.opcode in _RENAMES:
-                # The pieces of a split are different ones; `x * exp(x)` needs the same x twice.
+                # The pieces of a split differ, so they add up; `x * exp(x)` needs the same x twice.
                 part = pieces[operand.name] = pieces.get(operand.name, 0) + part
             needed[operand.name] = min(_size(operand), max(part, needed.get(operand.name, 0)))
     return needed
 
 
 def _part_needed(user: Instruction, index: int, operand: Instruction, of_user: int) -> int:
-    """How many elements of its operand an instruction needs for `of_user` of its own."""
+    """Returns how many elements of its operand an instruction needs for `of_user` of its own."""
     size = _size(operand)
     if (user.opcode in _SLICES or user.opcode in _UPDATES) and index > 0:
         return size

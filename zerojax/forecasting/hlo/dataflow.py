@@ -1,4 +1,4 @@
-"""Dataflow of a program: values that are moved, summed, or computed from others."""
+"""Builds the dataflow of a program: values that are moved, summed, or computed from others."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import TypeAlias
 from zerojax.forecasting.hlo.program import Array, Instruction, Program, Type
 
 Value: TypeAlias = tuple[str, tuple[int, ...]]
-"""(name of an instruction, element of its result), element () being the whole result."""
+"""(name of an instruction, element of its result); element () is the whole result."""
 
 
 class Edge(enum.Enum):
-    """How a value goes into another."""
+    """The way a value contributes to another one."""
 
     SAME = "same"
-    """Its numbers: moved, cut, joined, cast, scaled, repeated, gathered, summed over devices."""
+    """The same numbers: moved, cut, joined, cast, scaled, repeated, gathered, or device sums."""
     ADDED = "added"
-    """It is a term of a sum, or what an operation accumulates into."""
+    """A term of a sum, or the value that an operation accumulates into."""
     USED = "used"
-    """Anything else: other numbers come out."""
+    """Anything else: the result has other numbers."""
 
 
 _OPERAND = re.compile(r"%([\w.\-]+)((?:#\d+)*)")
@@ -53,7 +53,7 @@ _MOVES_ALL = frozenset(
     }
 )
 _MOVES_FIRST = {"dynamic-slice": 1, "pad": 1, "dynamic-update-slice": 2}
-"""Opcode -> how many of its operands it moves; the others say where to."""
+"""Opcode -> number of operands that it moves; the others are positions."""
 MOVES = _MOVES_ALL | _MOVES_FIRST.keys()
 _SCALES = frozenset({"multiply", "divide"})
 MATMULS = frozenset({"dot", "convolution", "custom-call"})
@@ -62,10 +62,11 @@ MATMULS = frozenset({"dot", "convolution", "custom-call"})
 class Dataflow:
     """All values of a program and the links between them, through fusions, calls and loops.
 
-    A loop's carried value is one with what enters the loop and what each iteration leaves.
+    A loop's carried value is the same value as its initial value and as the result of each
+    iteration.
 
     Attributes:
-      values: all of them, those inside fusions too; tuples only by their elements.
+      values: all of them, also those inside fusions; tuples only by their elements.
     """
 
     def __init__(self, program: Program):
@@ -86,15 +87,15 @@ class Dataflow:
             self._connect(instruction)
 
     def sources(self, value: Value) -> list[tuple[Value, Edge]]:
-        """What goes into a value, and how."""
+        """Returns the values that contribute to a value, and how."""
         return self._into.get(value, [])
 
     def targets(self, value: Value) -> list[tuple[Value, Edge]]:
-        """What a value goes into, and how."""
+        """Returns the values to which a value contributes, and how."""
         return self._out_of.get(value, [])
 
     def array(self, value: Value) -> Array | None:
-        """Dtype and shape; None for a tuple and for what the program does not have."""
+        """Returns dtype and shape; None for a tuple and for a value that is not in the program."""
         name, index = value
         found: Type | None = self.instructions[name].type if name in self.instructions else None
         for position in index:
@@ -102,7 +103,7 @@ class Dataflow:
         return found if isinstance(found, Array) else None
 
     def is_workspace(self, value: Value) -> bool:
-        """Whether it is memory for a library's own use: the last bytes a custom call returns."""
+        """Returns whether it is a library's scratch memory: the last bytes of a custom call."""
         name, index = value
         if self.instructions[name].opcode != "custom-call" or not index:
             return False
@@ -116,7 +117,7 @@ class Dataflow:
         self._out_of[source].append((target, edge))
 
     def _pass_on(self, source: Value, target: Value) -> None:
-        """All elements of `source` are those of `target`."""
+        """Links all elements of `source` to the same elements of `target`."""
         name, index = source
         for element, _ in _elements(self.instructions[name].type):
             if element[: len(index)] == index:
@@ -165,7 +166,10 @@ class Dataflow:
         self._pass_on(carried, (instruction.name, ()))
 
     def _connect_asynchronous(self, instruction: Instruction, operands: list[Value]) -> None:
-        """A start returns (its operands, its result, ...), but an all-reduce's only the result."""
+        """Links an asynchronous instruction.
+
+        A start returns (its operands, its result, ...), but that of an all-reduce only the result.
+        """
         name, opcode = instruction.name, instruction.opcode
         if opcode.startswith("all-reduce-"):
             self._connect_operation(instruction, operands)
@@ -201,7 +205,7 @@ class Dataflow:
                     self._add_edge(operand, (name, index), edge)
 
     def _kind(self, instruction: Instruction, position: int, index: tuple[int, ...]) -> Edge | None:
-        """How operand number `position` goes into element `index` of an operation's result."""
+        """Returns how operand number `position` contributes to element `index` of the result."""
         opcode = instruction.opcode
         if opcode in _MOVES_ALL or position < _MOVES_FIRST.get(opcode, 0):
             return Edge.SAME
@@ -222,7 +226,7 @@ class Dataflow:
         return Edge.USED
 
     def _accumulates(self, instruction: Instruction) -> dict[int, tuple[int, ...]]:
-        """Operand of a custom call -> the element of the result that overwrites it."""
+        """Returns {operand of a custom call: the element of the result that overwrites it}."""
         text = instruction.attributes.get("output_to_operand_aliasing", "")
         return {
             int(operand): tuple(int(n) for n in index.split(",") if n.strip())
@@ -230,7 +234,7 @@ class Dataflow:
         }
 
     def _is_scalar(self, value: Value) -> bool:
-        """Whether one number is all there is to it, whatever its shape."""
+        """Returns whether a value consists of a single number, whatever its shape."""
         array = self.array(value)
         if array is not None and not array.shape:
             return True
@@ -244,11 +248,11 @@ class Dataflow:
 
 
 def _operands(instruction: Instruction) -> list[Value]:
-    """Operands with the element that is taken of each: `%fusion#1` is element 1."""
+    """Returns operands with the element that is read of each: `%fusion#1` is element 1."""
     if instruction.opcode in ("constant", "parameter"):
         return []
     text = instruction.operand_text
-    if "%" not in text:  # some printers leave the signs out, and then they print no elements
+    if "%" not in text:  # some printers omit the signs, and then they print no elements
         return [(name, ()) for name in instruction.operands]
     return [
         (name, tuple(int(n) for n in index.split("#")[1:]))

@@ -1,9 +1,9 @@
-"""Copies between host and device memory in a program: bytes, executions, means and overlap.
+"""Finds copies between host and device memory in a program: bytes, executions, kind and overlap.
 
 XLA's GPU compiler copies whole arrays with `copy-start`, and slices inside of loops with a fusion
-that holds nothing but the slice. Where the slice's place is linear in the loop's counter the
-compiler notes so (`dynamic_slice_config`), and the copy engine moves it; elsewhere a kernel reads
-or writes host memory with the processors that matrix products need.
+that contains only the slice. If the slice's position is linear in the loop's counter, the compiler
+notes it (`dynamic_slice_config`), and the copy engine moves the slice; otherwise a kernel reads or
+writes host memory with the processors that matrix products need.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from zerojax.forecasting.hlo.program import (
 TO_DEVICE, TO_HOST = "to device", "to host"
 
 _CONTROL_FLOW = ("while", "conditional", "call", "call-start", "async-start")
-# They name values or order them.
+# These name or order values.
 _MOVE_NOTHING = (
     "parameter",
     "constant",
@@ -45,18 +45,17 @@ class HostCopy:
     """One instruction that moves bytes between host and device.
 
     Attributes:
-      name: of the instruction; one that moves in both directions is two `HostCopy`s.
+      name: name of the instruction; one that moves in both directions is two `HostCopy`s.
       direction: TO_DEVICE or TO_HOST.
       bytes: of one execution, on one device.
       times: executions per step; loops of `Program.unknown_loops` count as one iteration.
-      loop_depth: loops around it, 0 outside of all.
-      is_linear: whether the copy engine moves it: a whole array, or a slice whose place is known or
-        linear in a loop's counter. Otherwise a kernel does.
-      start: the instruction that starts it and lets other work go on; None for one that the
-        program waits for.
-      op_name: where in the traced program it comes from.
-      overlap: what is scheduled while it is under way.
-      opposite_bytes: moved in the other direction by copies that are under way at the same time.
+      loop_depth: number of enclosing loops, 0 outside of all.
+      is_linear: whether the copy engine moves it: a whole array, or a slice whose position is known
+        or linear in a loop's counter. Otherwise a kernel does.
+      start: the instruction that starts it asynchronously; None if the program waits for it.
+      op_name: its origin in the traced program.
+      overlap: what is scheduled while it is in progress.
+      opposite_bytes: moved in the other direction by copies that are in progress at the same time.
     """
 
     name: str
@@ -76,9 +75,9 @@ class HostCopy:
 
 
 def find_host_copies(program: Program) -> list[HostCopy]:
-    """All copies between host and device that a step executes, in the program's order.
+    """Returns all copies between host and device that a step executes, in the program's order.
 
-    Looks into loops, calls and branches; of a conditional's branches each counts as taken.
+    Includes those in loops, calls and branches; each branch of a conditional counts as taken.
 
     Args:
       program: optimized, for GPUs. On a CPU all memory is one memory, and there are none.
@@ -98,7 +97,7 @@ def find_host_copies(program: Program) -> list[HostCopy]:
 
 
 def link_bytes(copies: list[HostCopy]) -> dict[str, int]:
-    """{direction: bytes per step on one device}, of both directions."""
+    """Returns {direction: bytes per step on one device}, for both directions."""
     total = defaultdict(int, {TO_DEVICE: 0, TO_HOST: 0})
     for copy in copies:
         total[copy.direction] += copy.bytes * copy.times
@@ -108,7 +107,7 @@ def link_bytes(copies: list[HostCopy]) -> dict[str, int]:
 def _executed(
     program: Program, where: Computation, times: int, depth: int
 ) -> Iterator[tuple[Computation, Instruction, int, int]]:
-    """(computation, instruction, times per step, loops around it), kernels not opened."""
+    """Yields (computation, instruction, times per step, enclosing loops); keeps kernels closed."""
     for instruction in where.instructions:
         opcode = instruction.opcode
         if opcode in _CONTROL_FLOW and not _is_kernel(program, instruction):
@@ -121,7 +120,7 @@ def _executed(
 
 
 def _is_kernel(program: Program, instruction: Instruction) -> bool:
-    """Whether it holds one kernel, and not instructions of their own."""
+    """Returns whether an instruction contains one kernel, and not separate instructions."""
     if instruction.opcode != "async-start":
         return instruction.opcode in _WRAPPERS
     inner = program.computations[instruction.callees["calls"][0]]
@@ -129,7 +128,7 @@ def _is_kernel(program: Program, instruction: Instruction) -> bool:
 
 
 def _copies_of(program: Program, where: Computation, instruction: Instruction) -> list[HostCopy]:
-    """What one instruction moves, at most one copy for each direction."""
+    """Returns what one instruction moves, at most one copy for each direction."""
     if _is_kernel(program, instruction):
         inner = program.computations[instruction.callees["calls"][0]]
         moved = _moved_by_kernel(inner)
@@ -156,7 +155,7 @@ _Moved = dict[str, list[tuple[int, bool]]]
 
 
 def _moved_by_one(where: Computation, instruction: Instruction) -> _Moved:
-    """Of an instruction that stands by itself."""
+    """Returns the parts moved by an instruction that is not in a fusion."""
     if instruction.opcode == "copy-start":  # (target, source, context)
         target, source = instruction.arrays[:2]
         return _between(source, target, linear=True)
@@ -180,7 +179,7 @@ def _between(source: Array, target: Array, *, linear: bool) -> _Moved:
 
 
 def _moved_by_kernel(inner: Computation) -> _Moved:
-    """Of a fusion: slices of host arrays that it reads, updates that it writes into them."""
+    """Returns the parts moved by a fusion: slices of host arrays read, and updates written."""
     if not any(_on_host(array) for one in inner.instructions for array in one.arrays):
         return {}
     slices = [i for i in inner.instructions if i.opcode in (*_SLICES, "dynamic-update-slice")]
@@ -217,7 +216,7 @@ def _moved_by_slices(where: Computation, slices: list[Instruction]) -> _Moved:
 
 
 def _source(where: Computation, one: Instruction) -> Instruction:
-    """What a slice is taken of, or written into."""
+    """Returns the array that a slice is read from, or written into."""
     return _unnamed(where, where[one.operands[0]])
 
 
@@ -236,7 +235,7 @@ def _on_host(array: Array) -> bool:
 
 
 def _opposite(copy: HostCopy, copies: list[HostCopy]) -> int:
-    """Bytes of the copies in the other direction that are under way while this one is."""
+    """Returns the bytes of copies in the other direction that are in progress meanwhile."""
     return sum(
         other.bytes
         for other in copies
@@ -245,7 +244,7 @@ def _opposite(copy: HostCopy, copies: list[HostCopy]) -> int:
 
 
 def _meet(one: Overlap, other: Overlap) -> bool:
-    # A start stands just before its stretch and a done just after: between two that touch, one ends
+    # A start is just before its stretch and a done just after: of two adjacent stretches, one ends
     # before the other begins.
     return any(
         where == there and max(first, begin) <= min(last, end)

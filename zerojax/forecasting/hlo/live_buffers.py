@@ -1,9 +1,9 @@
-"""Live buffers on a device at the moment of the peak, from the compiler's memory assignment.
+"""Finds the live buffers on a device at the moment of the peak, from the compiler's assignment.
 
-The compiler writes them for one program with the options `xla_dump_to` and `xla_dump_hlo_as_text`.
-Arguments, outputs and one block of temporaries ("preallocated-temp") exist for the whole step. What
-lies in that block changes from instruction to instruction: each value has a place in it
-(`*-buffer-assignment.txt`) and a time (`*-live-range.txt`).
+The compiler writes it for one program with the options `xla_dump_to` and `xla_dump_hlo_as_text`.
+Arguments, outputs and one block of temporaries ("preallocated-temp") exist for the whole step. The
+content of that block changes from instruction to instruction: each value has a position in it
+(`*-buffer-assignment.txt`) and a lifetime (`*-live-range.txt`).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class LiveValue:
     """One value that has memory.
 
     Attributes:
-      name, index: the instruction that makes it and the element of its result, () for the whole.
-      bytes: of memory that is this value's own; where two values share bytes, as an update in place
-        does with what it updates, they count for the younger one.
+      name, index: the instruction that computes it and the element of its result, () for the whole.
+      bytes: memory of this value alone; bytes that two values share, as with an update in place,
+        count for the younger one.
       shape: as XLA prints it, `bf16[8,512]{1,0}`.
-      opcode, op_name: of the instruction; the op_name of an argument is its path in the call, as in
-        `state['params']['lm_head/kernel']`.
+      opcode, op_name: of the instruction; the op_name of an argument is its path in the call, such
+        as `state['params']['lm_head/kernel']`.
     """
 
     name: str
@@ -44,18 +44,18 @@ class LiveValue:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LiveAtPeak:
-    """What one device holds when the block of temporaries is fullest; bytes of device memory.
+    """The content of one device when the block of temporaries is fullest; bytes of device memory.
 
     Attributes:
-      moment: position in the schedule. It may differ from the peak that the compiler names: that
-        one counts arguments only while they are still to be read, but they stay allocated.
+      moment: position in the schedule. It may differ from the compiler's peak, which counts
+        arguments only until they are last read, although they stay allocated.
       values: in the block of temporaries at that moment, largest first.
       arguments: of the program, in the order of its parameters; donated ones hold outputs later.
-      outputs: outputs that do not lie in a donated argument, and the tables of pointers to outputs.
+      outputs: outputs that do not reuse a donated argument, and the tables of pointers to outputs.
       temporary: size of the block of temporaries.
-      constants: literals that come with the program, in memory of their own and not in `peak`.
-      program: the optimized program as it was dumped; its names are those of the values, which
-        `compiled.as_text()` may spell otherwise.
+      constants: literals of the program, in their own memory and not in `peak`.
+      program: the optimized program as it was dumped; its names are those of the values;
+        `compiled.as_text()` may use others.
     """
 
     moment: int
@@ -68,7 +68,7 @@ class LiveAtPeak:
 
     @property
     def fragmentation(self) -> int:
-        """Of the block of temporaries, what no value uses at that moment."""
+        """Bytes of the block of temporaries that no value uses at that moment."""
         return self.temporary - sum(value.bytes for value in self.values)
 
     @property
@@ -78,11 +78,11 @@ class LiveAtPeak:
 
 
 def read_live(folder: Path) -> LiveAtPeak | None:
-    """What a device holds at the peak of the one program whose accounts lie in `folder`.
+    """Reads the content of a device at the peak of the one program whose reports are in `folder`.
 
     Returns:
-      None when there are no such accounts (XLA's CPU compiler writes others), and, with a warning
-      that names the file and the line, when they are not as this reader knows them.
+      None if there are no such reports (XLA's CPU compiler writes others), and, with a warning that
+      names the file and the line, if their format is unknown.
     """
     found = [
         sorted(folder.glob(f"{_ACCOUNT}{end}.txt"))
@@ -93,16 +93,16 @@ def read_live(folder: Path) -> LiveAtPeak | None:
     try:
         most = max(map(len, found))
         if most > 1:
-            raise _NotUnderstood(f"{folder} holds the accounts of {most} programs, not of one")
+            raise _NotUnderstood(f"{folder} holds the reports of {most} programs, not of one")
         assignment, ranges, text = (paths[0].read_text() for paths in found)
         return live_at_peak(assignment, ranges, read_program(text))
     except ValueError as problem:  # also of `read_program`
-        warn_user(f"memory cannot be told by role: {problem}")
+        warn_user(f"memory cannot be reported by role: {problem}")
         return None
 
 
 class _NotUnderstood(ValueError):
-    """An account of memory that is not as this reader knows it."""
+    """A memory report in an unknown format."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +126,7 @@ class _Allocation:
 
 @dataclasses.dataclass(frozen=True)
 class _Span:
-    """A value in the block of temporaries, and the instructions from `start` to `end` it lives."""
+    """A value in the block of temporaries, and its lifetime from instruction `start` to `end`."""
 
     value: _Placed
     start: int
@@ -140,7 +140,7 @@ class _Span:
 
 
 def live_at_peak(assignment: str, ranges: str, program: Program) -> LiveAtPeak:
-    """As `read_live`, from the texts of the three accounts."""
+    """Returns the result of `read_live`, from the texts of the three reports."""
     allocations = [a for a in _read_allocations(assignment) if a.kind != "host"]
     lives = _read_ranges(ranges)
     blocks = [a for a in allocations if a.kind == "temporary"]
@@ -195,7 +195,7 @@ def _total(allocations: Iterable[_Allocation], kind: str) -> int:
     return sum(allocation.size for allocation in allocations if allocation.kind == kind)
 
 
-# --- the two accounts -----------------------------------------------------------------------------
+# --- the two reports ------------------------------------------------------------------------------
 
 _HEADER = re.compile(r"allocation (\d+): size (\d+)(.*):$")
 _VALUE = re.compile(
@@ -252,7 +252,7 @@ def _read_header(line: str) -> _Allocation:
 
 
 def _read_ranges(text: str) -> dict[tuple[str, tuple[int, ...]], tuple[int, int]]:
-    """(name, index) -> first and last instruction at which a value has its memory."""
+    """Returns {(name, index): first and last instruction at which a value has its memory}."""
     _, found, rest = text.partition("BufferLiveRange:\n")
     if not found:
         raise _NotUnderstood("the live ranges have no part called BufferLiveRange")
@@ -276,9 +276,9 @@ def _as_index(text: str | None) -> tuple[int, ...]:
 
 
 def _fullest(spans: Sequence[_Span]) -> tuple[int, list[tuple[_Span, int]]]:
-    """(the first moment at which most bytes are used, the values of it with bytes of their own).
+    """Returns (the first moment at which most bytes are used, its values with their own bytes).
 
-    The sum of sizes bounds the bytes in use from above, so that only few moments are looked at.
+    The sum of sizes is an upper bound of the bytes in use, so that only few moments are examined.
     """
     sums: dict[int, int] = defaultdict(int)
     for span in spans:
@@ -300,7 +300,7 @@ def _fullest(spans: Sequence[_Span]) -> tuple[int, list[tuple[_Span, int]]]:
 
 
 def _own_bytes(spans: Sequence[_Span]) -> list[tuple[_Span, int]]:
-    """Each span with the bytes that belong to no younger one; they add up to the bytes in use."""
+    """Returns each span with the bytes that no younger one shares; the sum is the bytes in use."""
     owned, taken = [], []
     for span in sorted(spans, key=lambda span: (-span.start, span.end, span.value.name)):
         block, first, end = span.place

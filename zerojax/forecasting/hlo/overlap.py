@@ -1,4 +1,4 @@
-"""Overlap of collectives and copies with other instructions in the schedule."""
+"""Finds what the schedule runs while collectives and copies are in progress."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from zerojax.forecasting.hlo.costs import HbmTraffic, Matmuls, ScheduleSum
 from zerojax.forecasting.hlo.program import Computation, Instruction, Program
 
 _Path = tuple[int, ...]
-# Their value is their operand's, a started collective included.
+# Their value is that of their operand, which may be a started collective.
 _SAME_VALUE = ("copy", "bitcast", "opt-barrier")
 
 
 class Started(Protocol):
-    """What is looked at: a `Collective`, a `HostCopy`."""
+    """The interface of a `Collective` or a `HostCopy`."""
 
     @property
     def name(self) -> str: ...
@@ -27,19 +27,20 @@ class Started(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """What one device is given to do between a collective's start and its done.
+    """The work of one device between a collective's start and its done.
 
     Attributes:
-      matmuls: matrix products.
-      matmul_flops: of these; eight_bit_flops: of those of 8-bit floats among them.
-      hbm_bytes: that all instructions in between read and write.
-      done: the instruction that waits for it; None for a synchronous collective, and where none was
+      matmuls: number of matrix products.
+      matmul_flops: their FLOPs.
+      eight_bit_flops: FLOPs of those with 8-bit floats.
+      hbm_bytes: bytes that all instructions in between read and write.
+      done: the instruction that waits for it; None for a synchronous collective, and if none was
         found (then nothing is counted).
       pipelined: whether a loop runs it one iteration ahead: the compiler says so, or start and done
         are in different iterations.
-      crosses_iterations: the latter: between them lie the end of one iteration (or what precedes
+      crosses_iterations: the latter: between them are the end of one iteration (or the code before
         the loop) and the beginning of the next; both are counted.
-      stretches: where it is under way: (computation, first instruction, the one after the last).
+      stretches: where it is in progress: (computation, first instruction, the one after the last).
     """
 
     matmuls: int = 0
@@ -55,19 +56,19 @@ class Overlap:
 
 
 def find_overlap(program: Program, collectives: Iterable[Started]) -> dict[str, Overlap]:
-    """Name of each collective -> what is scheduled while one execution of it is under way.
+    """Returns {name of each collective: what is scheduled while one execution is in progress}.
 
     Args:
-      program: scheduled, as compilers leave it.
+      program: scheduled, as compilers return it.
       collectives: of `find_collectives(program, ...)` or `find_host_copies(program)`.
 
     Raises:
-      ValueError: the program is not scheduled, so the order of its text says nothing.
+      ValueError: the program is not scheduled, so the order of its text has no meaning.
     """
     if not program.is_scheduled:
         raise ValueError(
             "the program has no schedule (is_scheduled=true is missing in its first line), so it "
-            "does not tell what overlaps; pass what compiled.as_text() returns"
+            "does not show what overlaps; pass the result of compiled.as_text()"
         )
     finder = _Finder(program)
     return {collective.name: finder.overlap(collective) for collective in collectives}
@@ -75,7 +76,7 @@ def find_overlap(program: Program, collectives: Iterable[Started]) -> dict[str, 
 
 @dataclasses.dataclass(frozen=True)
 class _Flight:
-    """From a start to its done: the stretches of instructions in between, in order."""
+    """The stretches of instructions from a start to its done, in order."""
 
     done: str
     stretches: list[tuple[Computation, int, int]]
@@ -135,8 +136,8 @@ class _Finder:
         """Follows the started value, element `path` of `value`, from position `begin` on.
 
         Returns:
-          Its way to its done, if that is in this computation or in a loop that it runs; else, where
-          in the computation's result the value is, if it is there.
+          The stretches to its done, if that is in this computation or in a loop that it runs; else
+          the position of the value in the computation's result, if it is there.
         """
         held = {value: path}
         for position in range(begin, len(where.instructions)):
@@ -171,7 +172,7 @@ class _Finder:
 
 
 def _path_in_user(user: Instruction, index: int, path: _Path) -> _Path | None:
-    """Where in the result of `user` the element `path` of operand `index` is; None if nowhere."""
+    """Returns where in the result of `user` element `path` of operand `index` is, or None."""
     if user.opcode == "tuple":
         return (index, *path)
     if user.opcode == "get-tuple-element":

@@ -1,4 +1,4 @@
-"""Parser of optimized HLO text: computations, instructions, execution counts and types."""
+"""Parses optimized HLO text: computations, instructions, execution counts and types."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PIECE = re.compile(r'"(?:[^"\\]|\\.)*"|[\[({]|[\])}]|,|[^"\[({\])},]+')
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 
 HOST_MEMORY_SPACE = 5
-"""What `pinned_host` becomes in a layout: `{1,0:S(5)}`."""
+"""Memory space of `pinned_host` in a layout: `{1,0:S(5)}`."""
 _BITS = {
     **dict.fromkeys(("token", "opaque"), 0),
     **dict.fromkeys(("pred", "s8", "u8"), 8),
@@ -40,7 +40,7 @@ _BITS = {
     **dict.fromkeys(("s32", "u32", "f32"), 32),
     **dict.fromkeys(("s64", "u64", "f64", "c64"), 64),
     "c128": 128,
-    # Below a byte an element takes a whole one, unless its layout says `E(4)`: packed.
+    # An element below one byte takes a whole byte, unless its layout says `E(4)`: packed.
     **dict.fromkeys(("s1", "u1", "s2", "u2", "s4", "u4", "f4e2m1fn"), 8),
 }
 _FLOAT8 = re.compile(r"f8e\dm\d\w*")
@@ -51,7 +51,7 @@ Type: TypeAlias = "Array | tuple[Type, ...]"
 
 
 def split_outside_brackets(text: str) -> list[str]:
-    """The parts of `text` between commas that no bracket or quotation encloses, stripped."""
+    """Returns the parts of `text` between commas outside of brackets and quotations, stripped."""
     parts, current, depth = [], [], 0
     for piece in _PIECE.findall(text):
         if piece == "," and not depth:
@@ -65,12 +65,12 @@ def split_outside_brackets(text: str) -> list[str]:
 
 
 class Instruction:
-    """One line of a computation. What costs time to read is read when it is asked for.
+    """One line of a computation. Expensive properties are read on first access.
 
     Attributes:
       name: without the leading %.
       opcode: as written: "fusion", "all-gather-start", "custom-call".
-      is_root: whether its value is what the computation returns.
+      is_root: whether its value is the computation's result.
     """
 
     def __init__(self, name: str, opcode: str, *, is_root: bool, type_text: str, rest: str):
@@ -99,7 +99,7 @@ class Instruction:
 
     @property
     def operand_text(self) -> str:
-        """What stands in the brackets: operands, or a constant's value, or a parameter's number."""
+        """The text in the brackets: operands, or a constant's value, or a parameter's number."""
         return self._rest[: self._end_of_operands]
 
     @property
@@ -117,7 +117,7 @@ class Instruction:
 
     @property
     def bytes(self) -> int:
-        """Of the result."""
+        """Bytes of the result."""
         return sum(array.bytes for array in self.arrays)
 
     @functools.cached_property
@@ -132,20 +132,21 @@ class Instruction:
 
     @functools.cached_property
     def attributes(self) -> dict[str, str]:
-        """Attribute -> its text, brackets and quotation marks kept."""
+        """Attribute -> its text, with brackets and quotation marks."""
         parts = (part.partition("=") for part in split_outside_brackets(self.attribute_text))
         return {key: value for key, _, value in parts}
 
     @property
     def op_name(self) -> str:
-        """Where in the traced program it comes from; "" if the text does not say."""
+        """Its origin in the traced program; "" if the text does not say."""
         found = _OP_NAME.search(self.attribute_text)
         return found[1] if found else ""
 
     @functools.cached_property
     def backend_config(self) -> dict[str, Any]:
-        """The backend's settings; {} where there are none or they are not JSON (some custom calls
-        carry programs of their own there).
+        """The backend's settings; {} if there are none or they are not JSON.
+
+        (Some custom calls have their own programs there.)
         """
         text = self.attributes.get("backend_config", "{}")
         try:
@@ -168,22 +169,22 @@ class Instruction:
 
     @property
     def branches(self) -> tuple[str, ...]:
-        """The computations a conditional chooses from."""
+        """The computations that a conditional chooses from."""
         keys = ("branch_computations", "true_computation", "false_computation")
         return tuple(name for key in keys for name in self.callees.get(key, ()))
 
     @property
     def trip_count(self) -> int | None:
-        """How often a loop's body runs; None where neither the compiler nor its condition says."""
+        """Number of runs of a loop's body; None if neither the compiler nor its condition says."""
         known = self.backend_config.get("known_trip_count")
         return int(known["n"]) if known else self.derived_trip_count
 
     def integers(self, attribute: str) -> tuple[int, ...]:
-        """The numbers of an attribute such as `dimensions={0,2}`; () if it is not there."""
+        """Returns the numbers of an attribute such as `dimensions={0,2}`; () if it is missing."""
         return tuple(int(n) for n in re.findall(r"\d+", self.attributes.get(attribute, "")))
 
     def runs(self) -> Iterator[tuple[str, int]]:
-        """The computations it runs and how often, each branch of a conditional once.
+        """Yields the computations it runs and how often, each branch of a conditional once.
 
         A loop whose trip count is not known counts as one iteration.
         """
@@ -219,7 +220,7 @@ class Computation:
 
     @functools.cached_property
     def parameters(self) -> list[Instruction]:
-        """In the order of the caller's operands."""
+        """Parameters in the order of the caller's operands."""
         found = [i for i in self.instructions if i.opcode == "parameter"]
         return sorted(found, key=lambda parameter: int(parameter.operand_text))
 
@@ -227,7 +228,7 @@ class Computation:
         return [self[name] for name in instruction.operands]
 
     def operand_arrays(self, instruction: Instruction) -> list[Array]:
-        """All arrays of all operands."""
+        """Returns all arrays of all operands."""
         return [array for operand in self.operands_of(instruction) for array in operand.arrays]
 
 
@@ -238,7 +239,8 @@ class Program:
       computations: by name.
       entry: the computation that a step runs.
       is_scheduled: whether the order of instructions is the order of execution.
-      num_partitions, num_replicas: devices = their product; 1 where the text does not say.
+      num_partitions, num_replicas: their product is the number of devices; 1 if the text does not
+        say.
     """
 
     def __init__(self, header: str, computations: dict[str, Computation], entry: Computation):
@@ -267,10 +269,11 @@ class Program:
         return {self.entry.name: 1}
 
     def times_run(self, name: str) -> int:
-        """How often one step runs the computation `name`: the product of the trip counts around it.
+        """Returns how often one step runs the computation `name`.
 
-        Summed over the places that run it. Each branch of a conditional counts as taken. A loop of
-        `unknown_loops` counts as one iteration. A reducer (`to_apply`) counts once per instruction.
+        It is the product of the enclosing trip counts, summed over the places that run it. Each
+        branch of a conditional counts as taken. A loop of `unknown_loops` counts as one iteration.
+        A reducer (`to_apply`) counts once per instruction.
 
         Raises:
           KeyError: the program has no such computation.
@@ -282,7 +285,7 @@ class Program:
         return self._times[name]
 
     def shares_of(self, instruction: Instruction) -> list[float | None]:
-        """Which share of a model's layers takes each branch of a conditional; None: not known."""
+        """Returns the share of a model's layers that takes each branch; None: unknown."""
         return [
             share_of_branch(
                 (inner.op_name for inner in self.computations[name].instructions),
@@ -293,7 +296,7 @@ class Program:
 
     @functools.cached_property
     def unknown_loops(self) -> tuple[str, ...]:
-        """Loops that run but whose trip count the compiler does not know; all counts take one."""
+        """Loops that run but whose trip count the compiler does not know; all counts assume one."""
         return tuple(
             instruction.name
             for computation in self.computations.values()
@@ -304,7 +307,7 @@ class Program:
         )
 
     def find(self, instruction: str) -> tuple[Computation, Instruction]:
-        """The instruction of that name, and where it stands.
+        """Returns the computation that contains the named instruction, and the instruction.
 
         Raises:
           KeyError: the program has none.
@@ -316,7 +319,7 @@ class Program:
 
 
 def read_program(text: str) -> Program:
-    """Reads what `compiled.as_text()` returns or what XLA dumps as text.
+    """Parses the result of `compiled.as_text()` or a text dump of XLA.
 
     Args:
       text: one HLO module; 10 MB take less than a second.
@@ -342,13 +345,13 @@ def read_program(text: str) -> Program:
     if not header or entry is None:
         raise ValueError(
             f"no HLO module with an ENTRY computation in {len(text)} characters that begin with "
-            f"{text[:60]!r}; pass what compiled.as_text() returns"
+            f"{text[:60]!r}; pass the result of compiled.as_text()"
         )
     for computation in computations.values():
         for instruction in computation.instructions:
             if instruction.opcode == "while" and instruction.trip_count is None:
                 count = derive_trip_count(computations, computation, instruction)
-                # Rounds that experts of equal loads do not need.
+                # Exchange rounds that are not needed if experts have equal loads.
                 count = 0 if FURTHER_ROUNDS in instruction.op_name else count
                 instruction.derived_trip_count = count
     return Program(header, computations, entry)
@@ -374,9 +377,9 @@ class Array:
     """One array of a type.
 
     Attributes:
-      dtype: as XLA writes it: "bf16", "f32", "pred", "f8e4m3fn"; "token" for what has no bytes.
-      shape: sizes; the bound of a dimension whose size is dynamic.
-      bits: of one element in memory.
+      dtype: as XLA writes it: "bf16", "f32", "pred", "f8e4m3fn"; "token" for a value without bytes.
+      shape: sizes; for a dynamic dimension its bound.
+      bits: bits of one element in memory.
       memory_space: 0 is the device's own memory, `HOST_MEMORY_SPACE` the host's.
     """
 
@@ -398,7 +401,7 @@ def _array(dtype: str, dims: str, layout: str | None) -> Array:
     bits = _BITS.get(dtype, 8 if _FLOAT8.fullmatch(dtype) else None)
     if bits is None:
         raise ValueError(
-            f"dtype {dtype!r} in the type {dtype}[{dims}] is none that zerojax knows "
+            f"dtype {dtype!r} in the type {dtype}[{dims}] is unknown to zerojax "
             f"({', '.join(sorted(_BITS))}, f8e*); add its size to "
             "zerojax/forecasting/hlo/program.py"
         )
@@ -412,13 +415,13 @@ def _array(dtype: str, dims: str, layout: str | None) -> Array:
 
 @functools.lru_cache(maxsize=1 << 16)
 def read_type(text: str) -> Type:
-    """The type that `text` spells: an `Array`, or a tuple of types, nested as in the text.
+    """Parses the type in `text`: an `Array`, or a tuple of types, nested as in the text.
 
     Args:
       text: such as `f32[16,64]{1,0}` or `((bf16[8]{0}, s32[]), bf16[64]{0}, u32[])`.
 
     Raises:
-      ValueError: no type, or a dtype that is not known.
+      ValueError: not a type, or an unknown dtype.
     """
     levels: list[list[Type]] = [[]]
     for token in _TOKEN.finditer(text):
@@ -436,7 +439,7 @@ def read_type(text: str) -> Type:
 
 @functools.lru_cache(maxsize=1 << 16)
 def arrays_of(text: str) -> tuple[Array, ...]:
-    """All arrays of the type that `text` spells, in order; tokens are none."""
+    """Returns all arrays of the type in `text`, in order, without tokens."""
 
     def flatten(value: Type) -> list[Array]:
         if isinstance(value, Array):

@@ -1,4 +1,4 @@
-"""Trip counts of loops without an annotation, from their conditions.
+"""Derives trip counts of loops without an annotation, from their conditions.
 
 XLA drops `known_trip_count` from loops that it has peeled or pipelined (seen with jaxlib 0.12 and
 `xla_gpu_pipeline_all_gather`).
@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from typing import Any
 
 _SAME_VALUE = ("copy", "bitcast", "convert", "copy-done", "copy-start", "reshape")
-_STEPS = 64  # of a chain of copies: more than any program has
+_STEPS = 64  # limit of a chain of copies: more than any program has
 
 
 def derive_trip_count(computations: Mapping[str, Any], where: Any, loop: Any) -> int | None:
-    """Iterations of `for (i = init; i < bound; i += step)` with constants; None for other loops.
+    """Returns iterations of `for (i = init; i < bound; i += step)` with constants; None otherwise.
 
     Args:
       computations: name -> `Computation`, the whole program.
@@ -36,7 +36,7 @@ def derive_trip_count(computations: Mapping[str, Any], where: Any, loop: Any) ->
 
 
 def _less_than(computations: Mapping[str, Any], condition: Any) -> tuple[int, int] | None:
-    """(index of the counter in the loop's tuple, the bound) of a condition `counter < constant`."""
+    """Returns (the counter's index in the loop's tuple, the bound) of `counter < constant`."""
     found = _binary(computations, condition, condition.root, "compare")
     if found is None:
         return None
@@ -52,7 +52,7 @@ def _less_than(computations: Mapping[str, Any], condition: Any) -> tuple[int, in
 
 
 def _increment(computations: Mapping[str, Any], body: Any, index: int) -> int | None:
-    """c, where the loop's body gives back element `index` plus the constant c."""
+    """Returns c if the loop's body returns element `index` plus the constant c; else None."""
     root = body.root
     if root.opcode != "tuple":
         return None
@@ -70,7 +70,7 @@ def _increment(computations: Mapping[str, Any], body: Any, index: int) -> int | 
 def _binary(
     computations: Mapping[str, Any], where: Any, instruction: Any, opcode: str
 ) -> tuple[Any, tuple[Any, Any]] | None:
-    """An instruction of two operands, perhaps alone in a fusion, and its operands from outside.
+    """Returns a binary instruction, which may be alone in a fusion, and its outer operands.
 
     An operand is an instruction of `where`, or a constant inside of the fusion.
     """
@@ -102,7 +102,7 @@ def _same_value(where: Any, instruction: Any) -> Any:
 
 
 def _tuple_index(where: Any, instruction: Any) -> int | None:
-    """Which element of the computation's only parameter a value is."""
+    """Returns which element of the computation's only parameter a value is."""
     if instruction.name in where:
         instruction = _same_value(where, instruction)
     if instruction.opcode != "get-tuple-element":
@@ -112,7 +112,7 @@ def _tuple_index(where: Any, instruction: Any) -> int | None:
 
 
 def _element(computations: Mapping[str, Any], where: Any, name: str, index: int) -> int | None:
-    """The constant at `index` of the tuple that a loop starts from."""
+    """Returns the constant at `index` of a loop's initial tuple."""
     start = _same_value(where, where[name])
     if start.opcode != "tuple":
         return None

@@ -1,4 +1,4 @@
-"""Profiles of a training step: time and FLOPs, from a trace and its program."""
+"""Profiles a training step: time and FLOPs, from a trace and its program."""
 
 from zerojax.forecasting.profiling.parameter_flops import ParameterFlops, flops_by_parameter
 from zerojax.forecasting.profiling.step_profile import (

@@ -1,4 +1,4 @@
-"""Dataflow of a traced program: parameters that values come from, equations that results need."""
+"""Finds the parameters in values of a traced program, and the equations that results need."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ _SAME = frozenset(
         *("device_put", "dynamic_slice", "pad", "select_n", "mul", "div"),
     ]
 )
-"""What gives its first operand that is a parameter, element by element. Products and quotients only
-with what a scalar was spread to: a scale."""
+"""Primitives that pass on their first operand that is a parameter, element by element. Products and
+quotients only with a broadcast scalar, which is a scale."""
 
 Flags = tuple[bool, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class ParameterOrigin:
-    """What a value holds.
+    """The parameters that a value holds.
 
     Attributes:
       names: the parameters, in order.
-      sizes: elements of each along `dim`, where several lie one after the other.
-      dim: along which they do; None: there is one, or they can no longer be told apart.
-      is_scalar: the value is a scalar, or what one was spread to; it has no names.
+      sizes: elements of each along `dim`, if several are concatenated.
+      dim: the dimension of the concatenation; None: there is one, or they can no longer be
+        separated.
+      is_scalar: the value is a scalar, or a broadcast one; it has no names.
     """
 
     names: tuple[str, ...] = ()
@@ -45,7 +46,7 @@ NOTHING, SCALAR = ParameterOrigin(), ParameterOrigin(is_scalar=True)
 
 
 def join_origins(first: ParameterOrigin, second: ParameterOrigin) -> ParameterOrigin:
-    """What is one or the other."""
+    """Returns the origin of a value that is one or the other."""
     if first == second or not second.names:
         return first
     if not first.names:
@@ -54,7 +55,7 @@ def join_origins(first: ParameterOrigin, second: ParameterOrigin) -> ParameterOr
 
 
 def origin_of_output(equation: Any, given: Sequence[ParameterOrigin]) -> ParameterOrigin:
-    """What the first output of an equation holds, if it only moves what it is given."""
+    """Returns the origin of an equation's first output, if the equation only moves its inputs."""
     kind, params = equation.primitive.name, equation.params
     if not any(origin.names for origin in given):
         spread = kind == "broadcast_in_dim" or kind in _SAME
@@ -109,7 +110,7 @@ def _sliced(equation: Any, params: Any, origin: ParameterOrigin) -> ParameterOri
 
 
 def _reshaped(equation: Any, params: Any, origin: ParameterOrigin) -> ParameterOrigin:
-    """The dimension that has as many elements before it, and as many itself."""
+    """Finds the dimension of the same size with as many elements before it."""
     assert origin.dim is not None
     before, after = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
     ahead = math.prod(before[: origin.dim])
@@ -159,13 +160,17 @@ _MOVES = {
 
 
 class RequiredEquations:
-    """Answers for one program and all inside of it, each question once."""
+    """The required inputs and outputs of a program and all inner programs, each computed once."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, Flags], tuple[Flags, list[Flags]]] = {}
 
     def of(self, program: Jaxpr, outputs: Sequence[bool]) -> tuple[Flags, list[Flags]]:
-        """(which inputs, and of each equation which outputs, the given outputs depend on)."""
+        """Returns what the given outputs depend on.
+
+        Returns:
+          (flags of the inputs, flags of the outputs of each equation).
+        """
         key = id(program), tuple(outputs)
         if key not in self._known:
             self._known[key] = self._find(program, outputs)
@@ -191,7 +196,7 @@ class RequiredEquations:
         kind, everything = equation.primitive.name, [True] * len(equation.invars)
         if kind == "scan":
             return self.of_scan(equation, outputs)[0]
-        if kind == "optimization_barrier":  # it orders, and each output is its own input
+        if kind == "optimization_barrier":  # each output depends on its own input
             return outputs
         programs = list(inner_programs(equation.params))
         if kind == "cond":
@@ -203,7 +208,7 @@ class RequiredEquations:
         return everything
 
     def of_scan(self, equation: Any, outputs: Flags) -> tuple[Flags, Flags]:
-        """(which inputs, which outputs of the body): what is carried round counts on the way."""
+        """Returns (flags of inputs, flags of the body's outputs), following the carry."""
         constants, carried = split_scan(equation)
         body = equation.params["jaxpr"].jaxpr
         wanted = list(outputs)
@@ -217,7 +222,7 @@ class RequiredEquations:
 
 
 def is_call(equation: Any, program: Jaxpr) -> bool:
-    """Whether an equation runs a program once, with its own inputs and outputs."""
+    """Returns whether an equation runs a program once, with its own inputs and outputs."""
     return (
         equation.primitive.name not in ("scan", "while", "cond", "pallas_call")
         and len(program.invars) == len(equation.invars)

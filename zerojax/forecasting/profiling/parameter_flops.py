@@ -1,10 +1,10 @@
-"""FLOPs of a training step by parameter: forward, backward and recomputed.
+"""Counts FLOPs of a training step by parameter: forward, backward and recomputed.
 
-A product that reads a parameter is that parameter's. What a step's loss depends on is its forward
-pass; among the rest, the same product of the same shapes is a recomputation, and any other the
-gradient of what went in. The gradient of the parameter itself reads none: it is the product of what
-went in with the very cotangent that another product multiplies by this parameter. Products of
-activations, as in attention, belong to no parameter.
+A product that reads a parameter belongs to that parameter. The forward pass consists of what the
+loss depends on. Among the other products, a product with the shapes of a forward one is a
+recomputation, and any other is the gradient of the input. The gradient of the parameter itself
+reads no parameter: it is the product of the input with the same cotangent that another product
+multiplies by this parameter. Products of activations, as in attention, belong to no parameter.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ class ParameterFlops:
     """Floating-point operations of one step over all devices.
 
     Attributes:
-      name: of the parameter, or `NO_PARAMETER`.
-      forward, backward: of these passes; recomputed: of the forward pass, once more.
+      name: name of the parameter, or `NO_PARAMETER`.
+      forward, backward: of these passes.
+      recomputed: of the repeated forward pass.
     """
 
     name: str
@@ -49,12 +50,12 @@ class ParameterFlops:
 
     @property
     def total(self) -> float:
-        """All of them."""
+        """Sum of all of them."""
         return self.forward + self.backward + self.recomputed
 
 
 def flops_by_parameter(plan: Plan, step: Any) -> list[ParameterFlops]:
-    """One row for each parameter that a product reads, and one for the other products.
+    """Returns one row for each parameter that a product reads, and one for the other products.
 
     They add up to `models.flops.count_program_flops` of the step.
 
@@ -72,7 +73,7 @@ def flops_by_parameter(plan: Plan, step: Any) -> list[ParameterFlops]:
 
 
 def _inputs(plan: Plan) -> list[str | None]:
-    """For each input of the step the parameter that it holds."""
+    """Returns, for each input of the step, the parameter that it holds."""
     names: list[str | None] = []
     for path, _ in jax.tree_util.tree_leaves_with_path(plan.abstract_state):
         role = getattr(path[0], "key", None)
@@ -82,11 +83,11 @@ def _inputs(plan: Plan) -> list[str | None]:
 
 
 def rows_of(program: ClosedJaxpr, names: Sequence[str | None], loss: int) -> list[ParameterFlops]:
-    """The rows of a traced step.
+    """Returns the rows of a traced step.
 
     Args:
-      names: for each input the parameter that it holds, if it holds one.
-      loss: number of the output that only the forward pass makes.
+      names: for each input the parameter that it holds, or None.
+      loss: number of an output that only the forward pass computes.
     """
     needed = without_waste(program)
     outputs = [index == loss for index in range(len(needed.outvars))]
@@ -99,12 +100,12 @@ def rows_of(program: ClosedJaxpr, names: Sequence[str | None], loss: int) -> lis
 # --- following values through a program -----------------------------------------------------------
 
 _Value = tuple[ParameterOrigin, object]
-"""What a value holds, and an identity that it keeps while it is only moved."""
+"""The origin of a value, and an identity that it keeps while it is only moved."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class _Product:
-    """One product, as often as it runs."""
+    """One product, with all its executions."""
 
     flops: float
     names: tuple[str, ...]
@@ -117,7 +118,7 @@ class _Product:
 
 
 class _Walk:
-    """Collects the products of a program."""
+    """A traversal that collects the products of a program."""
 
     def __init__(self) -> None:
         self.products: list[_Product] = []
@@ -131,12 +132,12 @@ class _Walk:
         times: float,
         collect: bool,
     ) -> list[_Value]:
-        """Values of the outputs of a program.
+        """Returns the values of a program's outputs.
 
         Args:
-          outputs: which of them the loss depends on.
+          outputs: whether the loss depends on each output.
           times: how often the program runs.
-          collect: False only finds out what the outputs hold.
+          collect: False only finds the outputs' origins.
         """
         values: dict[Any, _Value] = dict(zip(program.invars, inputs, strict=True))
         _, flags = self._needs.of(program, outputs)
@@ -213,7 +214,7 @@ class _Walk:
         body, length = equation.params["jaxpr"].jaxpr, equation.params["length"]
         wanted = self._needs.of_scan(equation, tuple(wanted))[1]
         carry = slice(constants, constants + carried)
-        # What is stacked loses its first dimension inside, and its identity.
+        # A stacked value loses its first dimension inside, and its identity.
         inside = given[: carry.stop] + [(_unstacked(o), object()) for o, _ in given[carry.stop :]]
         while True:
             results = self.follow(body, inside, wanted, times * length, False)
@@ -238,7 +239,7 @@ class _Walk:
         times: float,
         collect: bool,
     ) -> list[_Value]:
-        """The dearest branch counts, as in `models.flops.count_flops`."""
+        """Follows a conditional; the most expensive branch counts, as in `models.flops`."""
         cost = [sum(map(equation_flops, program.eqns)) for program in programs]
         dearest = cost.index(max(cost))
         results = [
@@ -258,11 +259,11 @@ _KEEP_IDENTITY = frozenset(
         *("sharding_constraint", "mul", "div", "neg"),
     ]
 )
-"""After these a cotangent still counts as the same one: casts, layouts and scales."""
+"""After these operations a cotangent still counts as the same: casts, layouts and scales."""
 
 
 def _rest(given: Sequence[_Value], equation: Any) -> Iterator[tuple[_Value, Any]]:
-    """What an equation takes beside its first operand."""
+    """Returns the operands of an equation after the first."""
     return zip(given[1:], equation.invars[1:], strict=True)
 
 
@@ -295,7 +296,7 @@ def _rows(products: Sequence[_Product]) -> list[ParameterFlops]:
             again[name] += product.flops
         else:
             backward[name] += product.flops
-    # Each product of activations has two gradients; what is beyond these was computed again.
+    # Each product of activations has two gradients; all others are recomputations.
     backward[NO_PARAMETER] = min(rest, 2 * forward[NO_PARAMETER])
     again[NO_PARAMETER] = rest - backward[NO_PARAMETER]
     rows = [
@@ -307,12 +308,12 @@ def _rows(products: Sequence[_Product]) -> list[ParameterFlops]:
 
 
 def _joined(names: Sequence[str]) -> str:
-    """Several parameters in one product, as in one matrix of two, are one row."""
+    """Joins the names of several parameters in one product, as in a merged matrix, to one row."""
     return " + ".join(names) if names else NO_PARAMETER
 
 
 def _partners(products: Sequence[_Product], known: Any) -> dict[object, list[tuple[int, _Product]]]:
-    """Identity of a factor -> the products by parameters it meets; gradients of inputs first."""
+    """Returns {identity of a factor: products by parameters with it}; gradients of inputs first."""
     found: dict[object, list[tuple[int, _Product]]] = collections.defaultdict(list)
     for product in products:
         if product.names and not product.is_forward:
@@ -323,7 +324,7 @@ def _partners(products: Sequence[_Product], known: Any) -> dict[object, list[tup
 
 
 def _gradient_of(product: _Product, partners: Any) -> tuple[str, ...]:
-    """The parameter whose gradient a product without parameters is; () where it is none's."""
+    """Returns the parameter whose gradient a product without parameters is; () if none."""
     if product.is_forward:
         return ()
     met = [

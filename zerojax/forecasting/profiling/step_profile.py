@@ -1,4 +1,4 @@
-"""Profile of a training step as text and JSON, and device time by operation from a trace."""
+"""Formats the profile of a training step as text and JSON; reads device time by operation."""
 
 from __future__ import annotations
 
@@ -17,26 +17,30 @@ from zerojax.models.trees import format_bytes, format_count
 TOP = 15
 
 CONTAINERS = ("while", "call", "conditional", "async-start", "async-done")
-"""What only runs other operations, which have their own events."""
+"""Operations that only run other operations, which have their own events."""
 _SUMMARY_LINES = ("XLA Modules", "Steps", "Framework Ops", "Framework Name Scope", "Source code")
-"""Lines of a trace on which operations are shown a second time, in groups."""
+"""Lines of a trace that repeat operations in groups."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepProfile:
-    """What was measured of some steps of a run on one process's devices.
+    """Measurements of some steps of a run on one process's devices.
 
     Attributes:
-      steps: that were measured, and as many that were traced.
-      devices: of the run; device_kind: as they call themselves.
+      steps: number of measured steps, and of traced steps.
+      devices: number of devices of the run.
+      device_kind: their name.
       step_seconds: of one step without the trace.
       spent: {"data", "step", "save", "eval" or "host": seconds of all measured steps}.
-      save_seconds: of one save of the whole state until the run goes on; None: not measured.
-      tokens_per_second: of the run; tflops: of one device, without recomputation; mfu: of its peak.
+      save_seconds: of one save of the whole state until the run continues; None: not measured.
+      tokens_per_second: of the run.
+      tflops: of one device, without recomputation.
+      mfu: share of its peak.
       memory: peak, limit and source, as a run reports them.
-      ops: of the step, with their time.
-      traced_steps, traced_devices: what the sums of `ops` are over.
-      flops: by parameter; counted_flops: of the whole step, to which they add up.
+      ops: operations of the step, with their time.
+      traced_steps, traced_devices: the steps and devices that the sums of `ops` cover.
+      flops: by parameter.
+      counted_flops: of the whole step, the sum of `flops`.
       trace: the file.
     """
 
@@ -59,13 +63,13 @@ class StepProfile:
 
 
 def profile_dict(profile: StepProfile) -> dict[str, Any]:
-    """Every number, unrounded, as JSON takes it."""
+    """Returns every number, unrounded, for JSON."""
     trace = None if profile.trace is None else str(profile.trace)
     return {**dataclasses.asdict(profile), "trace": trace}
 
 
 def draw(profile: StepProfile) -> str:
-    """The page, at most 100 columns."""
+    """Formats the page, at most 100 columns."""
     parts = [_speed(profile), _wall_clock(profile), _top_ops(profile), _flops(profile)]
     if profile.trace is not None:
         parts.append(
@@ -77,7 +81,7 @@ def draw(profile: StepProfile) -> str:
 
 
 def _log_folder(trace: Path) -> Path:
-    """The folder above plugins/profile/DATE/HOST.trace.json.gz."""
+    """Returns the folder above plugins/profile/DATE/HOST.trace.json.gz."""
     return trace.parents[3] if len(trace.parents) > 3 else trace.parent
 
 
@@ -170,11 +174,14 @@ class OpTime:
     """One operation of a compiled program, over all traced steps and devices.
 
     Attributes:
-      name: in the program, as in "fusion.12"; module: the program.
-      seconds: sum of its events; count: of them; devices: how many had some.
+      name: name in the program, such as "fusion.12".
+      module: the program.
+      seconds: sum of its events.
+      count: number of its events.
+      devices: number of devices with such events.
       kind: "product", "collective", "copy" or "other"; "" before a program was read.
-      flops: of one execution on one device, of its products.
-      where: the operation in the traced model that it comes from.
+      flops: of its products in one execution on one device.
+      where: its origin in the traced model.
     """
 
     name: str
@@ -188,16 +195,16 @@ class OpTime:
 
 
 def newest_trace(folder: str | Path) -> Path | None:
-    """The trace that was written last below a folder."""
+    """Returns the newest trace below a folder."""
     found = sorted(Path(folder).rglob("*.trace.json.gz"), key=lambda path: path.stat().st_mtime)
     return found[-1] if found else None
 
 
 def read_trace(path: str | Path) -> list[OpTime]:
-    """The operations in a trace, those with most time first.
+    """Reads the operations in a trace, those with most time first.
 
     Raises:
-      ValueError: it is none that jax.profiler writes.
+      ValueError: it is not a trace of jax.profiler.
     """
     try:
         with gzip.open(path, "rt", encoding="utf-8") as file:
@@ -215,7 +222,7 @@ def read_trace(path: str | Path) -> list[OpTime]:
         key = str(facts.get("hlo_module", "")), str(facts["hlo_op"])
         seconds[key] = seconds.get(key, 0.0) + event.get("dur", 0.0) / 1e6
         counts[key] = counts.get(key, 0) + 1
-        # Devices of a host share its process in a trace of a CPU; GPUs have one each.
+        # In a CPU trace the devices of a host share its process; GPUs have one each.
         devices.setdefault(key, set()).add(facts.get("device_ordinal", event.get("pid")))
     ops = [
         OpTime(
@@ -242,7 +249,7 @@ def _lines(events: Iterable[Any], names: Sequence[str]) -> Iterable[tuple[Any, A
 
 
 def with_programs(ops: Sequence[OpTime], program: Program) -> list[OpTime]:
-    """The operations of one program with what its text says of them, without containers.
+    """Returns the operations of one program with details from its text, without containers.
 
     Args:
       ops: of any programs; only those whose names the program has are kept.
@@ -278,7 +285,7 @@ def _kind(opcode: str, flops: float) -> str:
 
 
 def _short(op_name: str) -> str:
-    """The end of "jit(step)/shard_map/while/body/.../dot_general": the last few names."""
+    """Shortens "jit(step)/shard_map/while/body/.../dot_general" to its last few names."""
     noise = ("shard_map", "while", "body", "closed_call", "checkpoint", "jit(main)")
     parts = [part for part in op_name.split("/") if part not in noise]
     return "/".join(parts[-3:])

@@ -1,4 +1,4 @@
-"""Search for the cheapest plan that fits, and for its sizes of buckets."""
+"""Searches for the cheapest plan that fits, and for its bucket sizes."""
 
 from zerojax.forecasting.search.buckets import search_buckets
 from zerojax.forecasting.search.candidates import REMATS, Candidate, list_candidates

@@ -1,7 +1,7 @@
-"""Search for sizes of buckets that leave less of the wire bare: without products beside it.
+"""Searches for bucket sizes that expose less wire time: time without products beside it.
 
-What the compiler hides of a collective depends on its schedule, so that only the compiled step
-tells. The formula says which sizes are worth a compilation.
+How much of a collective the compiler hides depends on its schedule, so only the compiled step
+shows it. The formula selects the sizes that are worth a compilation.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from zerojax.plan.device_mesh import DATA, PASS_AXES
 from zerojax.plan.make import Plan
 
 MARGIN = 0.005
-"""Of a step's time: what other sizes have to gain, or the plan's own stay."""
+"""Share of a step's time that other sizes have to gain; otherwise the plan's own stay."""
 NEARLY = 0.1
-"""Of the wire that is bare by formula with the plan's own sizes: less of a difference is none."""
+"""Smaller differences, relative to the exposed wire time of the plan's sizes by formula, are 0."""
 MOST = 4
-"""Sizes that are compiled, beside a combination of the two best."""
+"""Sizes that are compiled, in addition to a combination of the two best."""
 
 Sizes = Mapping[str, int]
 MakePlan = Callable[[Sizes], Plan]
@@ -61,11 +61,11 @@ def search_buckets(
     clock: Callable[[], float] = time.monotonic,
     report: Callable[[str], None] = lambda text: None,
 ) -> BucketSearch:
-    """Finds the sizes with the least wire that no product hides, among those that fit.
+    """Finds the sizes with the least exposed wire time among those that fit.
 
-    All sizes that make other collectives are ranked by `bare_seconds`; the best of them are
-    compiled, and, where both options gain, their best sizes together. Others than the plan's own
-    are taken where wire not hidden and step are both shorter, the step by `MARGIN`.
+    All sizes that lead to other collectives are ranked by `bare_seconds`; the best of them are
+    compiled, and, if both options gain, their best sizes together. Sizes replace the plan's own if
+    exposed wire time and step are both shorter, the step by `MARGIN`.
 
     Args:
       make_plan_for: {"reduce_bucket_size" or "allgather_bucket_size": elements} -> the plan with
@@ -73,13 +73,13 @@ def search_buckets(
       gpu: the card.
       forecast_of: compiles a plan.
       before: the forecast of the plan with its own sizes; None compiles it.
-      most: sizes that are compiled.
+      most: number of sizes that are compiled.
       budget: seconds; a compilation that has begun is finished.
       clock: seconds.
-      report: told what is being done.
+      report: called with words about the current work.
 
     Raises:
-      CompileError: the compiler refused the plan with its own sizes.
+      CompileError: the compiler rejected the plan with its own sizes.
     """
     began, plan = clock(), make_plan_for({})
     before = before or forecast_of(plan)
@@ -104,12 +104,13 @@ def search_buckets(
 
 
 def bare_seconds(plan: Plan, gpu: Gpu) -> float:
-    """Of the wire of a step, what has no products beside it in any schedule, by formula.
+    """Returns the wire time of a step that no schedule can hide behind products, by formula.
 
     The first gather of a step comes before all products that read it, and its last reduction after
-    all products of which it is: a bucket each. So does the last reduction of each iteration of a
-    loop over layers, which XLA does not carry into the next one. Other collectives may be hidden.
-    Which bucket is the first or the last is the compiler's choice; the largest is taken.
+    all products whose gradients it sums: one bucket each. So does the last reduction of each
+    iteration of a loop over layers, which XLA does not carry into the next one. Other collectives
+    may be hidden. The compiler chooses which bucket is the first or the last; the largest is
+    assumed.
     """
     leaves = plan.placement.leaves.values()
     elements = 0
@@ -127,7 +128,7 @@ def bare_seconds(plan: Plan, gpu: Gpu) -> float:
 
 
 def _largest(elements: Mapping[str, int], limit: int) -> int:
-    """Elements of the largest bucket."""
+    """Returns the elements of the largest bucket."""
     buckets = make_buckets(elements, limit)
     return max((sum(elements[name] for name in names) for names in buckets), default=0)
 
@@ -151,13 +152,15 @@ def _ring_bandwidth(plan: Plan, gpu: Gpu) -> float:
 def _ranked(
     make_plan_for: MakePlan, gpu: Gpu, sizes: Sequence[tuple[str, int]], own: float
 ) -> list[BucketTrial]:
-    """Trials of one size each: the least bare wire by formula first, of nearly equal ones the
-    largest buckets, which are fewest; those that leave more bare than the plan's own sizes do are
-    ruled out."""
+    """Returns trials of one size each, in the order in which they are compiled.
+
+    The least exposed wire time by formula comes first, among nearly equal ones the largest buckets,
+    which are fewest. Sizes that expose more than the plan's own are ruled out.
+    """
     found = [_by_formula(make_plan_for, gpu, {option: size}) for option, size in sizes]
     for place, trial in enumerate(found):
         if trial.status == NOT_TRIED and (trial.formula or 0.0) > own:
-            reason = "leaves more of the wire bare, by formula"
+            reason = "exposes more wire time, by formula"
             found[place] = dataclasses.replace(trial, status=BEATEN, reason=reason)
     step = NEARLY * own or 1.0
     return sorted(found, key=lambda x: (_steps(x.formula, step), -max(x.sizes.values())))
@@ -178,7 +181,7 @@ def _by_formula(make_plan_for: MakePlan, gpu: Gpu, sizes: Sizes) -> BucketTrial:
 
 
 class _Search:
-    """What is compiled of one search."""
+    """The compilations of one search."""
 
     def __init__(
         self,
@@ -192,7 +195,7 @@ class _Search:
         self.before, self.trials = before, trials
 
     def compile(self, trial: BucketTrial) -> None:
-        """Puts what was compiled in the trial's place."""
+        """Compiles a trial and replaces it by the result."""
         self.report(f"compiling with {', '.join(trial.words())}")
         place = self.trials.index(trial)
         try:
@@ -212,7 +215,7 @@ class _Search:
         )
 
     def gains(self, trial: BucketTrial) -> bool:
-        """Whether it fits, and wire not hidden and step are shorter than with the plan's sizes."""
+        """Returns whether a trial fits and shortens both exposed wire time and step."""
         own = self.before.estimate
         assert own.step_seconds is not None
         return (
@@ -224,7 +227,7 @@ class _Search:
         )
 
     def best_of_each_option(self) -> dict[str, int]:
-        """The size of each option that gains most by itself, of those that gain."""
+        """Returns, for each option, the size that gains most alone, if any gains."""
         found: dict[str, int] = {}
         for trial in sorted(filter(self.gains, self.trials), key=_cost, reverse=True):
             found |= trial.sizes
@@ -265,7 +268,7 @@ class _Search:
         )
 
     def _explained(self, best: BucketTrial | None) -> tuple[BucketTrial, ...]:
-        """Each with its reason, and the chosen one marked."""
+        """Returns the trials with reasons, the chosen one marked."""
         found = []
         for trial in self.trials:
             if trial is best:

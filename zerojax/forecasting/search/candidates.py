@@ -1,4 +1,4 @@
-"""Candidate settings of a search, and lower bounds of their memory and time by formula."""
+"""Lists candidate settings of a search, and bounds their memory and time by formula."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from zerojax.plan.wire import bytes_by_level, wire_bytes
 
 Remat = Literal["none", "dots", "attention", "full"]
 REMATS: tuple[Remat, ...] = ("none", "dots", "attention", "full")
-"""Of a reference model, from the most memory to the least."""
+"""Values for a reference model, from the most memory to the least."""
 MODEL_SIZES = (1, 2, 4, 8)
 STAGE_SIZES = (1, 2, 4, 8)
 MICROBATCHES_PER_STAGE = 2
-"""Fewest with which a pipeline is looked at: its bubble is then below a third."""
+"""Fewest microbatches per stage of a pipeline candidate: its bubble is then below a third."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,9 +36,16 @@ class Candidate:
     """The settings that the search varies.
 
     Attributes:
+<<<<<<< HEAD
       zero: 0..3; model, stage, expert: sizes of these mesh axes; num_microbatches; remat: of
         `REMATS`.
       unroll: whether the loop over layers is straight code.
+=======
+      zero: 0..3.
+      model, stage, expert: sizes of these mesh axes.
+      num_microbatches: number of microbatches.
+      remat: one of `REMATS`.
+>>>>>>> w3
     """
 
     zero: int
@@ -51,13 +58,15 @@ class Candidate:
 
     @property
     def simplicity(self) -> tuple[int, ...]:
-        """The least is the simplest: of equal ones it is preferred."""
+        """Sort key: the least is the simplest, which is preferred among equal ones."""
         remat = REMATS.index(self.remat)
         return (self.stage, self.model, self.expert, self.num_microbatches, remat, self.zero)
 
     def words(self) -> tuple[str, ...]:
-        """The KEY=VALUE words that set it; `data` takes what the other axes leave. Of `expert` only
-        where it is above 1: models without experts have nothing to set."""
+        """Returns the KEY=VALUE words that set it; `data` takes the remaining devices.
+
+        `expert` is included only if above 1: models without experts do not have it.
+        """
         return (
             "mesh.data=-1",
             f"mesh.zero={self.zero}",
@@ -70,7 +79,7 @@ class Candidate:
         )
 
     def describe(self) -> str:
-        """For people, in one line."""
+        """Describes it in one line for users."""
         plural = "es" if self.num_microbatches > 1 else ""
         stages = f"stage={self.stage}, " if self.stage > 1 else ""
         experts = f"expert={self.expert}, " if self.expert > 1 else ""
@@ -93,22 +102,24 @@ def list_candidates(
     num_experts: int = 0,
     unrolls: bool = False,
 ) -> list[Candidate]:
-    """Every combination that cuts the devices and the batch evenly, from the simplest on.
+    """Returns every combination that divides the devices and the batch evenly, the simplest first.
 
     Tensor parallelism stays inside a node, and microbatches are powers of two. With one device on
-    `data` and `context` ZeRO splits nothing, so that only stage 0 is listed. Of pipelines those are
-    listed that cut the layers evenly, with the two largest numbers of microbatches: the more there
-    are, the less they idle. Stage 0 beside a pipeline sends what stage 1 sends and needs more
-    memory. Where sequences are split there are none. Experts are split over every number of devices
-    that divides both, whether one node has so many or not: the time knows the links.
+    `data` and `context` ZeRO splits nothing, so only stage 0 is listed. Pipelines must divide the
+    layers evenly, and have the two largest numbers of microbatches: more microbatches mean less
+    idle time. Stage 0 with a pipeline sends what stage 1 sends and needs more memory. There are no
+    pipelines if sequences are split. Experts are split over every number of devices that divides
+    both, whether
+    one node has so many or not: the time estimate includes the links.
 
     Args:
-      devices: all; node_devices: that one fast fabric joins.
+      devices: all devices.
+      node_devices: devices connected by one fast fabric.
       global_batch_size: rows.
-      replicas, context: sizes of these mesh axes, which the search leaves as they are.
-      remats: of `REMATS`, what the model takes.
-      num_layers: of the loop that a pipeline cuts; 1 lists no pipelines.
-      num_experts: of a layer; 0: the model has none. They are not split beside pipelines and split
+      replicas, context: sizes of these mesh axes, which the search does not change.
+      remats: those of `REMATS` that the model supports.
+      num_layers: layers of the loop that a pipeline divides; 1 lists no pipelines.
+      num_experts: of a layer; 0: the model has none. They are not split with pipelines or split
         sequences.
       unrolls: unroll the loop over layers below stage 3 where no layer is computed again. It moves
         and holds less than the loop, so that the loop is not listed there.
@@ -156,13 +167,14 @@ def _divisors(number: int) -> list[int]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """What a candidate needs at least.
+    """Lower bounds of a candidate's needs.
 
     Attributes:
-      seconds: per step, by the roofline of products and wire; 0 where the card has no peak.
-      wire_seconds: of these, the wire's.
-      state: bytes per device between steps; peak: with weights and gradients, without activations.
-      limit: bytes per device that JAX may take.
+      seconds: per step, by the roofline of products and wire; 0 if the card has no peak.
+      wire_seconds: the wire's part.
+      state: bytes per device between steps.
+      peak: the same with weights and gradients, without activations.
+      limit: bytes per device that JAX may use.
     """
 
     seconds: float
@@ -177,13 +189,14 @@ FindBounds = Callable[[Candidate], Bounds]
 
 
 def bounds_on(gpu: Gpu, make_plan_for: MakePlan) -> FindBounds:
-    """The function that finds the bounds of candidates on a card; it raises what planning raises.
+    """Returns a function that computes bounds of candidates; it raises planning's errors.
 
-    Remat changes neither bytes nor wire by formula, so that one plan serves all its kinds; only a
-    pipeline's buffers hold less with more of it, and one plan with all of it bounds them from
-    below. (Rows of experts travel once more with remat; the plan is the one with the least of it.)
-    The step without a pipeline is traced once per kind, to count what is computed again:
-    that share depends neither on the mesh nor on the microbatches.
+    Remat changes neither bytes nor wire time by formula, so one plan serves all its kinds. Only a
+    pipeline's buffers shrink with more remat, and one plan with full remat bounds them from below.
+    (Rows of experts are sent once more with remat; the plan is the one with the least of it.) The
+    step
+    without a pipeline is traced once per kind, to count recomputation: its share depends neither on
+    the mesh nor on the microbatches.
     """
     plans: dict[tuple[int, ...], Plan] = {}
     repeats: dict[str, float] = {}
@@ -202,9 +215,9 @@ def bounds_on(gpu: Gpu, make_plan_for: MakePlan) -> FindBounds:
 
 
 def bounds_of(plan: Plan, gpu: Gpu, repeat: float) -> Bounds:
-    """The bounds of one plan, whose step computes `repeat` times the FLOPs of one without remat.
+    """Returns the bounds of a plan whose step has `repeat` times the FLOPs of one without remat.
 
-    A pipeline computes in empty slots, too, and waits for its slowest stage.
+    A pipeline also computes in empty slots, and waits for its slowest stage.
     """
     flops = counts.model_flops(plan) / plan.mesh.size
     executed = flops
@@ -238,6 +251,6 @@ def bounds_of(plan: Plan, gpu: Gpu, repeat: float) -> Bounds:
 
 
 def repeated(plan: Plan) -> float:
-    """FLOPs of the step with what remat computes again, over those without."""
+    """Returns FLOPs of the step with recomputation, divided by those without."""
     traced = build_step(plan).trace(plan.abstract_state, plan.abstract_batch)
     return count_program_flops(traced.jaxpr) / counts.model_flops(plan)

@@ -1,4 +1,4 @@
-"""Result of a search: one trial per candidate, the choice and its reason, and the page of them."""
+"""Holds the result of a search: one trial per candidate, the choice, its reason, and the page."""
 
 from __future__ import annotations
 
@@ -24,14 +24,16 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What became of one candidate.
+    """The result for one candidate.
 
     Attributes:
-      number: in which order it was compiled, from 1; None where it was not.
-      status: one of the words above; reason: why.
-      bound: seconds per step that it cannot beat, from formulas; None where there is no plan.
-      seconds: per step, the roofline of the compiled program; peak: bytes per device, compiled.
-      formula_peak: bytes per device without activations; None where there is no plan.
+      number: order of compilation, from 1; None if it was not compiled.
+      status: one of the words above.
+      reason: reason of the status.
+      bound: lower bound of seconds per step, by formula; None without a plan.
+      seconds: per step, the roofline of the compiled program.
+      peak: bytes per device, compiled.
+      formula_peak: bytes per device without activations; None without a plan.
     """
 
     candidate: Candidate
@@ -46,13 +48,16 @@ class Trial:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BucketTrial:
-    """What became of other sizes of buckets.
+    """The result for other bucket sizes.
 
     Attributes:
-      sizes: {option of the mesh: elements}; status: one of the words above; reason: why.
-      formula: seconds of the wire that are bare in any schedule; None where there is no plan.
-      exposed: seconds of the wire that no product hides, compiled; seconds: per step; peak: bytes
-        per device. None where it was not compiled.
+      sizes: {option of the mesh: elements}.
+      status: one of the words above.
+      reason: reason of the status.
+      formula: seconds of wire time exposed in any schedule; None without a plan.
+      exposed: seconds of wire time that no product hides, compiled; None if not compiled.
+      seconds: per step; None if not compiled.
+      peak: bytes per device; None if not compiled.
     """
 
     sizes: dict[str, int]
@@ -64,20 +69,20 @@ class BucketTrial:
     peak: int | None = None
 
     def words(self) -> tuple[str, ...]:
-        """The KEY=VALUE words that set it."""
+        """Returns the KEY=VALUE words that set it."""
         return tuple(f"mesh.{option}={size}" for option, size in sorted(self.sizes.items()))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BucketSearch:
-    """Sizes of buckets that were tried for one plan, and which to take.
+    """The bucket sizes that were tried for one plan, and the choice.
 
     Attributes:
       trials: of all sizes, the most promising by formula first.
       own: {option: elements} of the plan.
-      before, after: seconds of the wire that no product hides, with the plan's sizes and with those
-        that were chosen; None where nothing was compiled.
-      words: KEY=VALUE words that set the chosen sizes; () leaves the plan's own.
+      before, after: seconds of wire time that no product hides, with the plan's sizes and with the
+        chosen ones; None if nothing was compiled.
+      words: KEY=VALUE words that set the chosen sizes; () keeps the plan's own.
       sentence: the choice and its reason.
     """
 
@@ -91,16 +96,17 @@ class BucketSearch:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """What was tried and what was found.
+    """The candidates that were tried and the choice.
 
     Attributes:
       trials: of all candidates: the compiled ones in their order, then the others by their bound.
-      chosen: the cheapest that fits, and its `forecast`; None where none was found.
+      chosen: the cheapest that fits; None if none was found.
+      forecast: forecast of the chosen one; None if none was found.
       certain: whether every candidate was compiled or ruled out.
       sentence: the choice and its reason.
       elapsed: seconds that the search took.
-      settings: KEY=VALUE words beside the candidate's own with which it was made.
-      buckets: what other sizes of buckets leave of the wire, for the choice; None: not looked at.
+      settings: KEY=VALUE words of the search besides the candidate's own.
+      buckets: bucket sizes tried for the choice; None: not tried.
     """
 
     trials: tuple[Trial, ...]
@@ -114,7 +120,7 @@ class SearchResult:
 
 
 def search_page(result: SearchResult) -> str:
-    """A table of all that was compiled, why the others were not, and the choice; 100 columns."""
+    """Formats the compiled candidates, reasons for the others, and the choice; 100 columns."""
     compiled = [trial for trial in result.trials if trial.number is not None]
     lines = [
         f"SEARCH: {len(result.trials)} candidates, {len(compiled)} compiled, {result.elapsed:.0f} s"
@@ -136,7 +142,7 @@ def search_page(result: SearchResult) -> str:
 
 
 def chosen_words(result: SearchResult) -> list[str]:
-    """What sets the choice on a command line; [] where there is none."""
+    """Returns the words that set the choice on a command line; [] without a choice."""
     if result.chosen is None:
         return []
     candidate = result.chosen.candidate
@@ -149,7 +155,7 @@ def chosen_words(result: SearchResult) -> list[str]:
 
 
 def _bucket_lines(found: BucketSearch | None) -> list[str]:
-    """A table of the sizes that were compiled, and the choice."""
+    """Returns a table of the compiled sizes, and the choice."""
     if found is None:
         return []
     compiled = [trial for trial in found.trials if trial.exposed is not None]
@@ -172,7 +178,7 @@ def _bucket_lines(found: BucketSearch | None) -> list[str]:
 
 
 def _others(result: SearchResult) -> list[str]:
-    """How many were not compiled, by what became of them, with the most promising of each kind."""
+    """Returns counts of candidates that were not compiled, by status, with the best of each."""
     others = [trial for trial in result.trials if trial.number is None]
     lines = [f"not compiled: {len(others)} (--json lists them)"] if others else []
     for status in dict.fromkeys(trial.status for trial in others):
@@ -188,7 +194,7 @@ def _others(result: SearchResult) -> list[str]:
 
 
 def search_dict(result: SearchResult) -> dict[str, Any]:
-    """Every number as it is, as JSON takes it; times in seconds, sizes in bytes."""
+    """Returns every number unrounded, for JSON; times in seconds, sizes in bytes."""
     chosen = result.chosen
     return {
         "trials": [dataclasses.asdict(trial) for trial in result.trials],

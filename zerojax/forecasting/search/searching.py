@@ -1,7 +1,7 @@
-"""Order of compilations in a search, and candidates that need none.
+"""Orders the compilations of a search, and skips candidates that need none.
 
-A candidate is skipped when bounds or compiled neighbours show that it cannot win. Deterministic but
-for the time limit.
+A candidate is skipped when bounds or compiled neighbours show that it cannot win. Deterministic
+except for the time limit.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from zerojax.models.trees import format_bytes
 from zerojax.plan.make import Plan
 
 SAME = 0.01
-"""Times that differ by less than this share are equal, and the simplest candidate is preferred."""
+"""Times that differ by less than this share are equal; the simplest candidate is preferred."""
 
 MakeForecast = Callable[[Plan], ForecastNumbers]
 
 TOLERANCE = 0.05
-"""Of a time: the estimate is no better than this."""
+"""Accuracy of the estimate, as a share of a time."""
 CAUTION = 0.9
-"""Of the activations of one compiled plan, what another one with fewer rows is taken to need."""
+"""Assumed share of one compiled plan's activations that another one with fewer rows needs."""
 GROWTH = 0.5
-"""Of a growth in proportion to the rows, what activations are taken to grow by at least."""
+"""Assumed least growth of activations, as a share of growth in proportion to the rows."""
 FEWER_PIECES = 0.7
-"""Of the time of one compiled plan, what another one with fewer microbatches or less tensor
-parallelism is taken to need: weights are read less often, and activations are repeated less."""
+"""Assumed share of one compiled plan's time that another one with fewer microbatches or less tensor
+parallelism needs: weights are read less often, and activations are repeated less."""
 
 
 def search(
@@ -65,22 +65,23 @@ def search(
 ) -> SearchResult:
     """Finds the candidate with the least estimated time per step among those that fit.
 
-    Formulas go first: they refuse what cannot fit, drop a stage that another one beats in both
-    memory and wire, and give each candidate a time that it cannot beat. The rest is compiled from
-    the least such time on, until no candidate is left that could beat the best one by more than
-    `TOLERANCE`. Of candidates with the same time the first one probed has the most microbatches, as
-    it is the likeliest to fit; what it needs then tells the fewest that should fit, and rules out
-    those that need more memory or, with the same remat, as much time.
+    Formulas come first: they reject what cannot fit, drop a stage that another one beats in both
+    memory and wire time, and give each candidate a lower bound of its time. The others are compiled
+    in the order of their bounds, until none is left that could beat the best one by more than
+    `TOLERANCE`. Among candidates with the same bound the first one compiled has the most
+    microbatches, because it is the likeliest to fit; its memory then shows the fewest microbatches
+    that should fit, and rules out candidates that need more memory or, with the same remat, as much
+    time.
 
     Args:
-      make_plan_for: raises ValueError for settings that cannot be.
+      make_plan_for: raises ValueError for impossible settings.
       candidates: in any order; the result does not depend on it.
       gpu: the card, for messages.
       forecast_of: compiles a plan.
-      find_bounds: what formulas say of a candidate; None takes `bounds_on(gpu, make_plan_for)`.
+      find_bounds: bounds of a candidate by formula; None uses `bounds_on(gpu, make_plan_for)`.
       budget: seconds; a compilation that has begun is finished, and one is always begun.
       clock: seconds.
-      report: told what is being done.
+      report: called with words about the current work.
     """
     began = clock()
     state = _Search(gpu, make_plan_for, find_bounds or bounds_on(gpu, make_plan_for))
@@ -98,7 +99,7 @@ def search(
 
 
 class _Search:
-    """The state of one search: what is open, what is compiled, what was ruled out and why."""
+    """The state of one search: open, compiled and ruled-out candidates, with reasons."""
 
     def __init__(self, gpu: Gpu, make_plan_for: MakePlan, find_bounds: FindBounds):
         self.gpu = gpu
@@ -111,11 +112,12 @@ class _Search:
         self.no_compiler: str | None = None
 
     def consider(self, candidate: Candidate) -> None:
-        """Plans one candidate and asks the formulas.
+        """Plans one candidate and computes its bounds by formula.
 
-        They know no activations, so more microbatches or remat cannot save what is too large
-        already: such candidates are not even planned. (A pipeline's buffers they know, and more
-        microbatches do save those.)
+        Formulas leave out activations, so more microbatches or remat cannot help a candidate that
+        is
+        already too large: such candidates are not even planned. (They include a pipeline's buffers,
+        and more microbatches do reduce those.)
         """
         mesh = candidate.zero, candidate.model, candidate.stage, candidate.expert
         refused = self.refused.get(mesh) if candidate.stage == 1 else None
@@ -148,7 +150,7 @@ class _Search:
         )
 
     def drop_beaten_stages(self) -> None:
-        """Of candidates that differ in the stage alone, those that another one beats in all."""
+        """Closes candidates that another one, with another ZeRO stage only, beats in everything."""
         for entry in list(self.open):
             winner = next((other for other in self.open if _beats(other, entry)), None)
             if winner is not None:
@@ -156,7 +158,7 @@ class _Search:
                 self.close(entry, BEATEN, f"zero={stage} needs no more memory and sends no more")
 
     def take_next(self) -> OpenCandidate | None:
-        """The most promising open candidate; closes those that cannot be the one."""
+        """Returns the most promising open candidate; closes those that cannot win."""
         for entry in list(self.open):
             reasons = (why_too_large(entry, other) for other in self.compiled)
             too_large = next(filter(None, reasons), None)
@@ -168,7 +170,7 @@ class _Search:
         return min(self.open, key=self.promise, default=None)
 
     def promise(self, entry: OpenCandidate) -> tuple:
-        """The least is compiled next: what should fit, by time, by simplicity."""
+        """Sort key; the least is compiled next: what should fit, then by time, by simplicity."""
         candidate, peak = entry.candidate, expected_peak(entry, self.compiled)
         number = candidate.num_microbatches
         return (
@@ -183,7 +185,7 @@ class _Search:
         )
 
     def why_beaten(self, entry: OpenCandidate) -> str | None:
-        """Why `entry` need not be compiled, given the best one so far; None if it must."""
+        """Returns why `entry` need not be compiled, given the best one so far; None if it must."""
         best = self.best()
         if best is None:
             return None
@@ -199,7 +201,7 @@ class _Search:
         return None
 
     def is_simpler_twin(self, entry: OpenCandidate, best: Trial) -> bool:
-        """Whether `entry` is the best one with fewer microbatches, and should still fit."""
+        """Returns whether `entry` is the best one with fewer microbatches, and should still fit."""
         mine, theirs = entry.candidate, best.candidate
         peak = expected_peak(entry, self.compiled)
         return (
@@ -210,7 +212,7 @@ class _Search:
         )
 
     def compile(self, entry: OpenCandidate, forecast_of: MakeForecast) -> bool:
-        """Compiles one candidate; False where there is no compiler."""
+        """Compiles one candidate; returns False without a compiler."""
         trial = Trial(
             candidate=entry.candidate,
             status=FAILED,
@@ -242,7 +244,7 @@ class _Search:
         return True
 
     def best(self) -> Trial | None:
-        """Of those that fit the one with the least time; of nearly equal ones the simplest."""
+        """Returns the fitting candidate with the least time; of nearly equal ones the simplest."""
         fitting = [c.trial for c in self.compiled if c.trial.status == FITS]
         least = min((t.seconds or math.inf for t in fitting), default=math.inf)
         equal = [t for t in fitting if (t.seconds or math.inf) <= least * (1 + SAME)]
@@ -287,8 +289,8 @@ class _Search:
         yield f"{best.candidate.describe()}{time_of}: the cheapest that was found to fit."
         if best.candidate.expert > 1 and _spans_nodes(best.candidate, self.gpu):
             yield (
-                "Its experts lie on several nodes, between which rows travel by the network; the "
-                "time counts that."
+                "Its experts are on several nodes, between which rows are sent over the network; "
+                "the time includes that."
             )
         too_large = [*(c.trial for c in self.compiled), *self.closed]
         number = sum(
@@ -305,12 +307,12 @@ class _Search:
 
 
 def _spans_nodes(candidate: Candidate, gpu: Gpu) -> bool:
-    """Whether devices that exchange rows of experts are not all in one node."""
+    """Returns whether devices that exchange rows of experts are not all in one node."""
     return candidate.expert * candidate.stage * candidate.model > gpu.node_devices
 
 
 def _beats(one: OpenCandidate, other: OpenCandidate) -> bool:
-    """Whether `one` differs from `other` in its stage alone, and is as good or better in all."""
+    """Returns whether `one` differs from `other` only in its stage, and is nowhere worse."""
     if (
         one is other
         or dataclasses.replace(one.candidate, zero=other.candidate.zero) != other.candidate
@@ -325,13 +327,13 @@ def _beats(one: OpenCandidate, other: OpenCandidate) -> bool:
 
 
 def _rounded(value: float) -> float:
-    """To three digits: an estimate that differs in the fourth is the same."""
+    """Rounds to three digits: estimates that differ in the fourth are equal."""
     return float(f"{value:.3g}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class OpenCandidate:
-    """A candidate that may still be the one."""
+    """A candidate that may still win."""
 
     candidate: Candidate
     bounds: Bounds
@@ -339,7 +341,7 @@ class OpenCandidate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class CompiledCandidate:
-    """A candidate that was compiled; `forecast` is None where the compiler failed."""
+    """A candidate that was compiled; `forecast` is None if the compiler failed."""
 
     entry: OpenCandidate
     trial: Trial
@@ -347,11 +349,12 @@ class CompiledCandidate:
 
 
 def expected_peak(entry: OpenCandidate, compiled: Sequence[CompiledCandidate]) -> float | None:
-    """Bytes, with activations in proportion to those of a compiled plan; None if there is none.
+    """Returns bytes, with activations scaled from a compiled plan; None if there is none.
 
-    At the same number of microbatches they do not depend on `model`: what it splits comes back
-    as rows; nor on `expert`: a device's experts get as many rows as it sends. What a pipeline holds
-    says nothing of one with another number of stages.
+    At the same number of microbatches they do not depend on `model`: what it splits comes back as
+    rows;
+    nor on `expert`: a device's experts get as many rows as it sends. A pipeline's memory does not
+    apply to another number of stages.
     """
     mine = entry.candidate
     alike = [
@@ -377,11 +380,11 @@ def expected_peak(entry: OpenCandidate, compiled: Sequence[CompiledCandidate]) -
 
 
 def least_seconds(entry: OpenCandidate, compiled: Sequence[CompiledCandidate]) -> float:
-    """A time that it is not taken to beat: by formula, or by compiled plans of the same remat and
-    the same number of pipeline stages.
+    """Returns a lower bound of its time, by formula or by compiled plans.
 
-    Only of those that fit: in what does not, the compiler itself computes things again; and of
-    those that split experts at least as far: a device with fewer of them reads fewer weights.
+    Compiled plans count if they have the same remat and number of pipeline stages, and fit: in
+    plans that do not fit, the compiler itself recomputes. They must also split experts at least as
+    far: a device with fewer experts reads fewer weights.
     """
     least = entry.bounds.seconds
     for other in compiled:
@@ -405,12 +408,12 @@ def least_seconds(entry: OpenCandidate, compiled: Sequence[CompiledCandidate]) -
 
 
 def why_too_large(entry: OpenCandidate, other: CompiledCandidate) -> str | None:
-    """Why `entry` cannot fit, judged by a compiled plan with no lighter remat; None if it may.
+    """Returns why `entry` cannot fit, given a compiled plan with no lighter remat; None if it may.
 
-    Activations do not shrink with less remat, nor by more than the rows in flight do, nor by
-    more than tensor parallelism splits them; as that also gives each device more rows, a
-    larger `model` saves nothing at the same number of microbatches. All of this is said of plans
-    with the same number of pipeline stages.
+    Activations do not shrink with less remat, nor by more than the rows in flight do, nor by more
+    than tensor parallelism splits them; as that also gives each device more rows, a larger `model`
+    saves nothing at the same number of microbatches. All of this holds for plans with the same
+    number of pipeline stages.
     """
     mine, theirs = entry.candidate, other.entry.candidate
     if other.forecast is None or REMATS.index(mine.remat) > REMATS.index(theirs.remat):
@@ -438,7 +441,7 @@ def why_too_large(entry: OpenCandidate, other: CompiledCandidate) -> str | None:
 
 
 def only_adds_work(entry: OpenCandidate, other: CompiledCandidate) -> bool:
-    """Whether `entry` is a plan that fits with nothing but more microbatches or remat added."""
+    """Returns whether `entry` is a fitting plan with only more microbatches or remat added."""
     mine, theirs = entry.candidate, other.entry.candidate
     return (
         other.trial.status == FITS

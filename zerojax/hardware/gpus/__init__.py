@@ -1,4 +1,4 @@
-"""Published specifications of GPUs, and their description for the compiler."""
+"""Provides published specifications of GPUs, and their description for the compiler."""
 
 from zerojax.hardware.gpus.card import Gpu, Target
 from zerojax.hardware.gpus.catalog import find_gpu, gpu_names, gpu_of_device, named_gpu

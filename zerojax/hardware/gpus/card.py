@@ -1,4 +1,4 @@
-"""Specification of one GPU, validated."""
+"""Validates the specification of a GPU."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Target:
-    """What the compiler must know of a GPU, besides what its compute capability implies.
+    """The properties of a GPU that the compiler needs besides its compute capability.
 
     Attributes:
-      description: the name that OpenXLA's target description carries.
+      description: the name in OpenXLA's target description.
       capability: compute capability; "9.0a" has the accelerated features of 9.0.
       cores: streaming multiprocessors.
       clock_ghz: boost clock as the driver reports it.
-      l2_bytes: of the whole device.
+      l2_bytes: L2 cache of the whole device.
       bytes_per_second: memory bandwidth as the driver computes it from clock and bus width; the
         cost model divides by it. A datasheet may round it.
-      memory_bytes: where OpenXLA's description has another number than a driver gives; None: no.
+      memory_bytes: memory size of OpenXLA's description if it differs from the driver's; else None.
       nvlinks: active NVLink links; 0: none, or not published.
-      runtime_version, dnn_version: CUDA runtime and cuDNN that the compiler takes to be installed;
-        None where OpenXLA's description leaves them out.
+      runtime_version, dnn_version: CUDA runtime and cuDNN that the compiler assumes to be
+        installed; None if OpenXLA's description has none.
     """
 
     description: str
@@ -42,26 +42,26 @@ class Target:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """What is published about one kind of GPU.
+    """The published specification of one kind of GPU.
 
     Attributes:
-      name: what the command line takes: "h200".
+      name: name on the command line, such as "h200".
       title: "NVIDIA H200 SXM 141 GB".
-      memory_bytes: what the driver gives a process.
+      memory_bytes: memory that the driver gives a process.
       memory_gb: as sold, 10^9 bytes.
       bf16_flops, fp16_flops, fp8_flops, fp32_flops: of matrix products per second, dense, summed in
         float32; fp32 is TF32 where there are such units, as JAX uses them by default. None: the
         device has no such units, or nothing is published.
       memory_bandwidth: bytes per second.
-      node_devices: GPUs that one fast fabric joins; 1 where there is only PCIe.
+      node_devices: GPUs connected by one fast fabric; 1 with PCIe only.
       node_bandwidth: bytes per second and direction of one GPU inside the node (NVLink, or PCIe).
       network_bandwidth: bytes per second and direction of one GPU across nodes.
-      host_bandwidth: bytes per second and direction to the host's memory.
+      host_bandwidth: bytes per second and direction to host memory.
       device_kinds: regular expressions on the upper-case name that the driver gives the device.
-      aliases: other names that the command line takes.
-      target: for the compiler; None where too little is published.
+      aliases: other names on the command line.
+      target: for the compiler; None if too little is published.
       sources: "KEYS: where their values are published".
-      assumptions: "KEYS: what was taken for granted".
+      assumptions: "KEYS: what was assumed".
     """
 
     name: str
@@ -84,13 +84,13 @@ class Gpu:
     assumptions: tuple[str, ...]
 
     def peak_flops(self, dtype: str, eight_bits: float = 0.0) -> float | None:
-        """FLOP/s of one card's matrix units; None if it has none for this dtype.
+        """Returns FLOP/s of one card's matrix units; None if it has none for this dtype.
 
         Args:
-          dtype: "bfloat16", "float16", or "float32", which JAX runs on TF32 units where there are
-            some.
-          eight_bits: share of the FLOPs that are of 8-bit floats, from 0 to 1: the rate of both
-            kinds one after the other. A card without units for these computes them in `dtype`.
+          dtype: "bfloat16", "float16", or "float32", which JAX runs on TF32 units if there are any.
+          eight_bits: share of the FLOPs that are of 8-bit floats, from 0 to 1; the result is the
+            rate of both kinds one after the other. A card without 8-bit units computes them in
+            `dtype`.
         """
         peaks = {
             "bfloat16": self.bf16_flops,
@@ -104,7 +104,7 @@ class Gpu:
 
 
 class CardError(ValueError):
-    """A mistake in a card: `message` is the sentence, `key` where, outermost first."""
+    """A mistake in a card: `message` is the sentence, `key` its location, outermost first."""
 
     def __init__(self, message: str, *key: str):
         super().__init__(message, key)
@@ -115,10 +115,10 @@ class CardError(ValueError):
 
 
 def build_card(values: Mapping[str, Any]) -> Gpu:
-    """A card from the keys of its file.
+    """Builds a card from the keys of its file.
 
     Raises:
-      CardError: an unknown or missing key, or a value that cannot be.
+      CardError: an unknown or missing key, or an invalid value.
     """
     checked = _checked(values, CARD_KEYS, CARD_OPTIONAL)
     target = None
@@ -154,7 +154,7 @@ def build_card(values: Mapping[str, Any]) -> Gpu:
 
 
 def grouped(notes: Mapping[str, str]) -> tuple[str, ...]:
-    """{"a": "x", "b": "x"} -> ("a, b: x",)."""
+    """Groups keys with the same text: {"a": "x", "b": "x"} -> ("a, b: x",)."""
     keys: dict[str, list[str]] = {}
     for key, text in notes.items():
         keys.setdefault(text, []).append(key)
@@ -162,7 +162,7 @@ def grouped(notes: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def split_notes(notes: Any) -> dict[str, str]:
-    """{"a, b": "x"} -> {"a": "x", "b": "x"}; every name must be a key of a card."""
+    """Splits grouped keys: {"a, b": "x"} -> {"a": "x", "b": "x"}; names must be keys of a card."""
     if not isinstance(notes, Mapping):
         raise CardError(f"expected lines KEY, KEY: TEXT; got {notes!r:.60}")
     result = {}

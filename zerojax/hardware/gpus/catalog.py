@@ -1,4 +1,4 @@
-"""Catalogue of GPUs: lookup by name, device or file."""
+"""Looks up GPUs by name, device or file."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from zerojax.hardware.gpus.card import CardError, Gpu, build_card, split_notes
 
 
 def gpu_names() -> list[str]:
-    """The names of all cards, sorted."""
+    """Returns the names of all cards, sorted."""
     return sorted(_cards())
 
 
 def find_gpu(name_or_file: str) -> Gpu:
-    """The card that is meant.
+    """Returns the card for a name, a device kind or a file.
 
     Args:
       name_or_file: a card's name or alias ("h200"; case, spaces and underscores do not matter), a
-        device kind as the driver says it ("NVIDIA H100 80GB HBM3"), or the path of a YAML file in
-        the format of this package's own cards, which may start from one with `base: NAME`.
+        device kind as the driver reports it ("NVIDIA H100 80GB HBM3"), or the path of a YAML file
+        in the format of this package's own cards, which may start from one with `base: NAME`.
 
     Raises:
       ValueError: no such card or file, or a mistake in the file, with its line.
@@ -47,9 +47,9 @@ def find_gpu(name_or_file: str) -> Gpu:
 
 
 def gpu_of_device(device_kind: str) -> Gpu | None:
-    """The card of a device kind such as "NVIDIA H100 80GB HBM3"; None if not known.
+    """Returns the card of a device kind such as "NVIDIA H100 80GB HBM3"; None if unknown.
 
-    A slice of a GPU (MIG) is not known: it has neither the memory nor the speed of the whole.
+    A slice of a GPU (MIG) is unknown: it has neither the memory nor the speed of the whole GPU.
     """
     kind = device_kind.upper()
     if re.search(r"\bMIG\b", kind):
@@ -63,7 +63,7 @@ def _spelled(name: str) -> str:
 
 
 def named_gpu(name: str) -> Gpu | None:
-    """The card with this name or alias; None if there is none."""
+    """Returns the card with this name or alias; None if there is none."""
     found = _aliases().get(_spelled(name))
     return _cards()[found] if found else None
 
@@ -84,7 +84,7 @@ def _cards() -> Mapping[str, Gpu]:
 
 @functools.cache
 def _own_values() -> Mapping[str, dict[str, Any]]:
-    """Card name -> the keys of its file, for the cards that come with this package."""
+    """Returns {card name: the keys of its file}, for the cards of this package."""
     folder = resources.files("zerojax.hardware.gpus").joinpath("cards")
     files = sorted(file.name for file in folder.iterdir() if file.name.endswith(".yaml"))
     loaded = [_load(folder.joinpath(name).read_text("utf-8"), name)[0] for name in files]
@@ -109,7 +109,7 @@ def _read_card(path: str) -> Gpu:
 
 
 def _load(text: str, path: str) -> tuple[dict[str, Any], dict[tuple[str, ...], str]]:
-    """The mapping in a YAML text, and the file and line of each key."""
+    """Returns the mapping in a YAML text, and the file and line of each key."""
     values, where = read_yaml(text, path)
     if not isinstance(values, dict):
         raise ValueError(f"a GPU card has KEY: VALUE lines; got {values!r:.60} ({path}:1)")
@@ -117,7 +117,7 @@ def _load(text: str, path: str) -> tuple[dict[str, Any], dict[tuple[str, ...], s
 
 
 def _with_base(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The card's values over those of its `base`, with the notes of what it did not change."""
+    """Merges the card's values over those of its `base`; keeps the notes of unchanged values."""
     own = {key: value for key, value in values.items() if key != "base"}
     if "base" not in values:
         return own

@@ -1,4 +1,4 @@
-"""Compiler target of a GPU: the text of OpenXLA's GpuTargetConfigProto."""
+"""Writes the compiler target of a GPU: the text of OpenXLA's GpuTargetConfigProto."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from zerojax.hardware.gpus.card import Gpu
 
 PROTO = "OpenXLA xla/stream_executor/device_description.proto"
 
-# xla_data.proto PrimitiveType, as the rates of a description are keyed.
+# Numbers of xla_data.proto PrimitiveType, the keys of the rates in a description.
 S8, S32, U8, U32, F16, F32, F64, BF16, F4 = 2, 4, 6, 8, 10, 11, 12, 16, 32
 EIGHT_BITS = (S8, U8, 19, 20, 23, 24, 25, 28, 29, 33, 35, 36)
 """s8, u8, all formats of f8 and, in the tensor cores of Hopper and Blackwell, f6."""
 
-# Packages that hold the compiler, the one that reads the text first.
+# Packages that contain the compiler; the first installed one reads the text.
 COMPILERS = ("jax-cuda13-pjrt", "jax-cuda12-pjrt", "jaxlib")
 FIRST_WITH_OCCUPANCY = (0, 11, 0)
-"""0.10.2 refuses a text with any of the fields of `_occupancy`, 0.11.0 knows them all (tried)."""
+"""0.10.2 rejects a text with any field of `_occupancy`, 0.11.0 accepts them all (tried)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Rate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ComputeCapability:
-    """What all GPUs of one compute capability have in common, per core where nothing is said.
+    """The common properties of all GPUs of one compute capability, per core unless stated.
 
     Source: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"; rates of
     the units as in the descriptions of xla/backends/gpu/target_config/specs (none are published
@@ -110,18 +110,18 @@ ARCHITECTURES: Mapping[str, ComputeCapability] = {
 
 
 def target_text(gpu: Gpu) -> str:
-    """The text proto that the compile-only client takes as `target_config`.
+    """Returns the text proto that the compile-only client takes as `target_config`.
 
     It has the fields that the installed compiler knows.
 
     Raises:
-      ValueError: the card has no `compiler` section, or a compute capability not known here.
+      ValueError: the card has no `compiler` section, or its compute capability is unknown here.
     """
     target = gpu.target
     if target is None:
         raise ValueError(
             f"gpu={gpu.name!r} has no description for the compiler: too little is published about "
-            "it. Take a card that has one, or a YAML file with `base: " + gpu.name + "` and a "
+            "it. Use a card that has one, or a YAML file with `base: " + gpu.name + "` and a "
             "section `compiler` as in zerojax/hardware/gpus/cards/h100.yaml."
         )
     if target.capability not in ARCHITECTURES:

@@ -1,1 +1,1 @@
-"""Offload: state outside device memory, in slices that are moved and updated in place."""
+"""Keeps state outside device memory, in slices that are moved and updated in place."""

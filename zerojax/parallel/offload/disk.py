@@ -1,7 +1,7 @@
-"""Slices in files: their buckets, initial values and reads.
+"""Stores slices in files: their buckets, initial values and reads.
 
-A bucket is one slice of one parameter: of each array that belongs to it ("master", then moments)
-the rows [shards of this process, elements]. Every process has a store in a folder of its own.
+A bucket holds one slice of one parameter: for each of its arrays ("master", then moments) the rows
+[shards of this process, elements]. Every process has a store in its own folder.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from zerojax.plan.state import TrainState
 from zerojax.plan.state_layout import MASTER, SlicedLeaf, store_folder
 
 SIDE_FILES = "*.npz"
-"""What `parallel.offload.disk_durable` keeps beside the buckets of a store."""
+"""Files that `parallel.offload.disk_durable` writes beside the buckets of a store."""
 
-ALIGNMENT = 64  # bytes; from there on a CPU device takes memory as it is, without a copy
+ALIGNMENT = 64  # bytes; a CPU device uses memory with this alignment without a copy
 
 Rows = Mapping[jax.Device, np.ndarray]
-"""{device: [elements], or [slices, elements]}: what each device of this process has."""
+"""{device of this process: its [elements], or [slices, elements]}."""
 
 Source = Callable[[str, int], Rows | None]
-"""(array, number of a slice) -> what each device has of it; None stands for zeros."""
+"""(array, number of a slice) -> values of the slice on each device; None means zeros."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -42,11 +42,11 @@ class DiskLeaf:
 
     Attributes:
       leaf: its slices.
-      first_bucket: number of the first of its buckets.
+      first_bucket: number of its first bucket.
       dtypes: {array: its dtype}, in the order of a bucket.
-      shards: numbers of the shards that this process has; a bucket has a row for each.
-      row_of: {device of this process: its row}; copies of a shard share one.
-      own_rows: the rows of shards that no process with a lower number has.
+      shards: numbers of the shards that this process holds; a bucket has one row for each.
+      row_of: {device of this process: its row}; copies of a shard share one row.
+      own_rows: rows of the shards that no process with a lower number holds.
     """
 
     leaf: SlicedLeaf
@@ -58,7 +58,7 @@ class DiskLeaf:
 
     @property
     def num_buckets(self) -> int:
-        """How many of its slices lie in files."""
+        """Number of its slices that are stored in files."""
         return self.leaf.counts[NVME]
 
     @property
@@ -67,7 +67,7 @@ class DiskLeaf:
         return sum(self._array_bytes(dtype) for dtype in self.dtypes.values())
 
     def views(self, bucket: np.ndarray) -> dict[str, np.ndarray]:
-        """{array: [rows, elements]} of a bucket's bytes, sharing its memory."""
+        """Returns {array: [rows, elements]} of a bucket's bytes, sharing its memory."""
         shape, start, result = (len(self.shards), self.leaf.slice_elements), 0, {}
         for name, dtype in self.dtypes.items():
             size = math.prod(shape) * dtype.itemsize
@@ -82,13 +82,13 @@ class DiskLeaf:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DiskSlice:
-    """One bucket, in the caller's hands until the next one is asked for.
+    """One bucket, which the caller may use until the iteration continues.
 
     Attributes:
-      place: whose it is.
-      number: of the slice in its shard, counted over all tiers.
+      place: the parameter's buckets.
+      number: number of the slice in its shard, counted over all tiers.
       arrays: {array: [rows, elements]} in the store's own memory.
-      write: starts to write them; then they must not change.
+      write: starts writing them; do not change them afterwards.
     """
 
     place: DiskLeaf
@@ -98,22 +98,23 @@ class DiskSlice:
 
 
 class DiskState:
-    """The open store of this process and what lies where in it.
+    """The open store of this process and the position of each slice in it.
 
-    As a part of a state it is a node without leaves: JAX passes it by and never copies it. There is
-    one; a state whose slices are on disk is changed by each step, also where its arrays are not.
+    As a part of a state it is a node without leaves: JAX never copies it. There is only one: a step
+    changes the slices on disk of the state that it was given, even where it does not change its
+    arrays.
 
     Attributes:
       store: the buckets.
       leaves: {name: its buckets}, in the order of the buckets.
-      failure: why the slices are no longer those of one step, if so.
-      data_state: position of the data after the step that comes next, for a durable store.
-      has_frozen: whether the frozen parameters are beside the buckets of a durable store.
+      failure: the reason why the slices no longer belong to one step; None if they do.
+      data_state: position of the data after the next step, for a durable store.
+      has_frozen: whether the frozen parameters were written beside the buckets of a durable store.
     """
 
     def __init__(self, store: BucketStore, leaves: Mapping[str, DiskLeaf]) -> None:
         self.store, self.leaves = store, leaves
-        weakref.finalize(self, store.close)  # for who forgets to close it
+        weakref.finalize(self, store.close)  # if the owner does not close it
         self.failure: str | None = None
         self.data_state: dict[str, Any] | None = None
         self.has_frozen = False
@@ -121,15 +122,16 @@ class DiskState:
     def slices(
         self, *, read: bool = True, before_commit: Callable[[], None] | None = None
     ) -> Iterator[DiskSlice]:
-        """Goes through all buckets once; see `BucketStore.sweep`.
+        """Iterates over all buckets once; see `BucketStore.sweep`.
 
         Args:
-          read: False where every byte will be set anyway.
-          before_commit: called when all buckets were written, before they count.
+          read: False where every byte will be overwritten anyway.
+          before_commit: called when all buckets are written, before the new generation is
+            committed.
 
         Raises:
-          StoreFailedError: what the disk says; also that an earlier sweep failed. StoreError: what
-            the store says.
+          StoreFailedError: the disk reports an error, or an earlier sweep failed.
+          StoreError: the store reports an error.
         """
         self._check_whole()
         places = [place for place in self.leaves.values() for _ in range(place.num_buckets)]
@@ -152,7 +154,7 @@ class DiskState:
             if wrote:
                 self.failure = (
                     f"{self.store.folder}: a sweep over the optimizer's state stopped half-way "
-                    f"({_text_of(error)}); start the run again: it goes on from the "
+                    f"({_text_of(error)}); start the run again: it continues from the "
                     + ("last whole step" if self.store.is_durable else "last checkpoint")
                 )
             if isinstance(error, OSError):
@@ -165,12 +167,12 @@ class DiskState:
         *,
         before_commit: Callable[[], None] | None = None,
     ) -> None:
-        """Writes every bucket anew.
+        """Overwrites every bucket.
 
         Args:
-          source_of: called once for each parameter, in order; the former one's source is dropped
-            before.
-          before_commit: as `slices` takes it.
+          source_of: called once for each parameter, in order; the previous parameter's source is
+            released first.
+          before_commit: as in `slices`.
         """
         current, source = None, None
         for piece in self.slices(read=False, before_commit=before_commit):
@@ -188,11 +190,11 @@ class DiskState:
             piece.write()
 
     def read(self, leaf: SlicedLeaf, array: str) -> Rows:
-        """{device: [slices, elements]}: slices in files of one array, copied; {} without any.
+        """Returns {device: [slices, elements]}: copies of one array's slices in files; {} if none.
 
         Raises:
-          StoreFailedError: what the disk says; also that a sweep failed. StoreError: what the store
-            says.
+          StoreFailedError: the disk reports an error, or a sweep failed.
+          StoreError: the store reports an error.
         """
         if leaf.name not in self.leaves:
             return {}
@@ -210,7 +212,7 @@ class DiskState:
         return {device: result[row] for device, row in place.row_of.items()}
 
     def close(self) -> None:
-        """Gives up the store's files. May be called twice."""
+        """Closes the store's files. May be called twice."""
         self.store.close()
 
     def _check_whole(self) -> None:
@@ -222,20 +224,20 @@ jax.tree_util.register_pytree_node(DiskState, lambda disk: ((), disk), lambda di
 
 
 def _text_of(error: BaseException) -> str:
-    if isinstance(error, GeneratorExit):  # its own error passes the sweep by
-        return "the loop over its buckets was left by an error"
+    if isinstance(error, GeneratorExit):  # the loop's own error does not reach the sweep
+        return "an error ended the loop over its buckets"
     text = error.strerror if isinstance(error, OSError) else str(error)
     return text or type(error).__name__
 
 
 def disk_leaves(plan: Plan) -> dict[str, DiskLeaf]:
-    """{name: its buckets} of this process, in the order of the plan's layout."""
+    """Returns {name: its buckets} of this process, in the order of the plan's layout."""
     assert plan.offload is not None
     return places_of(plan, plan.offload.on_disk)
 
 
 def places_of(plan: Plan, leaves: Sequence[SlicedLeaf]) -> dict[str, DiskLeaf]:
-    """{name: its buckets, of which there may be none} of these parameters."""
+    """Returns {name: its buckets, possibly none} of these parameters."""
     layout, mesh = plan.offload, plan.mesh
     assert layout is not None
     assert isinstance(mesh, Mesh)
@@ -258,7 +260,7 @@ def places_of(plan: Plan, leaves: Sequence[SlicedLeaf]) -> dict[str, DiskLeaf]:
 
 
 def owners_of(shard_of: Mapping[Any, int]) -> dict[int, int]:
-    """{number of a shard: the first process that has it}, given each device's shard."""
+    """Returns {number of a shard: the first process that holds it}, from each device's shard."""
     owners: dict[int, int] = {}
     for device, shard in shard_of.items():
         owners[shard] = min(owners.get(shard, device.process_index), device.process_index)
@@ -266,19 +268,19 @@ def owners_of(shard_of: Mapping[Any, int]) -> dict[int, int]:
 
 
 def _shards(leaf: SlicedLeaf, mesh: Mesh) -> dict[jax.Device, int]:
-    """{device: number of its shard}."""
+    """Returns {device: number of its shard}."""
     sharding = tier_sharding(leaf, DEVICE, mesh)
     indices = sharding.devices_indices_map((leaf.num_shards, 1))
     return {device: index[0].start or 0 for device, index in indices.items()}
 
 
 def create_disk(plan: Plan) -> DiskState:
-    """A new store for the slices of a plan that lie in files; what is there is given up.
+    """Creates a store for the slices of a plan in files; replaces an existing store.
 
     Raises:
-      ValueError: the plan does not say where.
-      StoreError: another process has it open.
-      OSError: the disk has too little space, in bytes and with what helps.
+      ValueError: the plan names no folder.
+      StoreError: another process has the store open.
+      OSError: the disk has too little space; the message has the bytes and a remedy.
     """
     folder = store_folder(plan.settings.offload)
     leaves = disk_leaves(plan)
@@ -291,18 +293,18 @@ def create_disk(plan: Plan) -> DiskState:
         replace=True,
     )
     for path in folder.glob(SIDE_FILES):
-        path.unlink()  # of the store that was there: generations are counted anew
+        path.unlink()  # of the replaced store: generations are counted from the beginning
     return DiskState(store, leaves)
 
 
 def fill_new_disk(plan: Plan, stored: Callable[[str], jax.Array]) -> DiskState:
-    """A new store with the masters of new parameters and moments of zeros.
+    """Creates a store with the masters of new parameters and moments of zeros.
 
     An average of the weights begins as the weights.
 
     Args:
-      plan: with slices in files.
-      stored: name -> the parameter as it is stored; called once for each, in turn.
+      plan: a plan with slices in files.
+      stored: name -> the parameter in its stored form; called once for each, one after the other.
     """
 
     def source_of(place: DiskLeaf) -> Source:
@@ -316,12 +318,12 @@ def fill_new_disk(plan: Plan, stored: Callable[[str], jax.Array]) -> DiskState:
 def fill_disk(
     plan: Plan, stored: TrainState, before_commit: Callable[[DiskState], None]
 ) -> DiskState:
-    """A new store with the slices of a state in one piece, as `plan.abstract_stored` has it.
+    """Creates a store with the slices of a whole state in the form of `plan.abstract_stored`.
 
     Args:
-      plan: with slices in files.
+      plan: a plan with slices in files.
       stored: the state.
-      before_commit: called when all buckets were written, before they count.
+      before_commit: called when all buckets are written, before the new generation is committed.
     """
     assert plan.offload is not None
     arrays = arrays_of(plan, stored, plan.offload.on_disk)
@@ -335,7 +337,7 @@ def filled_disk(
     source_of: Callable[[DiskLeaf], Source],
     before_commit: Callable[[DiskState], None] = lambda disk: None,
 ) -> DiskState:
-    """A new store with the slices that `source_of` gives, see `DiskState.fill`."""
+    """Creates a store with the slices that `source_of` returns, see `DiskState.fill`."""
     disk = create_disk(plan)
     try:
         disk.fill(source_of, before_commit=lambda: before_commit(disk))
@@ -346,7 +348,7 @@ def filled_disk(
 
 
 def array_source(plan: Plan, place: DiskLeaf, arrays: Mapping[str, jax.Array]) -> Source:
-    """The slices in files of a parameter's arrays; zeros of those that are missing."""
+    """Returns the source of a parameter's slices in files; missing arrays are zeros."""
     assert isinstance(plan.mesh, Mesh)
     mesh = plan.mesh
     rows = {name: cut_leaf(place.leaf, array, mesh)[1] for name, array in arrays.items()}
@@ -361,7 +363,7 @@ def array_source(plan: Plan, place: DiskLeaf, arrays: Mapping[str, jax.Array]) -
 
 
 def arrays_of(plan: Plan, state: Any, leaves: Sequence[SlicedLeaf]) -> dict[str, dict[str, Any]]:
-    """{name of each of `leaves`: {array: its leaf}} of any tree with a state's structure."""
+    """Returns {name of each of `leaves`: {array: its leaf}} of a tree with a state's structure."""
     layout = plan.offload
     assert layout is not None
     result: dict[str, dict[str, Any]] = {leaf.name: {} for leaf in leaves}

@@ -1,8 +1,8 @@
-"""Durable store: the state beside the buckets, so that a killed run resumes from its files.
+"""Writes the rest of the state beside a durable store, so that a killed run resumes from its files.
 
-Each generation has a file with everything of the state that lies in no bucket: counters, random
-key, position of the data, parameters too small for slices. It is written before the generation
-counts, and the one before is kept until then. Weights are made again from the masters.
+Each generation has a file with every part of the state that is in no bucket: counters, random key,
+position of the data, parameters too small for slices. It is written before the generation is
+committed, and the previous file is kept until then. Weights are recomputed from the masters.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _OF_ARCHIVES = (zipfile.BadZipFile, zlib.error, NotImplementedError)
 
 
 def write_rest(plan: Plan, disk: DiskState, state: TrainState) -> None:
-    """Writes what lies in no bucket, for the generation that is about to count.
+    """Writes the parts of the state that are in no bucket, for the generation to be committed.
 
     Raises:
-      OSError: what the disk says.
+      OSError: the disk reports an error.
     """
     folder, generation = disk.store.folder, disk.store.generation + 1
     if not disk.has_frozen:
@@ -58,11 +58,11 @@ def write_rest(plan: Plan, disk: DiskState, state: TrainState) -> None:
 def rest_writer(
     plan: Plan, state: TrainState, data_state: dict[str, Any] | None
 ) -> Callable[[DiskState], None]:
-    """What a store that is filled in the middle of a run needs, so that it can be gone on from.
+    """Returns a callback that writes what a store filled during a run needs for resuming.
 
     Args:
-      plan: which `state` follows.
-      state: everything but what is in the buckets; read when what this returned is called.
+      plan: the plan that `state` follows.
+      state: everything except the buckets' contents; read when the callback is called.
       data_state: position of the data.
     """
 
@@ -75,32 +75,34 @@ def rest_writer(
 
 
 class AnotherPlanError(StoreError):
-    """A store is whole, and of another plan than the one that is to go on from it."""
+    """A complete store belongs to another plan than the one that should resume from it."""
 
 
 def resume_step(plan: Plan) -> int | None:
-    """Batches consumed by the last whole generation in a plan's folder; None without any.
+    """Returns the batches consumed by the last complete generation in a plan's folder, or None.
 
     Raises:
-      StoreError: what the folder has is not what this version wrote.
+      StoreError: this version did not write the contents of the folder.
     """
     if not _may_be_there(plan):
         return None
     folder = store_folder(plan.settings.offload)
-    manifest = load_manifest(folder)  # alone: a scratch store may be mixed, and is of no interest
+    manifest = load_manifest(folder)  # only this: a scratch store may be mixed and is not used
     path = folder / f"state-{manifest.generation}.npz"
     if not manifest.durable or not path.exists():
         return None
     step = _unpacked(path)[0].get("step")
     if step is None or step.ndim or step.dtype.kind not in "iu":
         raise StoreError(
-            f"{path}: has no step; delete its folder to go on from the last checkpoint"
+            f"{path}: has no step; delete its folder to continue from the last checkpoint"
         )
     return int(step)
 
 
 def resume(plan: Plan) -> tuple[TrainState, dict[str, Any] | None]:
-    """(state, position of the data) of the last whole generation; `resume_step` must say there is.
+    """Returns (state, position of the data) of the last complete generation.
+
+    Call it only if `resume_step` returned a step.
 
     Raises:
       AnotherPlanError: it is of another model, optimizer, mesh, order of layers or slicing.
@@ -113,9 +115,9 @@ def resume(plan: Plan) -> tuple[TrainState, dict[str, Any] | None]:
         if about.get("signature") != _signature(plan):
             raise AnotherPlanError(
                 f"{folder}: the optimizer's state there is of another model, optimizer, mesh, "
-                "order of layers or slicing than this run's; go on with what it was made with and "
-                "save a checkpoint, which fits any mesh, or delete the folder to go on from the "
-                "last checkpoint"
+                "order of layers or slicing than this run's; resume with the settings that wrote "
+                "it and save a checkpoint, which fits any mesh, or delete the folder to continue "
+                "from the last checkpoint"
             )
         disk = DiskState(store, disk_leaves(plan))
         arrays |= {f"frozen/{n}": x for n, x in _unpacked(folder / _FROZEN)[0].items()}
@@ -137,7 +139,7 @@ def _may_be_there(plan: Plan) -> bool:
 
 
 def _rest(plan: Plan, state: Any) -> dict[str, Any]:
-    """{name: leaf} of everything that is neither in a bucket, nor made from one, nor frozen."""
+    """Returns {name: leaf} of what is neither in a bucket, nor computed from one, nor frozen."""
     assert plan.offload is not None
     on_disk = {leaf.name for leaf in plan.offload.on_disk}
     kept = {n: x for n, x in state["params"].items() if n not in on_disk}
@@ -145,7 +147,7 @@ def _rest(plan: Plan, state: Any) -> dict[str, Any]:
 
 
 def _place(plan: Plan, arrays: dict[str, np.ndarray]) -> Any:
-    """The arrays where they belong; no weights of parameters with slices in files."""
+    """Places the arrays on the devices; leaves out weights of parameters with slices in files."""
     abstract = plan.abstract_state
     wanted = _rest(plan, abstract) | flatten_names({"frozen": abstract["frozen"]})
 
@@ -158,7 +160,7 @@ def _place(plan: Plan, arrays: dict[str, np.ndarray]) -> Any:
 
 
 def _signature(plan: Plan) -> str:
-    """What two plans must have in common to share buckets."""
+    """Returns a text that is equal for two plans that can share buckets."""
     assert plan.offload is not None
     slices = []
     for leaf in plan.offload.on_disk:
@@ -182,11 +184,11 @@ def _packed(arrays: dict[str, Any], about: dict[str, Any]) -> bytes:
 
 
 def _unpacked(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """(arrays, what is said of them).
+    """Returns (arrays, their metadata) of a file.
 
     Raises:
-      StoreError: the file is not one that this version wrote.
-      OSError: what the system says.
+      StoreError: this version did not write the file.
+      OSError: the system reports an error.
     """
     try:
         with open(open_regular(path, follow=False), "rb") as opened, np.load(opened) as file:
@@ -197,8 +199,8 @@ def _unpacked(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
             }
     except (ValueError, KeyError, TypeError, AttributeError, EOFError, *_OF_ARCHIVES) as error:
         raise StoreError(
-            f"{path}: damaged ({type(error).__name__}); delete its folder to go on from the last "
-            "checkpoint"
+            f"{path}: damaged ({type(error).__name__}); delete its folder to continue from the "
+            "last checkpoint"
         ) from error
     return arrays, about
 

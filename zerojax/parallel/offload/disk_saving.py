@@ -1,7 +1,7 @@
-"""Checkpoints of offloaded parameters, slice by slice, for any tier.
+"""Saves and restores checkpoints of offloaded parameters, slice by slice, for any tier.
 
-Such a parameter is never whole in memory. Saved are the slices of its shards as they come from the
-store; restored is any part that a shard of another mesh or tier needs.
+Such a parameter is never whole in memory. Saving writes the slices of its shards as they come from
+the store; restoring reads any part that a shard of another mesh or tier needs.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from zerojax.plan.state import TrainState
 from zerojax.plan.state_layout import MASTER, SlicedLeaf
 
 Read = Callable[[Box], np.ndarray]
-"""The part of a saved array in a box: where it begins, and its sizes."""
+"""Reads the part of a saved array in a box: (start, sizes)."""
 
 
 class Saved(Protocol):
-    """An array of a checkpoint that was not read yet."""
+    """An array of a checkpoint that has not been read yet."""
 
     def open(self) -> Read:
-        """What reads parts of it; dropping it frees what it holds."""
+        """Returns a function that reads parts of it; deleting the function frees its resources."""
 
 
 def saved_names(plan: Plan) -> dict[str, dict[str, str]]:
-    """{parameter with slices off the device: {array: its name in a canonical state}}."""
+    """Returns {parameter with slices off the device: {array: its name in a canonical state}}."""
     assert plan.offload is not None
     names = jax.tree_util.tree_map_with_path(
         lambda path, _: path_name(path), plan.abstract_canonical
@@ -59,10 +59,10 @@ def write_pieces(
 ) -> None:
     """Writes this process's slices of the parameters with slices on the host or in files.
 
-    A shard that several processes have is written by the first of them.
+    If several processes hold a shard, the first of them writes it.
 
     Raises:
-      StoreError, OSError: what the store or the disk of `folder` says.
+      StoreError, OSError: the store or the disk of `folder` reports an error.
     """
     assert plan.offload is not None
     leaves, names = plan.offload.off_device, saved_names(plan)
@@ -84,7 +84,7 @@ def write_pieces(
 
 
 def _slices_in_memory(place: DiskLeaf, tiers: Tiers) -> Iterator[tuple[int, int, np.ndarray]]:
-    """(row, number, values) of a parameter's slices in memory that this process is to write."""
+    """Yields (row, number, values) of a parameter's slices in memory that this process writes."""
     for tier, array in tiers.items():
         by_row = {place.row_of[device]: shard for device, shard in shards_of(array).items()}
         for row in place.own_rows:
@@ -104,7 +104,7 @@ def _block(plan: Plan, place: DiskLeaf, row: int, name: str, with_fingerprint: b
 
 
 def _start(plan: Plan, place: DiskLeaf, row: int) -> Shape:
-    """Where the shard of a row begins in the stored parameter."""
+    """Returns the start index, in the stored parameter, of the shard of a row."""
     stored = plan.abstract_stored["params"][place.leaf.name]
     device = next(device for device, own in place.row_of.items() if own == row)
     index = stored.sharding.addressable_devices_indices_map(stored.shape)[device]
@@ -119,16 +119,19 @@ def restore_pieces(
     *,
     data_state: dict[str, Any] | None = None,
 ) -> TrainState:
-    """A state whose parameters off the device come from a checkpoint, slice by slice.
+    """Restores the parameters off the device from a checkpoint, slice by slice.
 
     Args:
-      plan: with slices on the host or in files.
+      plan: a plan with slices on the host or in files.
       canonical: has a `Saved` for each array of such a parameter.
-      state: everything else; has anything in these places.
+      state: everything else; its values for these parameters are ignored.
       data_state: position of the data, for a durable store.
 
+    Returns:
+      The whole state.
+
     Raises:
-      StoreError, OSError: what the store or the checkpoint says.
+      StoreError, OSError: the store or the checkpoint reports an error.
     """
     assert isinstance(plan.mesh, Mesh)
     assert plan.offload is not None
@@ -137,7 +140,7 @@ def restore_pieces(
     tiers: dict[str, dict[str, Tiers]] = {}
 
     def source_of(place: DiskLeaf) -> Source:
-        """Reads what is in memory on the way, so that each array is opened once."""
+        """Also reads the slices kept in memory, so that each array is opened once."""
         source = _read_slices(plan, place, saved[place.leaf.name])
         tiers[place.leaf.name] = {a: _tiers(place, a, source, mesh) for a in place.dtypes}
         return source
@@ -165,7 +168,7 @@ def restore_pieces(
 def _with_slices(
     plan: Plan, state: TrainState, tiers: Mapping[str, Mapping[str, Tiers]]
 ) -> TrainState:
-    """A state with the slices of these parameters in memory."""
+    """Returns a state with these slices in memory."""
     result = state.copy()
     if plan.precision.has_masters:
         masters = {name: arrays[MASTER] for name, arrays in tiers.items()}
@@ -175,7 +178,7 @@ def _with_slices(
 
 
 def put_moments(plan: Plan, opt_state: Any, tiers: Mapping[str, Mapping[str, Tiers]]) -> Any:
-    """An optimizer's state with these moments in the places of theirs."""
+    """Returns an optimizer's state with these moments in place of its own."""
     assert plan.offload is not None
     moments = plan.offload.moments
 
@@ -186,7 +189,7 @@ def put_moments(plan: Plan, opt_state: Any, tiers: Mapping[str, Mapping[str, Tie
 
 
 def _tiers(place: DiskLeaf, array: str, source: Source, mesh: Mesh) -> Tiers:
-    """The slices of an array in memory."""
+    """Reads the slices of an array that are kept in memory."""
     result = {}
     for tier, target in abstract_tiers(place.leaf, place.dtypes[array], mesh).items():
         first, count = place.leaf.first(tier), place.leaf.counts[tier]
@@ -198,8 +201,8 @@ def _tiers(place: DiskLeaf, array: str, source: Source, mesh: Mesh) -> Tiers:
 
 
 def _read_slices(plan: Plan, place: DiskLeaf, saved: Mapping[str, Saved]) -> Source:
-    """What a checkpoint has of each slice, one in memory at a time where it can be read so."""
-    reader = functools.cache(lambda array: saved[array].open())  # when it is needed, and once
+    """Returns the source of a checkpoint's slices; one is in memory at a time if possible."""
+    reader = functools.cache(lambda array: saved[array].open())  # opened on first use, once
     whole = plan.placement.leaves[place.leaf.name]
     elements = place.leaf.slice_elements
     starts = [_start(plan, place, row) for row in range(len(place.shards))]
@@ -227,10 +230,10 @@ def _read_run(
     whole: tuple[Shape, tuple[int, ...] | None],
     dtype: np.dtype,
 ) -> np.ndarray:
-    """A run of elements (first, count) of a shard of the stored parameter; padding is zeros.
+    """Reads a run of elements (first, count) of a shard of the stored parameter; padding is 0.
 
     Args:
-      whole: the true shape, and which row of it each stored row is.
+      whole: the true shape, and the row of it that each stored row holds.
     """
     (_, count), (true_shape, rows) = run, whole
     result = np.zeros(count, dtype)

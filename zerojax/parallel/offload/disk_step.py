@@ -1,6 +1,6 @@
-"""Training step with slices in files: a jitted part, then a sweep over the store.
+"""Runs a training step with slices in files: a jitted part, then a sweep over the store.
 
-While slice i is updated on the devices, i+1 is read and i-1 written; memory is that of three
+While slice i is updated on the devices, i+1 is read and i-1 written; this takes the memory of three
 buckets, whatever the number of slices. A step whose gradients are not finite reads and writes none.
 The weights for forward and backward are cast from the master weights in the slices.
 """
@@ -42,10 +42,10 @@ Metrics = dict[str, jax.Array]
 
 
 class DiskStep:
-    """`step(state, batch) -> (state, metrics)` like any other; it waits for its own end.
+    """A `step(state, batch) -> (state, metrics)` that returns when the sweep has finished.
 
     Attributes:
-      trace, lower: of the jitted part.
+      trace, lower: those of the jitted part.
     """
 
     def __init__(
@@ -54,9 +54,9 @@ class DiskStep:
         """Builds the step around its jitted part.
 
         Args:
-          plan: with slices in files.
+          plan: a plan with slices in files.
           jitted: `(state, batch) -> (state, metrics, pending)`, see `pending_of`.
-          write_rest: `(disk, state)`: called before a generation of a durable store counts.
+          write_rest: `(disk, state)`: called before a generation of a durable store is committed.
         """
         self._jitted, self._write_rest = jitted, write_rest
         self._update = SliceUpdates(plan)
@@ -66,7 +66,7 @@ class DiskStep:
         disk = state["disk"]
         new, metrics, pending = self._jitted({**state, "disk": {}}, batch)
         new["disk"] = disk
-        # It is known only now whether the gradients were finite.
+        # Only now it is known whether the gradients are finite.
         if not int(metrics["skipped"]):
             rest = functools.partial(self._write_rest, disk, new)
             for piece in disk.slices(before_commit=rest if disk.store.is_durable else None):
@@ -79,13 +79,13 @@ class DiskStep:
 def pending_of(
     plan: Plan, grads: Mapping[str, jax.Array], opt_state: Any, now: ThisStep
 ) -> dict[str, Any]:
-    """Traced: what the jitted part of a step leaves for the update of slices in files.
+    """Returns what the jitted part passes to the update of slices in files; traced.
 
     Args:
-      plan: with slices in files.
-      grads: of all parameters, as they are stored, unscaled.
-      opt_state: before the step.
-      now: what an update is told.
+      plan: a plan with slices in files.
+      grads: gradients of all parameters, in stored form, unscaled.
+      opt_state: optimizer state before the step.
+      now: the step's inputs of an update.
 
     Returns:
       "grads" of the parameters with slices in files, "opt_state" without arrays of parameters, and
@@ -101,7 +101,7 @@ def pending_of(
 
 
 def pending_shardings(plan: Plan) -> dict[str, Any]:
-    """The shardings of `pending_of`, as `jax.jit` takes them."""
+    """Returns the shardings of `pending_of`, as `jax.jit` takes them."""
     assert plan.offload is not None
     params, replicated = plan.abstract_state["params"], NamedSharding(plan.mesh, P())
     grads = {leaf.name: params[leaf.name].sharding for leaf in plan.offload.on_disk}
@@ -109,7 +109,7 @@ def pending_shardings(plan: Plan) -> dict[str, Any]:
 
 
 class SliceUpdates:
-    """Updates slices in files, each by a jitted function of its parameter."""
+    """The update of slices in files, by one jitted function for each parameter."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -120,7 +120,7 @@ class SliceUpdates:
     ) -> jax.Array:
         """Writes the new master and moments into `piece`; returns the new weights.
 
-        `weights` (what forward and backward read of the parameter) are donated.
+        `weights` (the parameter as forward and backward read it) are donated.
         """
         place = piece.place
         name = place.leaf.name
@@ -135,8 +135,8 @@ class SliceUpdates:
             pending["opt_state"],
             pending["numbers"],
         )
-        # A CPU device may have taken the store's memory as it is, and devices with copies of one
-        # shard all have the same: it may be written only when every one of them has done with it.
+        # A CPU device may use the store's memory without a copy, and devices with copies of one
+        # shard share it: it may be written only when all of them have finished.
         jax.block_until_ready((weights, new))
         for key, target in piece.arrays.items():
             take_rows(place, new[key], target)
@@ -159,8 +159,8 @@ class SliceUpdates:
             numbers: tuple[jax.Array, ...],
         ) -> tuple[jax.Array, dict[str, jax.Array]]:
             begun = begin(plan, opt_state, context_of(plan, *numbers))
-            # In a loop, like slices on the host: computed beside the numbers of a step, an update
-            # rounds other products (XLA of JAX 0.10 on CPU).
+            # In a loop, like slices on the host: computed beside the scalars of a step, an update
+            # would round other products (XLA of JAX 0.10 on CPU).
             grads = as_slices(leaf, grad)
 
             def body(number: jax.Array, carry: Any) -> Any:
@@ -196,7 +196,7 @@ class SliceUpdates:
 
 
 def place_rows(place: DiskLeaf, rows: np.ndarray, plan: Plan) -> jax.Array:
-    """[rows of this process, elements] -> [shards, elements] on the devices.
+    """Moves [rows of this process, elements] to the devices as [shards, elements].
 
     On a CPU device the array may share `rows`' memory.
     """
@@ -210,7 +210,7 @@ def place_rows(place: DiskLeaf, rows: np.ndarray, plan: Plan) -> jax.Array:
 
 
 def take_rows(place: DiskLeaf, slices: jax.Array, target: np.ndarray) -> None:
-    """The inverse of `place_rows`, into memory that is there; waits for the array."""
+    """Inverts `place_rows`, into existing memory; waits for the array."""
     shards = {place.row_of[shard.device]: shard.data for shard in slices.addressable_shards}
     for row, shard in shards.items():
         target[row] = np.asarray(shard)[0]
@@ -222,13 +222,13 @@ def build_weights(
     disk: DiskState | None,
     masters: Mapping[str, Tiers],
 ) -> dict[str, jax.Array]:
-    """The weights of parameters whose masters are in slices, one slice on the device at a time.
+    """Computes weights from masters in slices, with one slice on the device at a time.
 
     Args:
-      plan: with float32 masters.
-      places: of the parameters.
+      plan: a plan with float32 masters.
+      places: the parameters' buckets.
       disk: their slices in files, if there are any.
-      masters: {name: {tier: slices}} of those in memory.
+      masters: {name: {tier: slices}} of the slices in memory.
     """
     abstract = plan.abstract_state["params"]
     weights: dict[str, jax.Array] = {}
@@ -239,14 +239,14 @@ def build_weights(
     for place, number, rows in _slices(places, disk, masters):
         name, slices = place.leaf.name, place_rows(place, rows, plan)
         weights[name] = put[name](weights[name], slices, np.int32(number))
-        jax.block_until_ready(weights[name])  # a CPU device may have taken the rows as they are
+        jax.block_until_ready(weights[name])  # a CPU device may use the rows without a copy
     return weights
 
 
 def _slices(
     places: Mapping[str, DiskLeaf], disk: DiskState | None, masters: Mapping[str, Tiers]
 ) -> Iterator[tuple[DiskLeaf, int, np.ndarray]]:
-    """(parameter, number, [rows, elements]) of all slices of masters."""
+    """Yields (parameter, number, [rows, elements]) of all slices of masters."""
     for place in places.values():
         tiers = masters.get(place.leaf.name, {})
         for tier in [tier for tier in MEMORY_TIERS if tier in tiers]:
@@ -260,7 +260,7 @@ def _slices(
 
 
 def _build_put(plan: Plan, place: DiskLeaf) -> Any:
-    """A jitted `(weights, master slice of every shard, number) -> weights`, in place."""
+    """Builds the jitted `(weights, master slice of every shard, number) -> weights`, in place."""
     leaf = place.leaf
     sharding = plan.abstract_state["params"][leaf.name].sharding
     on_host = plan.offload is not None and leaf.name in plan.offload.streamed

@@ -1,4 +1,4 @@
-"""Whole training state in slices: initialised, cut from its stored form, and joined again."""
+"""Initializes a training state in slices, cuts it from its stored form, and joins it again."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from zerojax.plan.state_layout import SlicedLeaf
 
 
 def cut_new_state(plan: Plan, stored: TrainState) -> TrainState:
-    """Traced: a new state in slices, from one on the device, whose moments are zeros.
+    """Cuts a new state, whose moments are zeros, from its stored form on the device; traced.
 
     An average of the weights begins as the weights.
     """
@@ -40,7 +40,7 @@ def cut_new_state(plan: Plan, stored: TrainState) -> TrainState:
             average = cut_params[leaf.name].average
             assert average is not None
             return average
-        # The moments of every optimizer that can be offloaded begin at zero.
+        # The moments of every optimizer that supports offload begin at zero.
         made = abstract_tiers(leaf, moment.dtype, plan.mesh).items()
         new = {tier: jnp.zeros(x.shape, x.dtype) for tier, x in made}
         return {tier: to_host(x) if tier == HOST else x for tier, x in new.items()}
@@ -55,12 +55,12 @@ def cut_new_state(plan: Plan, stored: TrainState) -> TrainState:
 
 
 class CutParam(NamedTuple):
-    """A parameter as a state with offload has it.
+    """The arrays of one parameter in a state with offload.
 
     Attributes:
-      param: what forward and backward read.
-      master: in slices; None where it has none.
-      average: of the weights, as they are; in slices where the parameter is; None: there is none.
+      param: the value that forward and backward read.
+      master: in slices; None if it has none.
+      average: average of the weights; in slices if the parameter is; None if there is none.
     """
 
     param: Any
@@ -69,12 +69,12 @@ class CutParam(NamedTuple):
 
 
 def cut_new_param(plan: Plan, name: str, stored: jax.Array) -> CutParam:
-    """One new parameter.
+    """Cuts one new parameter.
 
     Args:
-      plan: with offload.
-      name: of the parameter.
-      stored: on the device.
+      plan: a plan with offload.
+      name: name of the parameter.
+      stored: its stored form on the device.
     """
     shardings = plan.state_shardings
     averages = ema_of(shardings["opt_state"]) or {}
@@ -83,7 +83,7 @@ def cut_new_param(plan: Plan, name: str, stored: jax.Array) -> CutParam:
 
 
 def _cut_param(plan: Plan, name: str, stored: jax.Array) -> CutParam:
-    """Traced; see `cut_new_param`."""
+    """Cuts one parameter, see `cut_new_param`; traced."""
     layout, abstract = plan.offload, plan.abstract_state
     assert layout is not None
     leaves = layout.leaves
@@ -110,15 +110,15 @@ def _cut_param(plan: Plan, name: str, stored: jax.Array) -> CutParam:
 
 
 def join_state(plan: Plan, state: TrainState, *, joined: bool = True) -> TrainState:
-    """The state with every parameter and moment in one piece, as `plan.abstract_stored` has it.
+    """Returns the state with whole parameters and moments, in the form of `plan.abstract_stored`.
 
-    What has left the device is joined on the host, leaf by leaf.
+    Arrays outside device memory are joined on the host, leaf by leaf.
 
     Args:
-      plan: with offload.
+      plan: a plan with offload.
       state: in slices.
-      joined: False: what has slices on the host or in files is left out, a `ShapeDtypeStruct` in
-        its place.
+      joined: False: arrays with slices on the host or in files are left out, with a
+        `ShapeDtypeStruct` in their place.
     """
     layout = plan.offload
     assert layout is not None
@@ -140,7 +140,7 @@ def join_state(plan: Plan, state: TrainState, *, joined: bool = True) -> TrainSt
 
 
 def join_params(plan: Plan, state: TrainState, *, joined: bool = True) -> dict[str, jax.Array]:
-    """The parameters alone, as `join_state` has them."""
+    """Returns only the parameters, as in `join_state`."""
     layout = plan.offload
     assert layout is not None
     target = canonical_on_host(plan.abstract_stored, layout)["params"]
@@ -158,7 +158,7 @@ def join_params(plan: Plan, state: TrainState, *, joined: bool = True) -> dict[s
 
 
 def join_average(plan: Plan, state: TrainState) -> dict[str, jax.Array]:
-    """The average of the weights alone, as `join_state` has it; its optimizer keeps one."""
+    """Returns only the average of the weights, as in `join_state`; the optimizer must have one."""
     layout = plan.offload
     assert layout is not None
     target = ema_of(canonical_on_host(plan.abstract_stored, layout)["opt_state"])
@@ -177,7 +177,7 @@ def join_average(plan: Plan, state: TrainState) -> dict[str, jax.Array]:
 
 
 def averaged_params(plan: Plan, state: TrainState) -> dict[str, jax.Array]:
-    """What forward reads in place of the parameters to compute with the average of the weights."""
+    """Returns the average of the weights in the form in which forward reads parameters."""
     layout, abstract = plan.offload, plan.abstract_state["params"]
     assert layout is not None
 
@@ -191,15 +191,15 @@ def averaged_params(plan: Plan, state: TrainState) -> dict[str, jax.Array]:
 
 
 def _from_files(plan: Plan, state: TrainState, leaf: SlicedLeaf, array: int) -> Any:
-    """The slices in files of one of a leaf's arrays, if anything lies in files."""
+    """Returns the slices in files of one of a leaf's arrays; None if the state has no files."""
     assert plan.offload is not None
     return state["disk"].read(leaf, plan.offload.arrays[array]) if state["disk"] else None
 
 
 def cut_state(plan: Plan, stored: TrainState) -> TrainState:
-    """The inverse of `join_state` for slices in memory; those of files are left out.
+    """Inverts `join_state` for slices in memory; leaves out those in files.
 
-    What is not an array in `stored` stays what it is.
+    Leaves of `stored` that are not arrays stay as they are.
     """
     layout, abstract, mesh = plan.offload, plan.abstract_state, plan.mesh
     assert layout is not None
@@ -228,14 +228,14 @@ def cut_state(plan: Plan, stored: TrainState) -> TrainState:
 
 
 def average_like(param: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
-    """A parameter as its average begins: float32, in memory of its own, where `wanted` lies."""
+    """Returns the first average of a parameter: a float32 copy with the sharding of `wanted`."""
     sharding: Any = wanted.sharding
     return _average(sharding, sharding.memory_kind == HOST_KIND)(param)
 
 
 @functools.lru_cache(maxsize=64)
 def _average(sharding: Any, host: bool) -> Any:
-    """A jitted function of an array, wherever it lies."""
+    """Builds a jitted function of an array in any memory."""
 
     def begin(x: jax.Array) -> jax.Array:
         new = as_average(to_device(x))
@@ -246,7 +246,7 @@ def _average(sharding: Any, host: bool) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _cast(dtype: Any, sharding: Any, host: bool) -> Any:
-    """A jitted function of an array, wherever it lies: the same in another dtype, where asked."""
+    """Builds a jitted function that casts an array in any memory."""
 
     def cast(x: jax.Array) -> jax.Array:
         new = to_device(x).astype(dtype)

@@ -1,8 +1,8 @@
-"""Update of parameters whose optimizer state is in slices, one slice on the device at a time.
+"""Updates parameters whose optimizer state is in slices, one slice on the device at a time.
 
 Moving the whole state to the device, updating it and moving it back takes twice its size there
 (compiled for an H200: 1,536 MB for 768 MB of state). A loop that loads a slice, updates it and
-stores it in its place takes two slices of each array and nothing more on the host.
+stores it in place takes two slices of each array and no additional host memory.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ Arrays = dict[str, Any]
 
 
 def build_offload_update(plan: Plan) -> Callable[..., dict[str, Any]]:
-    """`(gradients, state, ThisStep) -> {"params": ..., "opt_state": ..., "masters": ...}`, traced.
+    """Builds the traced update of a state with offload.
 
-    Slices in files stay as they are, and so does the part of `params` that is made from them. So
-    does what the backward pass has updated already; there are no gradients of it.
+    The update maps `(gradients, state, ThisStep)` to `{"params": ..., "opt_state": ..., "masters":
+    ...}`. It does not change slices in files, nor the part of `params` that is computed from them,
+    nor what the backward pass has updated already, of which there are no gradients.
     """
     tx, layout = plan.tx, plan.offload
     assert isinstance(tx, Optimizer)
@@ -58,8 +59,8 @@ def build_offload_update(plan: Plan) -> Callable[..., dict[str, Any]]:
             update = LeafUpdate(begun, leaf, on_host=name in layout.streamed)
             master = old["masters"].get(name)
             if last is not None and name not in done:
-                # A loop over one slice is not a loop: without an order the compiler would load the
-                # slices of all such parameters at once.
+                # A loop over one slice is not a loop: without an order the compiler would load
+                # the slices of all such parameters at once.
                 (master, moments), _ = lax.optimization_barrier(((master, moments), last))
             now = old["params"][name], master, moments
             params[name], new_master, new = now if name in done else update(*now, grads[name])
@@ -87,7 +88,7 @@ def build_offload_update(plan: Plan) -> Callable[..., dict[str, Any]]:
 
 
 def context_of(plan: Plan, scale: jax.Array, skip: jax.Array, key_data: jax.Array) -> UpdateContext:
-    """What the optimizer is told beside arrays, inside a `shard_map` over the whole mesh."""
+    """Returns the optimizer's context, inside a `shard_map` over the whole mesh."""
     params = plan.abstract_stored["params"]
     return UpdateContext(
         gradient_scale=scale,
@@ -100,7 +101,7 @@ def context_of(plan: Plan, scale: jax.Array, skip: jax.Array, key_data: jax.Arra
 
 
 def begin(plan: Plan, opt_state: Any, context: UpdateContext) -> BegunUpdate:
-    """The numbers of this step for every parameter, before any array is there."""
+    """Computes the scalars of this step for every parameter, before any array is loaded."""
     assert isinstance(plan.tx, Optimizer)
     assert plan.tx.begin is not None
     whole = {
@@ -118,10 +119,10 @@ def update_slice(
     moments: tuple[jax.Array, ...],
     grad: jax.Array,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """(master, moments) after this step: arrays of one shape on the device, one slice or several.
+    """Returns (master, moments) after this step: device arrays of one shape, one or several slices.
 
     Args:
-      number: int32 [] of the (first) slice in its shard; random bits follow from it.
+      number: int32 [], number of the (first) slice in its shard; random bits depend on it.
     """
     new, after = begun.run(
         {name: master}, tuple({name: m} for m in moments), {name: grad}, jnp.int32(number)
@@ -130,7 +131,7 @@ def update_slice(
 
 
 class LeafUpdate:
-    """The slices in memory of one parameter, tier by tier."""
+    """The update of one parameter's slices in memory, tier by tier."""
 
     def __init__(self, begun: BegunUpdate, leaf: SlicedLeaf, *, on_host: bool) -> None:
         self._begun, self._leaf, self._on_host = begun, leaf, on_host
@@ -142,7 +143,10 @@ class LeafUpdate:
         moments: tuple[Mapping[str, jax.Array], ...],
         grad: jax.Array,
     ) -> tuple[jax.Array, dict[str, jax.Array], tuple[dict[str, jax.Array], ...]]:
-        """(weights in their dtype, masters, moments); without masters weights are updated."""
+        """Returns (weights in their dtype, masters, moments).
+
+        Without masters it updates the weights themselves.
+        """
         leaf, new_master = self._leaf, {}
         new_moments: tuple[dict[str, jax.Array], ...] = tuple({} for _ in moments)
         weights, grad = as_slices(leaf, weights), as_slices(leaf, grad)
@@ -160,7 +164,7 @@ class LeafUpdate:
         return weights.reshape(leaf.shard_shape), new_master, new_moments
 
     def _whole(self, tier: str, weights: Any, state: tuple[Any, ...], grad: Any) -> Any:
-        """All slices of the device at once."""
+        """Updates all slices on the device at once."""
         first, count = self._leaf.first(tier), self._leaf.counts[tier]
         part = lambda x: lax.slice_in_dim(x, first, first + count)  # noqa: E731
         master, *moments = state
@@ -172,7 +176,7 @@ class LeafUpdate:
         return weights, (None if master is None else new, *after)
 
     def _in_loop(self, tier: str, weights: Any, state: tuple[Any, ...], grad: Any) -> Any:
-        """One slice after the other, each stored where it was."""
+        """Updates one slice after the other, in place."""
         first, count = self._leaf.first(tier), self._leaf.counts[tier]
         bring = to_device if tier == HOST else lambda x: x
         leave = to_host if tier == HOST else lambda x: x
@@ -200,5 +204,5 @@ class LeafUpdate:
 
 
 def specs_of(tree: Any) -> Any:
-    """The partition specs of a tree of `ShapeDtypeStruct`s with shardings."""
+    """Returns the partition specs of a tree of `ShapeDtypeStruct`s with shardings."""
     return jax.tree.map(lambda leaf: leaf.sharding.spec, tree)

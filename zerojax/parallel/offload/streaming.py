@@ -1,10 +1,10 @@
-"""Forward and backward pass with layer weights streamed from host memory.
+"""Runs forward and backward pass with layer weights streamed from host memory.
 
-One `shard_map`, manual over the data axes, as without offload. The traced loss is cut into what is
-before the layers, the layers and what is after them; each is differentiated by itself. Parameters
-that are not stacked, and small stacks, are read as `zero` reads them. A stack on the host is read
-as at stage 3 whatever the stage is: a layer's shard is brought to the device and gathered there;
-its gradient is reduced in every microbatch and goes back to the host.
+One `shard_map`, manual over the data axes, as without offload. The traced loss is divided into the
+part before the layers, the layers, and the part after them; each is differentiated separately.
+Parameters that are not stacked, and small stacks, are read as in `zero`. A stack on the host is
+read as at stage 3 whatever the stage is: a layer's shard is copied to the device and gathered
+there; its gradient is reduced in every microbatch and copied back to the host.
 """
 
 from __future__ import annotations
@@ -60,12 +60,13 @@ Arrays = dict[str, Any]
 
 
 def build_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, Arrays]]:
-    """See `zerojax.parallel.zero.build_gradients`: the same arguments, results and sums, and more.
+    """Builds the gradient function of a batch with streamed weights.
 
-    Gradients of streamed parameters come in pinned host memory, in the reduce dtype, or in the
-    accumulate dtype where there are several microbatches. `sums["squares"]` {name: float32 []} has
-    the sum of squares of each of them over all its shards, as the gradients are: neither divided by
-    the weight nor by the factor.
+    Arguments, results and sums are those of `zerojax.parallel.zero.build_gradients`. In addition,
+    gradients of streamed parameters are in pinned host memory, in the reduce dtype, or in the
+    accumulate dtype if there are several microbatches. `sums["squares"]` {name: float32 []} has the
+    sum of squares of each of them over all its shards, divided neither by the weight nor by the
+    factor, like the gradients.
     """
 
     def local(
@@ -99,7 +100,7 @@ def _all_microbatches(
     microbatches: Arrays,
     loss_factor: jax.Array | None,
 ) -> tuple[Arrays, Arrays, Arrays, Arrays]:
-    """(sums, gradients around the layers, totals of the layers', extras), of this data shard."""
+    """Returns (sums, gradients outside the layers, layers' totals, extras) of this data shard."""
     number = weights.config.num_microbatches
     sink = GradientTotals(rows=weights.rows, num_layers=weights.pieces.num_layers)
     totals = sink.empty(adds=number > 1)
@@ -126,7 +127,7 @@ def _all_microbatches(
 
 
 def build_forward(config: PassConfig, function: Loss) -> Callable[..., Arrays]:
-    """See `zerojax.parallel.zero.build_forward`: the same arguments and results."""
+    """Builds `zerojax.parallel.zero.build_forward`, with the same arguments and results."""
     config = dataclasses.replace(config, loss=function)
 
     def local(params: Arrays, frozen: Arrays, extras: Arrays, key_data: Any, batch: Arrays):
@@ -139,15 +140,16 @@ def build_forward(config: PassConfig, function: Loss) -> Callable[..., Arrays]:
 
 
 def one_of(microbatches: Arrays) -> Arrays:
-    """One microbatch, as `ShapeDtypeStruct`s."""
+    """Returns one microbatch as `ShapeDtypeStruct`s."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), microbatches)
 
 
 class StreamedPass:
-    """The parameters of a device inside a pass, and the pieces of the loss that read them.
+    """The parameters of a device inside a pass, and the parts of the loss that read them.
 
     Attributes:
-      rows: the stacks of the layers; outer: {name: what is differentiated}, of everything else.
+      rows: the stacks of the layers.
+      outer: {name: differentiated value} of all other parameters.
     """
 
     def __init__(
@@ -187,7 +189,7 @@ class StreamedPass:
         ]
 
     def _whole(self, name: str, stored: Any) -> jax.ShapeDtypeStruct:
-        """A parameter as the model reads it."""
+        """Returns the abstract value of a parameter as the model reads it."""
         dtype = stored.dtype
         if jnp.issubdtype(dtype, jnp.floating):
             dtype = self.config.precision.compute_dtype
@@ -207,7 +209,7 @@ class StreamedPass:
     def _stacked(
         self, whole: Arrays, extras: Arrays, key: Any, batch: Arrays, *, train: bool
     ) -> frozenset[str]:
-        """Names of the parameters that the loop over layers slices."""
+        """Returns the names of the parameters that the loop over layers slices."""
         assert self.config.offload is not None
         streamed = self.config.offload.streamed
         try:
@@ -219,7 +221,7 @@ class StreamedPass:
         return stacked
 
     def bind(self, outer: Arrays) -> Arrays:
-        """What the model is given of parameters around the layers."""
+        """Returns the model's values of parameters outside the layers."""
         frozen = {name: None for name in self.constants if name in self.frozen}
         return values_to_read(self.config, outer, self.constants, frozen)
 
@@ -237,7 +239,7 @@ class StreamedPass:
         )
 
     def inputs(self) -> Inputs:
-        """Where layers' inputs wait for the backward pass."""
+        """Returns the storage of layers' inputs between forward and backward pass."""
         assert self.config.offload is not None
         if not self.config.offload.activations:
             return device_inputs()
@@ -246,7 +248,7 @@ class StreamedPass:
     # --- a microbatch -----------------------------------------------------------------------------
 
     def evaluate(self, extras: Arrays, key: Any, batch: Arrays) -> Arrays:
-        """The sums of a batch, see `zerojax.losses.as_sums`."""
+        """Returns the sums of a batch, see `zerojax.losses.as_sums`."""
         context, bound = (extras, key, batch), self.bind(self.outer)
         activations, _ = self.embed(bound, *context)
         around = self.surround(bound, *context)
@@ -263,7 +265,7 @@ class StreamedPass:
         sink: GradientSink,
         totals: Any,
     ) -> tuple[Arrays, Arrays, Any, Arrays]:
-        """(sums, gradients around the layers, the sink's totals, extras afterwards)."""
+        """Returns (sums, gradients outside the layers, the sink's totals, extras afterwards)."""
         context = extras, key, batch
         pieces, trained = self.pieces, self.outer.keys()
         reads = {
@@ -317,8 +319,9 @@ class StreamedPass:
 
 def _not_sliced(names: frozenset[str]) -> str:
     return (
-        f"{min(names)} waits in host memory for the loop over layers, but this loss does not slice "
-        "it there; evaluate a function that runs the same layers, or set offload.params: device"
+        f"{min(names)} is kept in host memory for the loop over layers, but this loss does not "
+        "slice it in that loop; evaluate a function that runs the same layers, or set "
+        "offload.params: device"
     )
 
 
@@ -327,7 +330,7 @@ def _abstract(tree: Any) -> Any:
 
 
 def _sum(parts: list[jax.Array], like: jax.Array) -> jax.Array:
-    """The sum of a parameter's gradients; zeros where nothing reads it."""
+    """Sums a parameter's gradients; returns zeros if nothing reads it."""
     if not parts:
         return jnp.zeros_like(like)
     return functools.reduce(jnp.add, parts)

@@ -1,9 +1,9 @@
-"""Streamed layers, forward and backward, with a prefetch of the next layer's weights.
+"""Runs streamed layers, forward and backward, with a prefetch of the next layer's weights.
 
-Both loops are peeled: an iteration computes one layer with weights that are there, and brings those
-of the following one, so the last layer stands behind the loop and no index has to be clamped.
-Nothing is differentiated through a loop: a backward iteration computes its layer again from the
-layer's input and pulls the gradient through that one layer.
+Both loops are peeled: an iteration computes one layer with weights that are on the device, and
+loads those of the next one. So the last layer is computed after the loop, and no index has to be
+clamped. Nothing is differentiated through a loop: a backward iteration recomputes its layer from
+the layer's input and differentiates that one layer.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ Several = tuple[jax.Array, ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerWork:
-    """What the layers of one microbatch compute.
+    """The computation of the layers of one microbatch.
 
     Attributes:
-      num_layers: how many there are.
+      num_layers: number of layers.
       load: `index -> {name: whole row}`, the weights of one layer.
       layer: `(rows, consts, others, activations) -> (activations, {name: row of an extra})`.
-      consts: what every layer takes whole; others: stacks of which it takes its row.
+      consts: arrays that every layer reads whole.
+      others: stacks of which a layer reads its row.
       trained: names of the rows that have a gradient.
-      around: whether `consts` and `others` have one.
+      around: whether `consts` and `others` have a gradient.
     """
 
     num_layers: int
@@ -44,18 +45,18 @@ class LayerWork:
     around: bool
 
     def run(self, rows: Arrays, index: Any, activations: Several) -> tuple[Several, Arrays]:
-        """One layer."""
+        """Runs one layer."""
         return self.layer(rows, self.consts, self._others(index), activations)
 
     def _others(self, index: Any) -> list[jax.Array]:
         return [take_slice(stack, index) for stack in self.others]
 
     def pull(self, rows: Arrays, index: Any, activations: Several, gradients: list) -> Any:
-        """Gradients of one layer, of its floating-point outputs' gradients.
+        """Returns gradients of one layer, from the gradients of its floating-point outputs.
 
         Returns:
-          (of its floating activations, of its trained rows, of floating constants, of floating
-          rows of `others`); the last two are empty where there is nothing to train in them.
+          (of its floating activations, of its trained rows, of floating constants, of floating rows
+          of `others`); the last two are empty if they have no gradient.
         """
         fixed = {name: row for name, row in rows.items() if name not in self.trained}
         others = self._others(index)
@@ -81,11 +82,12 @@ class LayerWork:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """Where what each layer is given waits for the backward pass.
+    """The storage of layers' inputs between forward and backward pass.
 
     Attributes:
       empty: `(number of rows, activations) -> stacks`.
-      load: `(stacks, index) -> activations`; store: `(stacks, activations, index) -> stacks`.
+      load: `(stacks, index) -> activations`.
+      store: `(stacks, activations, index) -> stacks`.
     """
 
     empty: Callable[[int, Several], Any]
@@ -95,7 +97,7 @@ class Inputs:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LastLayer:
-    """What the backward pass begins with: weights and input of the last layer, inputs of all."""
+    """The start of the backward pass: weights and input of the last layer, inputs of all layers."""
 
     rows: Arrays
     activations: Several
@@ -105,15 +107,15 @@ class LastLayer:
 def run_forward(
     work: LayerWork, activations: Several, inputs: Inputs | None
 ) -> tuple[Several, Arrays, LastLayer]:
-    """All layers.
+    """Runs all layers.
 
     Args:
-      activations: what the first layer is given.
-      inputs: where layers' inputs are kept; None keeps none.
+      activations: input of the first layer.
+      inputs: storage of layers' inputs; None stores none.
 
     Returns:
-      (what the last layer gives, {name: [layers, ...]} of the extras that layers write, what
-      `run_backward` begins with).
+      (output of the last layer, {name: [layers, ...]} of the extras that layers write, start of
+      `run_backward`).
     """
     last = work.num_layers - 1
     rows = work.load(0)
@@ -146,18 +148,18 @@ def run_backward(
     take: Callable[[Any, Any, Arrays], Any],
     load: Callable[[Any, Any], Arrays] | None = None,
 ) -> tuple[list, list, list, Any]:
-    """The gradients of all layers, the last one's first.
+    """Computes the gradients of all layers, the last one's first.
 
     Args:
       last_layer: from `run_forward`.
-      gradients: of the floating activations that the last layer gives.
-      totals: what `take` begins with.
+      gradients: gradients of the floating activations that the last layer returns.
+      totals: initial value for `take`.
       take: `(totals, index, {name: gradient of a trained row}) -> totals`.
       load: `(totals, index) -> rows`, in place of `work.load` where `take` changes weights.
 
     Returns:
-      (gradients of the floating activations that the first layer takes, of the floating constants,
-      of the floating stacks among `others`, totals).
+      (gradients of the first layer's floating input activations, of the floating constants, of the
+      floating stacks among `others`, totals).
     """
     last = work.num_layers - 1
     consts = [jnp.zeros_like(x) for x in floating(work.consts)] if work.around else []
@@ -170,7 +172,7 @@ def run_backward(
         gradients, consts, others, totals = carry
         gradients, of_rows, of_consts, of_others = work.pull(rows, index, activations, gradients)
         if load is not None:
-            # What `take` writes is what the following weights are read from: read first.
+            # `take` writes to the stacks from which the next weights are read: read them first.
             of_rows, following = lax.optimization_barrier((of_rows, following))
         consts = [jnp.add(total, new) for total, new in zip(consts, of_consts, strict=True)]
         others = [
@@ -198,16 +200,16 @@ def _put_rows(stacks: Arrays, rows: Arrays, index: Any) -> Arrays:
 
 
 def has_gradient(value: Any) -> bool:
-    """Whether an array is of floating point."""
+    """Returns whether an array has a floating-point dtype."""
     return jnp.issubdtype(value.dtype, jnp.inexact)
 
 
 def floating(values: Sequence[Any]) -> list[Any]:
-    """Those with a gradient."""
+    """Returns the values that have a gradient."""
     return [value for value in values if has_gradient(value)]
 
 
 def join(floats: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-    """`values` with these in place of those that have a gradient."""
+    """Returns `values`, with those that have a gradient replaced by `floats`."""
     remaining = iter(floats)
     return [next(remaining) if has_gradient(value) else value for value in values]

@@ -1,10 +1,10 @@
-"""Transfers of stacked parameters, row by row: host to device to a whole layer; gradients back.
+"""Transfers stacked parameters row by row: host, device, gathered layer; and gradients back.
 
-What touches host memory sits in a nested `shard_map` over the axes that are still with the
-compiler, as `zerojax.parallel.collectives` does it: so the compiler never partitions a transfer,
-and each device moves its own shard. Indices are linear in the counter of the loop around and are
-not clamped: only then XLA makes a copy by DMA of it, and not a kernel that reads host memory. The
-totals of the gradients lie on the host or on the device, as their weights do.
+Code that accesses host memory is in a nested `shard_map` over the axes that the compiler
+partitions, as in `zerojax.parallel.collectives`: so the compiler never partitions a transfer, and
+each device moves its own shard. Indices are linear in the counter of the enclosing loop and are not
+clamped: only then XLA copies by DMA instead of by a kernel that reads host memory. The totals of
+the gradients are on the host or on the device, as their weights are.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class HostStacks:
     """Stacks in host memory, {name: [rows, ...]}, of which a loop reads and writes rows.
 
     Args:
-      specs: {name: how a row lies over the axes that are with the compiler}.
+      specs: {name: spec of a row over the axes that the compiler partitions}.
     """
 
     def __init__(self, specs: Mapping[str, P]) -> None:
@@ -52,7 +52,7 @@ class HostStacks:
         return {name: P(None, *self.specs[name]) for name in names}
 
     def empty(self, rows: int, like: Mapping[str, Any]) -> Arrays:
-        """Stacks of as many rows, of the shape and dtype of `like`; to be written before read."""
+        """Returns stacks of `rows` rows with shape and dtype of `like`; write before you read."""
 
         def local(rows_like: Arrays) -> Arrays:
             return {
@@ -60,13 +60,13 @@ class HostStacks:
                 for name, row in rows_like.items()
             }
 
-        # The local shape of a row is known inside only: a value that nothing is computed of.
+        # The local shape of a row is known only inside; these arrays carry it and nothing else.
         carriers = {name: jnp.zeros(row.shape, jnp.int8) for name, row in like.items()}
         specs = {name: self.specs[name] for name in like}
         return over_auto_axes(local, (specs,), self._stack_specs(like))(carriers)
 
     def load(self, stacks: Arrays, index: Any) -> Arrays:
-        """One row of each on the device."""
+        """Loads one row of each stack to the device."""
 
         def local(stacks: Arrays, index: jax.Array) -> Arrays:
             return {name: to_device(take_slice(stack, index)) for name, stack in stacks.items()}
@@ -76,7 +76,7 @@ class HostStacks:
         return over_auto_axes(local, given, rows)(stacks, jnp.asarray(index, jnp.int32))
 
     def store(self, stacks: Arrays, rows: Arrays, index: Any) -> Arrays:
-        """The stacks with one row of each written over."""
+        """Returns the stacks with one row of each overwritten."""
 
         def local(stacks: Arrays, rows: Arrays, index: jax.Array) -> Arrays:
             return {
@@ -93,7 +93,7 @@ class LayerRows:
     """The parameters of layers, row by row: those on the host, and the small ones on the device.
 
     Args:
-      config: of the pass.
+      config: configuration of the pass.
       waiting: {name: this device's shard of a stack in host memory}.
       inputs, constants: of the stacks on the device, see
         `zerojax.parallel.zero.prepare_parameters`.
@@ -131,7 +131,7 @@ class LayerRows:
 
     @property
     def _experts(self) -> frozenset[str]:
-        """Names of the stacks of which each device of `expert` has experts of its own."""
+        """Names of the stacks of which each device along `expert` holds its own experts."""
         return frozenset(n for n, leaf in self.leaves.items() if leaf.expert_dim is not None)
 
     @property
@@ -141,14 +141,14 @@ class LayerRows:
 
     @property
     def streamed(self) -> list[str]:
-        """Names of those that have one and wait on the host."""
+        """Names of the trained stacks that are in host memory."""
         return [name for name in self.trained if name in self.waiting]
 
     def load(self, index: Any, waiting: Arrays | None = None) -> Arrays:
-        """The whole row of every stack, in the compute dtype: what one layer reads.
+        """Loads the whole row of every stack, in the compute dtype: what one layer reads.
 
         Args:
-          waiting: takes the place of the stacks in host memory.
+          waiting: replaces the stacks in host memory.
         """
         rows = self.stacks.load(self.waiting if waiting is None else waiting, index)
         rows |= {name: take_slice(stack, index) for name, stack in self.resident.items()}
@@ -165,10 +165,10 @@ class LayerRows:
         return leaf.access is Access.GATHER_ON_USE
 
     def reduce(self, grads: Arrays) -> Arrays:
-        """Gradients of the trained rows of one layer, as their totals are kept.
+        """Reduces the gradients of one layer's trained rows to the form of their totals.
 
         Those of stacks on the host are summed over the data axes, and so are those that ZeRO
-        scatters inside the backward pass; the rest is summed once per step, outside.
+        scatters inside the backward pass; the others are summed once per step, outside.
         """
         limit, dtype = self.config.reduce_bucket_size, self.config.precision.reduce_dtype
         scattered = {name: grad for name, grad in grads.items() if self._is_scattered(name)}
@@ -195,19 +195,22 @@ class LayerRows:
         return name in self.waiting and self.leaves[name].zero_dim is None
 
     def squares(self, name: str, row: jax.Array) -> jax.Array:
-        """float32 [parts over `model`]: sums of squares of this device's part of a reduced row."""
+        """Returns float32 [parts over `model`]: sums of squares of this device's part of `row`.
+
+        The row is reduced.
+        """
         axes = self.leaves[name].axes[1:]
         local = lambda x: jnp.sum(jnp.square(x.astype(jnp.float32)))[None]  # noqa: E731
         parts = P(MODEL) if MODEL in axes else P()
         return over_auto_axes(local, P(*axes), parts)(row)
 
     def squares_like(self, name: str) -> jax.Array:
-        """Zeros in the form of `squares`."""
+        """Returns zeros in the form of `squares`."""
         split = MODEL in self.leaves[name].axes[1:]
         return jnp.zeros(self.config.mesh.shape[MODEL] if split else 1, jnp.float32)
 
     def sum_squares(self, squares: Arrays) -> Arrays:
-        """{name: float32 []}: of the whole parameters, from the sums of all rows."""
+        """Returns {name: float32 []} of the whole parameters, from the sums of all rows."""
         totals = {name: jnp.sum(parts) for name, parts in squares.items()}
         names: dict[tuple[str, ...], list[str]] = {}
         for name in squares:
@@ -221,17 +224,17 @@ class LayerRows:
         return totals
 
     def _split_over(self, name: str) -> tuple[str, ...]:
-        """The manual axes whose devices have other elements of a reduced row."""
+        """Returns the manual axes over which the elements of a reduced row are split."""
         leaf = self.leaves[name]
         zero = () if leaf.zero_dim is None else leaf.zero_axes
         return zero if leaf.expert_dim is None else (*zero, EXPERT)
 
 
-# --- what layers are given, until the backward pass -----------------------------------------------
+# --- layers' inputs, kept for the backward pass ---------------------------------------------------
 
 
 def device_inputs() -> Inputs:
-    """Layers' inputs in device memory."""
+    """Returns a storage of layers' inputs in device memory."""
     return Inputs(
         empty=lambda number, like: [jnp.zeros((number, *x.shape), x.dtype) for x in like],
         load=lambda stacks, index: tuple(take_slice(stack, index) for stack in stacks),
@@ -242,10 +245,12 @@ def device_inputs() -> Inputs:
 
 
 def host_inputs(specs: list[P]) -> Inputs:
-    """Layers' inputs in host memory; those without a gradient, which are small, on the device.
+    """Returns a storage of layers' inputs in host memory.
+
+    Inputs without a gradient, which are small, stay on the device.
 
     Args:
-      specs: of each activation over the axes that are with the compiler.
+      specs: spec of each activation over the axes that the compiler partitions.
     """
     stacks = HostStacks({str(at): spec for at, spec in enumerate(specs)})
     here = device_inputs()
@@ -272,7 +277,7 @@ def host_inputs(specs: list[P]) -> Inputs:
 
 
 def split_by_name(arrays: Arrays, names: Any) -> tuple[Arrays, Arrays]:
-    """(those of these names, the others)."""
+    """Returns (the arrays with these names, the others)."""
     chosen = {name: x for name, x in arrays.items() if name in names}
     return chosen, {name: x for name, x in arrays.items() if name not in names}
 
@@ -282,32 +287,39 @@ def _cast(value: jax.Array, dtype: Any) -> jax.Array:
 
 
 class GradientSink(Protocol):
-    """Where a backward pass leaves the gradients of layers, one layer after the other."""
+    """The receiver of the layers' gradients in a backward pass, one layer after the other."""
 
     def start(self, totals: Any, sums: Arrays) -> Any:
-        """The totals before the backward pass of a microbatch with these sums of loss and weight,
-        which are those of this data shard."""
+        """Returns the totals before the backward pass of a microbatch.
+
+        Args:
+          sums: sums of loss and weight of the microbatch, on this data shard.
+        """
         ...
 
     def take(self, totals: Any, index: Any, grads: Arrays) -> Any:
-        """The totals after a layer; grads {name: of its trained row, whole and not reduced}."""
+        """Returns the totals after a layer.
+
+        Args:
+          grads: {name: gradient of its trained row, whole and not reduced}.
+        """
         ...
 
     @property
     def load(self) -> Any:
-        """`(totals, index) -> whole rows`, where totals hold the weights; None elsewhere."""
+        """`(totals, index) -> whole rows`, if totals hold the weights; else None."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GradientTotals:
-    """Adds gradients up: {"host": stacks, "device": stacks, "squares": sums of squares}.
+    """A sink that sums gradients: {"host": stacks, "device": stacks, "squares": sums of squares}.
 
     Attributes:
       rows: the stacks.
-      num_layers: rows of each.
-      first: bool [], whether this is the first microbatch; None where there is only one. What is
-        read of the host before it was written is thrown away.
+      num_layers: rows of each stack.
+      first: bool [], whether this is the first microbatch; None if there is only one. Values that
+        are read from the host before they were written are discarded.
     """
 
     rows: LayerRows
@@ -317,7 +329,7 @@ class GradientTotals:
     load: Any = None
 
     def empty(self, *, adds: bool) -> Arrays:
-        """The totals before the first microbatch; `adds` where there are several."""
+        """Returns the totals before the first microbatch; `adds`: there are several."""
         precision = self.rows.config.precision
         dtype = precision.accumulate_dtype if adds else precision.reduce_dtype
         like = {
@@ -334,12 +346,12 @@ class GradientTotals:
         }
 
     def start(self, totals: Arrays, sums: Arrays) -> Arrays:
-        """Sums of squares are those of the last microbatch's totals."""
+        """Resets the sums of squares, which are those of the last microbatch's totals."""
         del sums
         return {**totals, "squares": jax.tree.map(jnp.zeros_like, totals["squares"])}
 
     def take(self, totals: Arrays, index: Any, grads: Arrays) -> Arrays:
-        """Reduces the gradients of a layer and adds them."""
+        """Reduces the gradients of a layer and adds them to the totals."""
         waiting, here = split_by_name(self.rows.reduce(grads), self.rows.streamed)
         if self.first is not None:
             before = self.rows.stacks.load(totals["host"], index)
@@ -359,7 +371,7 @@ class GradientTotals:
 
 
 def put_rows(stacks: Arrays, rows: Arrays, index: Any, *, adds: bool) -> Arrays:
-    """Stacks on the device with one row of each written, or added to."""
+    """Returns stacks on the device with one row of each overwritten, or added to."""
 
     def put(stack: jax.Array, row: jax.Array) -> jax.Array:
         row = row.astype(stack.dtype)

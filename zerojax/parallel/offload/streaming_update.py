@@ -1,10 +1,10 @@
-"""Update of each layer in the backward pass, so that no gradient is stored.
+"""Updates each layer in the backward pass, so that no gradient is stored.
 
-While the backward loop computes a layer, the next one's weights are on their way, and so are the
-masters and moments of this one; they are updated and go back before the loop goes on. What of that
-is given up: gradients cannot be clipped by their norm, added up over microbatches, or taken back.
-A loss that is not finite is known before the backward pass, and the step changes nothing. A layer
-whose gradient is not finite is left as it is; the layers after it have been updated by then.
+While the backward loop computes a layer, the next layer's weights and this layer's masters and
+moments are loaded; these are updated and written back before the loop continues. The price:
+gradients cannot be clipped by their norm, accumulated over microbatches, or undone. A loss that is
+not finite is known before the backward pass, and the step changes nothing. A layer whose gradient
+is not finite is not changed, but the layers after it have already been updated.
 """
 
 from __future__ import annotations
@@ -51,16 +51,15 @@ Arrays = dict[str, Any]
 def build_updating_gradients(
     plan: Plan, config: PassConfig
 ) -> Callable[..., tuple[Arrays, Arrays, Arrays, TrainState]]:
-    """A function of `(state, key_data, batch)`, to be traced inside a jitted step.
+    """Builds a function of `(state, key_data, batch)`, to be traced inside a jitted step.
 
     Its arguments: the training state; uint32 key data of the step; the global batch.
 
     Returns:
-      A function giving `(sums, grads, extras, state)`: sums and extras as
-      `zerojax.parallel.offload.streaming.build_gradients` has them, grads of the parameters that
-      are not
-      streamed, and the state in which those that are streamed have been updated: weights, masters
-      and moments, and nothing else, not even the optimizer's count.
+      A function that returns `(sums, grads, extras, state)`. Sums and extras are those of
+      `zerojax.parallel.offload.streaming.build_gradients`; grads are those of the parameters that
+      are not streamed; in the state, weights, masters and moments of the streamed parameters have
+      been updated, and nothing else, not even the optimizer's count.
     """
     layout = plan.offload
     assert layout is not None
@@ -126,12 +125,14 @@ def build_updating_gradients(
 class LayerUpdates:
     """A sink (see `zerojax.parallel.offload.streaming_rows.GradientSink`) that updates layers.
 
-    Its totals: "weights" {name: stack on the host}, "slices" {name: [master where there is one,
-    moments], each {tier: slices}}, "device" {name: gradients of a small stack}, "squares", and what
-    holds for all layers: "scale", "skip".
+    Its totals: "weights" {name: stack on the host}, "slices" {name: [master if there is one,
+    moments], each {tier: slices}}, "device" {name: gradients of a small stack}, "squares", and for
+    all layers "scale" and "skip".
 
     Attributes:
-      rows: the stacks; bare: the optimizer's state without moments; key_data: of the step.
+      rows: the stacks.
+      bare: the optimizer's state without moments.
+      key_data: key data of the step.
     """
 
     plan: Plan
@@ -140,7 +141,7 @@ class LayerUpdates:
     key_data: jax.Array
 
     def totals(self, slices: Arrays) -> Arrays:
-        """The totals before the pass."""
+        """Returns the totals before the pass."""
         return {
             "weights": {name: self.rows.waiting[name] for name in self.rows.streamed},
             "slices": slices,
@@ -149,13 +150,13 @@ class LayerUpdates:
         }
 
     def start(self, totals: Arrays, sums: Arrays) -> Arrays:
-        """Divides by the weight of the whole batch; skips where its loss is not finite."""
+        """Computes the scale from the whole batch's weight; skips if its loss is not finite."""
         summed = sum_replicated(sums)
         loss = summed["loss"] / summed["weight"]
         return {**totals, "scale": 1 / summed["weight"], "skip": ~jnp.isfinite(loss)}
 
     def load(self, totals: Arrays, index: Any) -> Arrays:
-        """The weights of a layer that is not updated yet."""
+        """Loads the weights of a layer that has not been updated yet."""
         fixed = {name: x for name, x in self.rows.waiting.items() if name in self.rows.frozen}
         return self.rows.load(index, {**fixed, **totals["weights"]})
 
@@ -177,7 +178,7 @@ class LayerUpdates:
     def _update(
         self, totals: Arrays, grads: Arrays, index: Any, skip: jax.Array
     ) -> tuple[Arrays, Arrays]:
-        """(weights, slices) with those of one layer updated."""
+        """Returns (weights, slices) with one layer updated."""
         leaves = self._leaves()
         axes = {name: self.rows.leaves[name].axes for name in grads}
         stacks = {name: P(*axes[name]) for name in grads}
@@ -194,7 +195,7 @@ class LayerUpdates:
             new_weights, new_slices = {}, {}
             for name, grad in grads.items():
                 if new_weights:
-                    # One after the other: together they would hold the slices of all on the device.
+                    # In sequence: together they would hold the slices of all on the device.
                     done = list(new_weights)[-1]
                     grad, new_weights[done] = lax.optimization_barrier((grad, new_weights[done]))
                 update = _LayerOfLeaf(begun, leaves[name], self._has_masters)
@@ -235,7 +236,7 @@ class _LayerOfLeaf:
     def __call__(
         self, weights: jax.Array, slices: list[Arrays], grad: jax.Array, index: Any
     ) -> tuple[jax.Array, list[Arrays]]:
-        """(weights, [{tier: slices}]) after the update."""
+        """Returns (weights, [{tier: slices}]) after the update."""
         tier, on_host = self._tier, self._tier == HOST
         bring, leave = (to_device, to_host) if on_host else (_same, _same)
         arrays = [one[tier] for one in slices]
@@ -266,8 +267,10 @@ def _same(x: jax.Array) -> jax.Array:
 
 
 def _slice_spec(leaf: SlicedLeaf, axes: tuple[str, ...]) -> P:
-    """How slices lie over some of the mesh axes, which are inside of those that are left out, or
-    outside of them."""
+    """Returns the spec of slices over some of their mesh axes.
+
+    The chosen axes have to be all inside or all outside of the axes that are left out.
+    """
     over = tuple(axis for axis in leaf.axes if axis in axes)
     return P(over) if over else P()
 
@@ -276,7 +279,7 @@ def _slice_spec(leaf: SlicedLeaf, axes: tuple[str, ...]) -> P:
 
 
 def _slices_of(state: TrainState, leaves: Mapping[str, SlicedLeaf]) -> Arrays:
-    """{name: [master where there is one, moments], each {tier: slices}}."""
+    """Returns {name: [master if there is one, moments], each {tier: slices}}."""
     masters = state["masters"]
     slices = {name: [masters[name]] if name in masters else [] for name in sorted(leaves)}
 
@@ -291,7 +294,7 @@ def _slices_of(state: TrainState, leaves: Mapping[str, SlicedLeaf]) -> Arrays:
 def _with_slices(
     state: TrainState, leaves: Mapping[str, SlicedLeaf], weights: Arrays, slices: Arrays
 ) -> TrainState:
-    """The inverse: the state with these in place of its own."""
+    """Inverts `_slices_of`: returns the state with these weights and slices."""
     old = state["masters"]
 
     def put(leaf: SlicedLeaf, number: int, _: Any) -> Any:

@@ -1,16 +1,16 @@
-"""Forward and backward pass of a batch over pipeline stages, at each ZeRO stage.
+"""Runs forward and backward pass of a batch over pipeline stages, at each ZeRO stage.
 
-One `shard_map`, manual over the data axes and `stage`; tensor parallelism stays with the compiler.
-What is gathered once per step is gathered once per step here, too: before the loop over ticks. What
-ZeRO scatters inside the backward pass is scattered in every backward slot, and what it gathers
-where it is read is gathered in every slot.
+One `shard_map`, manual over the data axes and `stage`; the compiler partitions tensor parallelism.
+Parameters that are gathered once per step are gathered before the loop over ticks. Gradients that
+ZeRO scatters inside the backward pass are scattered in every backward slot, and parameters that it
+gathers where they are read are gathered in every slot.
 
 Nothing is differentiated through the loop over ticks. A backward slot runs the backward pass of one
-chunk for one microbatch, from what its forward slot left in a buffer; so a table decides what is
-alive when. The loop is cut, when it is traced, into runs of ticks that use the same slots, and idle
-stages compute along on old values whose results are thrown away: all stages wait for the slowest
-one anyway, and a `cond` in its place would put collectives where only some devices get to. Only the
-embedding and the head, where no collective is in them, run under a `cond`.
+chunk for one microbatch, from what its forward slot stored in a buffer; so the schedule table
+decides which values are in memory when. Tracing divides the loop into runs of ticks that use the
+same slots. Idle stages compute on old values, and the results are discarded: all stages wait for
+the slowest one anyway, and a `cond` instead would put collectives where only some devices arrive.
+Only the embedding and the head, if they contain no collective, run under a `cond`.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ Several = list[jax.Array]
 
 
 def build_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, Arrays]]:
-    """See `parallel.zero.build_gradients`: the same arguments and results, for more than one stage.
+    """Builds `parallel.zero.build_gradients`, same arguments and results, for several stages.
 
-    Parameters that the layer loop slices come and go as `LeafPlacement.layer_rows` says.
+    Parameters that the layer loop slices have the row order of `LeafPlacement.layer_rows`.
     """
     layout = _layout(config)
 
@@ -92,7 +92,7 @@ def build_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, A
 
 
 def build_forward(config: PassConfig, function: Loss) -> Callable[..., Arrays]:
-    """See `parallel.zero.build_forward`; the rows of a shard go through as microbatches, too."""
+    """Builds `parallel.zero.build_forward`; a shard's rows are divided into microbatches too."""
     layout = _layout(config)
     config = dataclasses.replace(config, loss=function)
 
@@ -118,7 +118,7 @@ def _layout(config: PassConfig) -> PipelineLayout:
 
 
 def _rows(layout: PipelineLayout) -> np.ndarray:
-    """int32 [stages, chunks, rows of a chunk]."""
+    """Returns int32 [stages, chunks, rows of a chunk]."""
     schedule = layout.schedule
     shape = schedule.num_stages, schedule.num_chunks, layout.chunk_rows
     return np.asarray(layout.rows, np.int32).reshape(shape)
@@ -136,11 +136,12 @@ def _for_evaluation(
 
 
 class _Weights:
-    """The parameters of a device inside a pass: gathered where that happens once per step.
+    """The parameters of a device inside a pass, gathered if that happens once per step.
 
     Attributes:
-      inputs: {name: what is differentiated}, constants: {name: what is only read}; a name is in
-        both where a gathered value is read and its shard is differentiated.
+      inputs: {name: differentiated value}.
+      constants: {name: value that is only read}; a name is in both where a gathered value is read
+        and its shard is differentiated.
     """
 
     def __init__(
@@ -159,12 +160,12 @@ class _Weights:
         return {name: x for name, x in arrays.items() if name not in self.layout.stacked}
 
     def bind(self, inputs: Arrays, constants: Arrays) -> Arrays:
-        """What the model is given: a value, a shard, or (whole, shard)."""
+        """Returns the model's values: for each parameter a value, a shard, or (whole, shard)."""
         frozen = {name: None for name in constants if name in self.frozen}
         return values_to_read(self.config, inputs, constants, frozen)
 
     def cut(self, extras: Arrays, key_data: Any, microbatches: Arrays, *, train: bool):
-        """The loss of one microbatch as pieces, traced with all layers."""
+        """Divides the loss of one microbatch into pieces, traced with all layers."""
         layers = self.layout.num_layers
 
         def run(values: Arrays, extras: Arrays, key: jax.Array, batch: Arrays):
@@ -197,7 +198,7 @@ class _Weights:
         microbatches: Arrays,
         loss_factor: jax.Array | None,
     ) -> StageWork:
-        """What the executor calls; `counts` are the extras that `_count` gives each microbatch."""
+        """Returns the functions that the executor calls; `counts` are the extras from `_count`."""
         key = shard_key(key_data)
         fixed = self.of_all(self.constants)
         run_embed, run_head = self.rewritten(pieces.embed), self.rewritten(pieces.head)
@@ -206,7 +207,7 @@ class _Weights:
         def context(extras: Arrays, index: jax.Array) -> tuple[Arrays, jax.Array, Arrays]:
             take = lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False)  # noqa: E731
             mine, batch = jax.tree.map(take, (counts, microbatches))
-            # As without a pipeline, where a batch in one piece has the key of the step.
+            # As without a pipeline: a batch that is not divided has the key of the step.
             own = key if self.config.num_microbatches == 1 else jax.random.fold_in(key, index)
             return {**extras, **mine}, own, batch
 
@@ -234,7 +235,7 @@ class _Weights:
         trained = self.of_all(self.inputs).keys()
 
         def may_run_alone(reads: frozenset[str], program: Any) -> bool:
-            """Whether no device of another stage takes part in a piece, forward and backward."""
+            """Returns whether a piece, forward and backward, needs no device of another stage."""
             collective = holds_collectives(program) or reads & self.on_read.keys()
             return self.config.mesh.shape[MODEL] == 1 and not collective
 
@@ -253,7 +254,7 @@ class _Weights:
     def execute(
         self, table: ExecutorTable, work: StageWork, extras: Arrays, *, backward: bool = True
     ) -> Results:
-        """All microbatches of a table, with these parameters."""
+        """Runs all microbatches of a table with these parameters."""
         return execute(
             table,
             work,
@@ -269,7 +270,11 @@ class _Weights:
 
 
 def _count(pieces: LossPieces, extras: Arrays, number: int) -> tuple[Arrays, Arrays]:
-    """({name: [microbatches, ...]}, {name: value afterwards}) of the extras that count."""
+    """Runs the counting extras over all microbatches.
+
+    Returns:
+      ({name: [microbatches, ...], value before each}, {name: value afterwards}).
+    """
 
     def one(extras: Arrays, _: None) -> tuple[Arrays, Arrays]:
         after = pieces.count(extras)
@@ -280,7 +285,7 @@ def _count(pieces: LossPieces, extras: Arrays, number: int) -> tuple[Arrays, Arr
 
 
 def _agree_on_extras(layout: PipelineLayout, before: Arrays, found: Results) -> Arrays:
-    """The extras after the pass, the same on every stage: each as its writer left it."""
+    """Returns the extras after the pass, equal on every stage: each has its writer's value."""
     stage, schedule = lax.axis_index(STAGE), layout.schedule
     first, _ = schedule.locate(0)
     last, _ = schedule.locate(schedule.num_virtual_stages - 1)
@@ -304,16 +309,16 @@ def _agree_on_extras(layout: PipelineLayout, before: Arrays, found: Results) -> 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Results:
-    """What a pass over all microbatches leaves on a stage; nothing is summed over stages.
+    """The results of a pass over all microbatches on one stage, not summed over stages.
 
     Attributes:
-      sums: of the microbatches whose head was computed here.
+      sums: sums of the microbatches whose head was computed here.
       chunks, outer: gradients, summed over microbatches; None without a backward pass.
-      extras: as they are here afterwards.
-      overwritten: {name: the largest of what backward passes here gave}, of the extras that become
-        their gradient; minus infinity where none did.
-      embed_writes, layers_writes, head_writes: names of the extras that each piece writes; of those
-        of the layers a stage has written the rows of its own layers.
+      extras: their values here afterwards.
+      overwritten: {name: elementwise maximum of the new values from this stage's backward passes},
+        of the extras that are replaced by their gradient; minus infinity where there was none.
+      embed_writes, layers_writes, head_writes: names of the extras that each piece writes; of a
+        layer's extras, a stage has written the rows of its own layers.
     """
 
     sums: Any
@@ -339,18 +344,18 @@ def execute(
     activation_spec: Any,
     backward: bool = True,
 ) -> Results:
-    """All microbatches through all stages, forward and backward.
+    """Runs all microbatches through all stages, forward and backward.
 
     Args:
-      table: of the schedule.
-      work: what to compute.
+      table: lowered table of the schedule.
+      work: the computation of a stage.
       weights, fixed: trees whose leaves have this stage's rows of the stacks, chunk after chunk.
       outer: weights that are on every stage.
       rows: int32 [stages, chunks, rows of a chunk]: the layer of each, -1 for none.
       extras: {name: array}, the same on every stage.
-      accumulate_dtype: dtype in which gradients are added up.
-      activation_spec: partition spec of an activation over the axes that are with the compiler.
-      backward: False leaves out all but the forward slots.
+      accumulate_dtype: dtype in which gradients are summed.
+      activation_spec: partition spec of an activation over the axes that the compiler partitions.
+      backward: False runs only the forward slots.
     """
     stage = lax.axis_index(STAGE)
     machine = Stage(
@@ -394,13 +399,13 @@ def _forward_only(run: TickRun) -> TickRun:
 
 
 def _build_send(table: ExecutorTable, spec: Any) -> Callable[[jax.Array, str], jax.Array]:
-    """`(value, direction) -> what arrives here from the neighbour`, over `stage`."""
+    """Builds `(value, direction) -> value received from the neighbour` over `stage`."""
     number = table.schedule.num_stages
     right = [(stage, (stage + 1) % number) for stage in range(number)]
     pairs = {"right": right, "left": [(target, source) for source, target in right]}
     if not table.wraps:
         pairs = {name: [p for p in two if abs(p[0] - p[1]) == 1] for name, two in pairs.items()}
-        if number == 2:  # both neighbours are the same stage, but only one of them is next to it
+        if number == 2:  # both neighbours are the same stage, but only one direction is adjacent
             pairs = {"right": [(0, 1)], "left": [(1, 0)]}
 
     def send(value: jax.Array, direction: str) -> jax.Array:

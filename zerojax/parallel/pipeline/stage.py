@@ -1,6 +1,6 @@
-"""One tick of one stage: its slots and the buffers between them.
+"""Runs one tick of one stage: its slots and the buffers between them.
 
-Everything here is traced inside a region that is manual over the mesh axis `stage`.
+All functions here are traced inside a region that is manual over the mesh axis `stage`.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ Several = list[jax.Array]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StageWork:
-    """What stages compute, for one microbatch.
+    """The computation of a stage for one microbatch.
 
     `weights` are differentiated, `fixed` are not; an `index` is the number of a microbatch, int32
-    []; `extras` are the model's other state, and `changes` those that were written to.
+    []; `extras` are the model's other state, and `changes` the extras that were written.
 
     Attributes:
-      embed: `(outer, extras, index) -> (activations, changes)`, what the first virtual stage begins
-        with; `outer` are the weights that are on every stage.
+      embed: `(outer, extras, index) -> (activations, changes)`, the input of the first virtual
+        stage; `outer` are the weights that are on every stage.
       layers: `(weights, fixed, activations, (extras, index)) -> (activations, rows of changes)`,
         one chunk of layers; weights are `{"chunk": ..., "outer": ..., "overwritten": {name: extra
         with the rows of all layers}}`, fixed are `{"chunk": ..., "rows": int32 [rows of a chunk],
@@ -45,7 +45,8 @@ class StageWork:
         is a tree of float32 [].
       embed_reads, layers_reads, head_reads: the names in `outer` that each depends on.
       embed_alone, head_alone: whether they may run on one stage while others do not.
-      overwritten: names of the extras that become their gradient, by the piece that reads them.
+      overwritten: names of the extras that are replaced by their gradient, by the piece that reads
+        them.
     """
 
     embed: Callable[..., tuple[Several, Arrays]]
@@ -73,7 +74,7 @@ def _select(chosen: jax.Array, new: Any, old: Any) -> Any:
 
 
 def _only(chosen: jax.Array, alone: bool, function: Callable[[Any], Any], state: Any) -> Any:
-    """`function(state)` where chosen, else `state`; under a `cond` where it may run alone."""
+    """Returns `function(state)` if `chosen`, else `state`; uses a `cond` if `alone` allows it."""
     if alone:
         return lax.cond(chosen, function, lambda state: state, state)
     return _select(chosen, function(state), state)
@@ -81,13 +82,13 @@ def _only(chosen: jax.Array, alone: bool, function: Callable[[Any], Any], state:
 
 @dataclasses.dataclass(eq=False)
 class Stage:
-    """The slots of one tick on this stage; `state` is what the loop over ticks carries.
+    """The slots of one tick on this stage; `state` is the carry of the loop over ticks.
 
     state: "inputs", "gradients", "residuals": buffers of [slots + 1, ...]; "kept": {name: buffer}
-    of extras as a forward found them; "sent": the gradients that the tick before sends; "chunk
-    grads", "outer grads", "sums": accumulators; "overwritten": the largest so far; "extras".
+    of extras as a forward slot read them; "sent": the gradients that the previous tick sends;
+    "chunk grads", "outer grads", "sums": accumulators; "overwritten": the maximum so far; "extras".
 
-    overwritten: the extras that become their gradient, as the step found them.
+    overwritten: the extras that are replaced by their gradient, at the beginning of the step.
     """
 
     table: ExecutorTable
@@ -110,11 +111,11 @@ class Stage:
 
     @property
     def kept_slot(self) -> str:
-        """Which slot of an operation its extras are kept under."""
+        """Name of the slot under which an operation's extras are kept."""
         return "residual" if self.stashes_residuals else "input"
 
     def start(self, extras: Arrays, accumulate_dtype: Any) -> Arrays:
-        """The state before the first tick."""
+        """Returns the state before the first tick."""
         self.overwritten = {name: extras[name] for name in self.work.overwritten.names}
         index = jax.ShapeDtypeStruct((), jnp.int32)
         activations, embed_changes = jax.eval_shape(self.work.embed, self.outer, extras, index)
@@ -161,7 +162,7 @@ class Stage:
         }
 
     def tick(self, state: Arrays, row: Arrays, run: TickRun) -> Arrays:
-        """One tick, in the order that `zerojax.pipeline_schedules.lowering` describes."""
+        """Runs one tick, in the order that `zerojax.pipeline_schedules.lowering` describes."""
         state, received = dict(state), run.receives
         if self.backward:
             self.receive(state, "gradient", "gradients", state["sent"], row, received)
@@ -192,7 +193,7 @@ class Stage:
     # Chunks of the stage's rows
 
     def chunk(self, number: jax.Array) -> tuple[Arrays, Arrays]:
-        """The weights of one chunk, and what is fixed about it."""
+        """Returns (the weights of one chunk, its fixed values)."""
         outer = {name: self.outer[name] for name in sorted(self.work.layers_reads)}
         cut = lambda tree: jax.tree.map(lambda x: self.cut(x, number), tree)  # noqa: E731
         rows = lax.dynamic_index_in_dim(self.rows, number, keepdims=False)
@@ -230,7 +231,10 @@ class Stage:
     # Activations: the floating-point ones have gradients
 
     def differentiable(self, like: Several) -> Callable[..., Any]:
-        """`work.layers` of `(weights, fixed, floating activations, (others, *context))`."""
+        """Returns `work.layers` as a function of floating-point activations.
+
+        Its arguments: `(weights, fixed, floating activations, (others, *context))`.
+        """
 
         def layers(weights: Arrays, fixed: Arrays, inputs: Several, context: Any) -> Any:
             others, extras, index = context
@@ -241,7 +245,7 @@ class Stage:
         return layers
 
     def split(self, given: Any) -> Any:
-        """What `differentiable` takes, from what `work.layers` takes."""
+        """Converts the arguments of `work.layers` to those of `differentiable`."""
         weights, fixed, activations, (extras, index) = given
         context = without_gradient(activations), extras, index
         return weights, fixed, with_gradient(activations), context
@@ -249,17 +253,17 @@ class Stage:
     # Extras
 
     def write_rows(self, state: Arrays, changes: Arrays, rows: jax.Array, chosen: Any) -> None:
-        """Extras of which a chunk wrote the rows of its layers."""
+        """Writes the rows of extras that a chunk changed, for its layers."""
         extras = dict(state["extras"])
         for name, values in changes.items():
-            # What is out of bounds is dropped; a negative index would count from the end.
+            # Indices out of bounds are dropped; a negative one would count from the end.
             number = extras[name].shape[0]
             places = jnp.where((rows >= 0) & chosen, rows, number)
             extras[name] = extras[name].at[places].set(values, mode="drop")
         state["extras"] = extras
 
     def found(self, state: Arrays, slot: jax.Array) -> Arrays:
-        """The extras as the forward of this slot found them."""
+        """Returns the extras that the forward pass of this slot read."""
         kept = {
             name: lax.dynamic_index_in_dim(buffer, slot, keepdims=False)
             for name, buffer in state["kept"].items()
@@ -267,11 +271,11 @@ class Stage:
         return {**state["extras"], **kept}
 
     def becoming(self, names: frozenset[str]) -> Arrays:
-        """Extras that become their gradient."""
+        """Returns the extras that are replaced by their gradient."""
         return {name: self.overwritten[name] for name in sorted(names)}
 
     def keep_largest(self, state: Arrays, new: Arrays, number: jax.Array, active: Any) -> None:
-        """Takes note of the rows that a chunk's backward pass gives overwritten extras."""
+        """Updates the maximum of overwritten extras with the rows from a chunk's backward pass."""
         rows, totals = self.rows[number], dict(state["overwritten"])
         for name, value in new.items():
             places = jnp.where(rows >= 0, rows, value.shape[0])
@@ -283,7 +287,10 @@ class Stage:
     # Slots
 
     def forward(self, state: Arrays, row: Arrays, run: TickRun) -> Several:
-        """One chunk of layers; the embedding before it, or the head behind it. What is sent on."""
+        """Runs one chunk of layers and returns its output.
+
+        The embedding runs before the first chunk, the head after the last one.
+        """
         index, number = row["forward_microbatch"], row["forward_chunk"]
         active, first = row["forward_active"] > 0, row["forward_first"] > 0
         extras = state["extras"]
@@ -312,7 +319,7 @@ class Stage:
         return outputs
 
     def embed(self, state: Arrays, inputs: Several, index: Any, first: Any) -> Several:
-        """The inputs of the first virtual stage in place of what was received."""
+        """Returns the embedding on the first virtual stage, else the received inputs."""
         extras = state["extras"]
 
         def run(_: Any) -> Any:
@@ -325,7 +332,10 @@ class Stage:
         return inputs
 
     def head(self, state: Arrays, row: Arrays, outputs: Several, index: Any) -> None:
-        """Loss of the last virtual stage, and its backward pass at once: so all B are alike."""
+        """Computes loss and backward pass of the head on the last virtual stage.
+
+        The backward pass runs at once, so that all B slots are alike.
+        """
         last, extras, alone = row["forward_last"] > 0, state["extras"], self.work.head_alone
         if not self.backward:
 
@@ -372,7 +382,7 @@ class Stage:
         state["gradients"] = _put(state["gradients"], row["forward_gradient"], gradients)
 
     def backward_slot(self, state: Arrays, row: Arrays, run: TickRun) -> None:
-        """Gradients of one chunk: of its inputs, and of its weights where W does not follow."""
+        """Computes gradients of one chunk's inputs, and of its weights unless a W slot follows."""
         grads, sent = self.pull(state, row, "backward")
         active, number = row["backward_active"] > 0, row["backward_chunk"]
         self.keep_largest(state, grads["overwritten"], number, active)
@@ -383,18 +393,18 @@ class Stage:
             self.embed_backward(state, row, sent)
 
     def weight_slot(self, state: Arrays, row: Arrays) -> None:
-        """Gradients of one chunk's weights, for a table in which B leaves them out."""
+        """Computes gradients of one chunk's weights, for a table whose B slots leave them out."""
         grads, _ = self.pull(state, row, "weight")
         self.add_chunk(state, grads, row["weight_chunk"], row["weight_active"] > 0)
 
     def pull(self, state: Arrays, row: Arrays, slot: str) -> tuple[Arrays, Several]:
-        """(gradients of a chunk's weights, of its floating inputs)."""
+        """Returns (gradients of a chunk's weights, of its floating inputs)."""
         weights, fixed = self.chunk(row[f"{slot}_chunk"])
         gradients = _take(state["gradients"], row[f"{slot}_gradient"])
         if self.passes is not None:
             stored = _take(state["residuals"], row[f"{slot}_residual"])
             if slot == "weight":
-                # Without it the compiler finds the products that B has just made and moves them.
+                # Without it the compiler merges these products with those of B and moves them.
                 stored, gradients, _ = lax.optimization_barrier((stored, gradients, state["sent"]))
             return self.passes.backward(weights, fixed, stored, gradients)
         place = row[f"{slot}_input"]
@@ -413,9 +423,9 @@ class Stage:
         return pull(gradients)
 
     def embed_backward(self, state: Arrays, row: Arrays, sent: Several) -> None:
-        """The embedding's gradients, where the first virtual stage has finished a microbatch.
+        """Computes the embedding's gradients when the first virtual stage ends a microbatch.
 
-        Its forward pass is done again: it costs less than what it would leave behind.
+        Its forward pass is repeated, which costs less than storing its intermediate values.
         """
         first, index = row["backward_first"] > 0, row["backward_microbatch"]
         extras = self.found(state, row[f"backward_{self.kept_slot}"])

@@ -1,7 +1,4 @@
-"""Forward and backward pass at each ZeRO stage: gathers and reductions.
-
-One `shard_map`, manual over the data axes; tensor-parallel axes stay with the compiler. The
-optimizer runs outside on global arrays.
+"""Runs forward and backward pass at each ZeRO stage: gathers and reductions.
 
 One `shard_map`, manual over the data axes; tensor-parallel axes stay with the compiler. Knows a
 model only as something to run and parameters only by their placement; never sees the optimizer,

@@ -1,9 +1,9 @@
-"""Gradients of what is read behind a loop over layers, before the backward pass enters that loop.
+"""Schedules gradients of parameters read after a loop over layers before the backward loop.
 
 A head's gradient needs the cotangents of its logits [rows, tokens, vocabulary] and the last layer's
-output. Nothing in the program says when it is computed, and XLA schedules that product behind the
-backward loop, where nothing waits for it: both arrays then live through the whole loop. A barrier
-in the backward pass makes the loop wait for the gradients, which are scattered by then.
+output. The program does not say when it is computed, and XLA schedules that product after the
+backward loop, where nothing waits for it: both arrays then stay in memory during the whole loop. A
+barrier in the backward pass makes the loop wait for the gradients, which are scattered by then.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from zerojax.models.jaxpr import free_variables, read_name, split_scan, variable
 
 
 def given_by_loops(program: Jaxpr, is_loop: Callable[[Any], bool]) -> set[Any]:
-    """The floating-point variables that loops over layers hand on to what follows them.
+    """Returns the floating-point variables that loops over layers pass to later equations.
 
     Args:
-      program: at whose top level the loops are.
-      is_loop: whether an equation, a `scan`, is one.
+      program: has the loops at its top level.
+      is_loop: whether an equation, a `scan`, is such a loop.
     """
     found: set[Any] = set()
     for equation in program.eqns:
@@ -37,16 +37,16 @@ def given_by_loops(program: Jaxpr, is_loop: Callable[[Any], bool]) -> set[Any]:
 def shards_read_once(
     program: Jaxpr, equations: Sequence[Any], names: Collection[str], operand: int
 ) -> set[Any]:
-    """The variables of the shards that these equations read and no others do.
+    """Returns the variables of shards that are read once here and nowhere else.
 
-    Gradients of two reads are added before they are scattered, if they are there together: a table
-    that is also the head's, told to be there earlier, would be scattered twice.
+    Gradients of two reads that are available together are added before they are scattered: a table
+    that is also the head's would be scattered twice if one of them had to be ready earlier.
 
     Args:
-      program: whose inputs are shards.
-      equations: of it, with a mark at every read.
-      names: of the parameters that count.
-      operand: which operand of a read is the shard.
+      program: a program whose inputs are shards.
+      equations: equations of the program, with a mark at every read.
+      names: names of the parameters that count.
+      operand: position of the shard among a read's operands.
     """
     calls = {call.outvars[0]: call for call in equations if len(call.outvars) == 1}
     marks = [e for e in equations if read_name(e) in names and e.invars[0] in calls]
@@ -60,12 +60,12 @@ def shards_read_once(
 def with_gradients_first(
     run: Callable[..., Any], given_by_loop: Sequence[int], shards: Sequence[int]
 ) -> Callable[..., Any]:
-    """A function with the same values and derivatives, whose gradients of shards come first.
+    """Returns an equivalent function that computes shards' gradients first.
 
     Args:
-      run: of arrays.
-      given_by_loop: the places of arguments whose cotangents wait.
-      shards: the places of those for whose gradients they wait.
+      run: a function of arrays.
+      given_by_loop: positions of arguments whose cotangents wait.
+      shards: positions of arguments for whose gradients they wait.
     """
     places = [*given_by_loop, *shards]
 
@@ -81,7 +81,7 @@ def with_gradients_first(
 
 @jax.custom_vjp
 def together(values: list[jax.Array]) -> list[jax.Array]:
-    """The same values; in the backward pass no cotangent goes on before all are there."""
+    """Returns the same values; in the backward pass all cotangents wait for each other."""
     return values
 
 

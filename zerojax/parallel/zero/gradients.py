@@ -1,4 +1,4 @@
-"""Forward and backward pass of a batch over its microbatches at each ZeRO stage, and evaluation."""
+"""Builds forward and backward pass over microbatches at each ZeRO stage, and evaluation."""
 
 from __future__ import annotations
 
@@ -47,23 +47,23 @@ from zerojax.plan.leaf_placement import Access, LeafPlacement
 def build_gradients(
     config: PassConfig, *, unsummed: frozenset[str] = frozenset()
 ) -> Callable[..., tuple[Arrays, Arrays, Arrays]]:
-    """A function of `(params, frozen, extras, key_data, batch, loss_factor, copies)`, to be traced
-    inside a jitted step.
+    """Builds the gradient function of a batch, to be traced inside a jitted step.
 
-    Its arguments: `params` and `frozen` as stored (shards of global arrays); `key_data` uint32, the
-      key of the step; `batch` {key: [global batch, ...]}; `loss_factor` float32 [], what the loss
-      is multiplied by before it is differentiated, or None; `copies` {name: whole weight in the
-      compute dtype} of parameters with `delta_codes`, or None where there are none.
+    It takes `(params, frozen, extras, key_data, batch, loss_factor, copies)`: `params` and `frozen`
+    as stored (shards of global arrays); `key_data` uint32, the key of the step; `batch` {key:
+    [global batch, ...]}; `loss_factor` float32 [], by which the loss is multiplied before it is
+    differentiated, or None; `copies` {name: whole weight in the compute dtype} of parameters with
+    `delta_codes`, or None if there are none.
 
     Args:
-      config: of the pass.
-      unsummed: names whose gradients stay what each device has of its part of the batch, [devices,
-        *true shape] over the axes of a pass, in the dtype in which they are made.
+      config: configuration of the pass.
+      unsummed: names whose gradients are not summed: each device keeps that of its part of the
+        batch, [devices, *true shape] over the axes of a pass, in the dtype in which it is computed.
 
     Returns:
-      A function giving `(sums, grads, extras)`: sums (see `zerojax.losses.as_sums`) over the global
-      batch, float32; grads {name: float32, stored shape and spec}, summed, not yet divided by the
-      weight nor by the factor.
+      A function that returns `(sums, grads, extras)`: sums (see `zerojax.losses.as_sums`) over the
+      global batch, float32; grads {name: float32, stored shape and spec}, summed, not yet divided
+      by the weight nor by the factor.
     """
 
     def local(
@@ -91,12 +91,15 @@ def build_gradients(
 def build_differentiation(
     config: PassConfig, constants: Arrays, frozen: Arrays, loss_factor: jax.Array | None
 ) -> Callable[..., Any]:
-    """The forward and backward pass of one microbatch, nothing of which is reduced but what the
-    backward pass scatters.
+    """Builds the forward and backward pass of one microbatch.
+
+    It reduces only the gradients that the backward pass scatters.
 
     Args:
-      config: of the pass; constants: from `prepare_parameters`; frozen: as stored.
-      loss_factor: as `build_gradients` has it.
+      config: configuration of the pass.
+      constants: from `prepare_parameters`.
+      frozen: frozen parameters, as stored.
+      loss_factor: as in `build_gradients`.
 
     Returns:
       `(inputs, extras, key, batch) -> ((scaled loss, (sums, extras afterwards)), gradients)`.
@@ -133,7 +136,7 @@ def _accumulate(
     key: jax.Array,
     batch: Arrays,
 ) -> tuple[Arrays, Arrays, Arrays]:
-    """Loss sums and gradients of all microbatches of this data shard, nothing reduced yet."""
+    """Returns loss sums and gradients of all microbatches of this data shard, not reduced yet."""
     if config.num_microbatches == 1:
         (_, (sums, extras)), grads = differentiate(inputs, extras, key, batch)
         return sums, grads, extras
@@ -161,7 +164,7 @@ def _accumulate(
 
 
 def build_forward(config: PassConfig, function: Loss) -> Callable[..., Arrays]:
-    """`(params, frozen, extras, key_data, batch, copies) -> sums`, to be traced.
+    """Builds `(params, frozen, extras, key_data, batch, copies) -> sums`, to be traced.
 
     Copies are as in `build_gradients`. Sums are those of `zerojax.losses.as_sums`, over the global
     batch. Runs `function(model, batch)` in evaluation mode; nothing is differentiated and extras do
@@ -191,7 +194,11 @@ def build_evaluating(
     batch: Arrays,
     copies: Arrays | None = None,
 ) -> tuple[Callable[..., Arrays], tuple[str, ...]]:
-    """(`(extras, key, batch) -> sums` of one device, batches of any size; names of own metrics)."""
+    """Builds the evaluation of one device, for batches of any size.
+
+    Returns:
+      (`(extras, key, batch) -> sums`, names of the loss's own metrics).
+    """
     evaluation = for_evaluation(config, {**params, **frozen}, extras, batch)
     inputs, constants = prepare_parameters(evaluation, params, frozen, copies)
     values = values_to_read(evaluation, inputs, constants, frozen)
@@ -207,7 +214,7 @@ def build_evaluating(
 
 
 def for_evaluation(config: PassConfig, stored: Arrays, extras: Arrays, batch: Arrays) -> PassConfig:
-    """What evaluation does otherwise: nothing is scattered, and the function may read otherwise."""
+    """Returns the configuration for evaluation: no scatters, reads as this function needs them."""
     abstract = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # noqa: E731
     leaves = config.placement.leaves
     params = {

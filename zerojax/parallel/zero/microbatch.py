@@ -1,4 +1,4 @@
-"""One microbatch through the model, and the `shard_map` region of the pass that runs it."""
+"""Runs one microbatch through the model, and builds the `shard_map` region of the pass."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ Arrays = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PassConfig:
-    """What a pass over a batch depends on, besides its arrays.
+    """The configuration of a pass over a batch.
 
     Attributes:
       model, loss: what to run.
-      mesh: a `Mesh`, or an `AbstractMesh` when only a program is wanted.
-      placement, precision: where parameters lie and in which dtypes they are read and reduced.
-      num_microbatches: pieces of each device's rows; their gradients are accumulated.
+      mesh: a `Mesh`, or an `AbstractMesh` if only the program is needed.
+      placement, precision: placement of parameters, and dtypes in which they are read and reduced.
+      num_microbatches: microbatches of each device's rows; their gradients are accumulated.
       reduce_bucket_size, allgather_bucket_size: elements per collective.
       sequence_sharding: split the residual stream over `model` along the sequence.
       unroll: run loops over layers as straight code.
       regather: at stage 3, gather parameters again in the backward pass instead of keeping them.
-      pipeline: how the layers lie on stages; None with one stage.
-      context: how sequences lie over `context`; None where each is whole on its device.
-      before_cut: what makes of a batch one whose rows can be cut; None where they are not.
-      offload: what lies outside device memory; None where nothing does.
-      virtual_shards: in how many pieces the batch is cut on any number of devices, so that all give
-        the same bits; None cuts it as it comes.
-      metrics: names of the own metrics that the loss returns, sorted.
+      pipeline: distribution of the layers over stages; None with one stage.
+      context: distribution of sequences over `context`; None if each is whole on its device.
+      before_cut: prepares a batch so that its sequences can be split; None if they are not split.
+      offload: layout of state outside device memory; None if there is none.
+      virtual_shards: number of pieces of the batch on any number of devices, so that all give the
+        same bits; None: the batch is split by devices only.
+      metrics: names of the metrics that the loss returns, sorted.
       counted: names of the extras to which passes add sums over the batch, see `model_state`.
     """
 
@@ -71,10 +71,10 @@ class PassConfig:
 
     @property
     def tree(self) -> TreeOrder | None:
-        """The order in which gradients are summed, None where it is free.
+        """The order in which gradients are summed; None if any order is allowed.
 
-        From stage 2 on each virtual shard's gradients are exchanged by themselves, so devices come
-        first; below, what a device has is summed before it is exchanged.
+        From stage 2 on the gradients of each virtual shard are exchanged separately, so devices
+        come first; below, a device's gradients are summed before they are exchanged.
         """
         if self.virtual_shards is None:
             return None
@@ -83,28 +83,28 @@ class PassConfig:
 
 
 def cast_batch(batch: Arrays, dtype: Any) -> Arrays:
-    """Floating-point leaves in `dtype`; integers and booleans as they are."""
+    """Casts floating-point leaves to `dtype`; integers and booleans stay as they are."""
     return jax.tree.map(
         lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, batch
     )
 
 
 def split_batch(batch: Arrays, number: int) -> Arrays:
-    """[rows, ...] -> [microbatches, rows, ...]."""
+    """Reshapes [rows, ...] to [microbatches, rows, ...]."""
     return jax.tree.map(lambda x: x.reshape(number, -1, *x.shape[1:]), batch)
 
 
 def shard_key(key_data: jax.Array) -> jax.Array:
-    """The step's key folded with the index of this part of the batch: parts drop other units."""
+    """Folds the index of this part of the batch into the step's key: parts drop other units."""
     index = lax.axis_index(PASS_AXES)
     return jax.random.fold_in(jax.random.wrap_key_data(key_data), index)
 
 
 def cut_batch(config: PassConfig, batch: Arrays) -> tuple[Arrays, P]:
-    """The global batch as a pass cuts it, and how: rows over the data axes, tokens over `context`.
+    """Returns (batch prepared for the pass, its spec): rows over data axes, tokens over `context`.
 
-    Integers of whole rows are all that a device holds for that; tokens are put in the order in
-    which devices have them.
+    Of a whole row a device stores only integers for this; tokens are permuted to the order of the
+    devices that hold them.
     """
     if config.context is None or config.before_cut is None:
         return batch, P(DATA_AXES)
@@ -121,7 +121,11 @@ def run_microbatch(
     *,
     train: bool,
 ) -> tuple[Arrays, Arrays]:
-    """(`losses.as_sums`, extras afterwards) of one microbatch, from what parameters read as."""
+    """Runs one microbatch on the values that parameters read as.
+
+    Returns:
+      (`losses.as_sums`, extras afterwards).
+    """
     assert batch_axes() != (), "a pass is traced inside of `over_batch`"
     rules = {"sequence": MODEL} if config.sequence_sharding else None
     batch = cast_batch(batch, config.precision.compute_dtype)
@@ -143,14 +147,14 @@ def map_gradients(
     *,
     unsummed: Collection[str] = (),
 ) -> Callable[..., tuple[Arrays, Arrays, Arrays]]:
-    """What `build_gradients` returns, from what one device does.
+    """Maps the gradient function of one device over the mesh; see `build_gradients`.
 
     Args:
-      config: of the pass.
+      config: configuration of the pass.
       local: (params, frozen, extras, key_data, batch, loss_factor) of one device -> (sums, grads,
-        extras); grads {name: as `params` has it}, the others the same on every device. Where copies
-        are kept (`LeafPlacement.delta_codes`) also `copies`, by that name.
-      unsummed: names of gradients of which each device has its own, [1, ...].
+        extras); grads {name: in the form of `params`}, the others the same on every device. If
+        there are copies (`LeafPlacement.delta_codes`), also the keyword `copies`.
+      unsummed: names of gradients that each device keeps for itself, [1, ...].
     """
 
     def gradients(
@@ -182,7 +186,7 @@ def map_forward(
     config: PassConfig,
     local: Callable[..., Arrays],
 ) -> Callable[..., Arrays]:
-    """What `build_forward` returns, from what one device does; arguments as in `map_gradients`."""
+    """Maps the forward function of one device over the mesh; arguments as in `map_gradients`."""
 
     def forward(
         params: Arrays,
@@ -208,7 +212,7 @@ def map_forward(
 
 
 def _with_copies(local: Callable[..., Any]) -> Callable[..., Any]:
-    """`local`, whose last argument is given by its name, where there are copies."""
+    """Returns `local` with its last argument passed by keyword, if there are copies."""
 
     @functools.wraps(local)
     def taking(*args: Any) -> Any:
@@ -219,8 +223,11 @@ def _with_copies(local: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def over_batch(config: PassConfig, local: Callable[..., Any]) -> Callable[..., Any]:
-    """What one device does, all of it traced where `zerojax.batch_sum` is a sum over devices, and
-    `zerojax.experts` has its own experts only."""
+    """Returns `local`, traced in the context of the mesh.
+
+    In it `zerojax.batch_sum` sums over devices and `zerojax.experts` has only the device's own
+    experts.
+    """
     axes = PASS_AXES if config.virtual_shards is None else None
     axis = EXPERT if config.mesh.shape[EXPERT] > 1 else None
 
@@ -233,5 +240,5 @@ def over_batch(config: PassConfig, local: Callable[..., Any]) -> Callable[..., A
 
 
 def specs_of(config: PassConfig, arrays: Arrays) -> dict[str, P]:
-    """{name: how a parameter lies in the region}."""
+    """Returns {name: spec of a parameter in the region}."""
     return {name: config.placement.leaves[name].manual_spec for name in arrays}

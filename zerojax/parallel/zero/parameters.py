@@ -1,4 +1,4 @@
-"""Gathers of parameters, before the pass or at each read, and reductions of their gradients."""
+"""Gathers parameters, before the pass or at each read, and reduces their gradients."""
 
 from __future__ import annotations
 
@@ -32,13 +32,14 @@ def _of_access(config: PassConfig, names: Any, *accesses: Access) -> list[str]:
 def leaf_collectives(
     config: PassConfig, names: Any, *, in_model: bool = False
 ) -> dict[str, collectives.LeafCollectives]:
-    """{name: the collectives of that parameter}.
+    """Returns {name: the collectives of that parameter}.
 
     Args:
-      config: of the pass; names: of sharded parameters.
-      in_model: whether they stand beside what the model computes; codes are decoded there, and
-        passed on elsewhere. Of parameters that a node gathers by itself those are in the model, and
-        elsewhere the ones between nodes.
+      config: configuration of the pass.
+      names: names of sharded parameters.
+      in_model: True: collectives beside the model's computation, which decode codes; False:
+        elsewhere, codes are passed on. For parameters that nodes gather internally, True gives the
+        collectives inside a node and False those between nodes.
     """
     fixed = config.virtual_shards is not None
     leaves = config.placement.leaves
@@ -69,17 +70,21 @@ def leaf_collectives(
 
 
 def wire_dtype(config: PassConfig) -> Any:
-    """Dtype in which gradients travel: what was rounded to `reduce_dtype`, or in the fixed tree
-    also a float32 sum of several such."""
+    """Returns the dtype in which gradients are sent.
+
+    It is that of values rounded to `reduce_dtype`; in the fixed tree it may be a float32 sum of
+    several of them.
+    """
     if config.tree is TreeOrder.LOWEST_FIRST and config.num_microbatches > 1:
         return jnp.float32
     return config.precision.reduce_dtype
 
 
 def gradient_dtype(config: PassConfig, leaf: LeafPlacement) -> Any:
-    """Dtype of a gradient that is scattered where it is made, which is that of the shard given.
+    """Returns the dtype of a gradient that is scattered where it is computed: that of its shard.
 
-    What is read of a shard has all the digits of the compute dtype, however few are sent back.
+    A value read from a shard keeps the precision of the compute dtype, even if gradients are sent
+    in a narrower dtype.
     """
     reduce = config.precision.reduce_dtype
     if leaf.gradient_in_full or config.virtual_shards is not None:
@@ -92,16 +97,18 @@ def gradient_dtype(config: PassConfig, leaf: LeafPlacement) -> Any:
 def prepare_parameters(
     config: PassConfig, params: Arrays, frozen: Arrays, copies: Arrays | None = None
 ) -> tuple[Arrays, Arrays]:
-    """Once per step: gathers what is gathered once, and between nodes what nodes gather by
-    themselves; casts the rest.
+    """Gathers, once per step, the parameters that are gathered once; casts the others.
+
+    Parameters that nodes gather internally are gathered between nodes.
 
     Args:
-      config: of the pass; params, frozen: as stored.
-      copies: {name: whole value in the compute dtype} of parameters that are not gathered, since
+      config: configuration of the pass.
+      params, frozen: as stored.
+      copies: {name: whole value in the compute dtype} of parameters that are not gathered, because
         every device has them.
 
     Returns:
-      ({name: what is differentiated}, {name: whole value that is only read}).
+      ({name: differentiated value}, {name: whole value that is only read}).
     """
     compute = config.precision.compute_dtype
     stored = {**params, **frozen}
@@ -136,7 +143,7 @@ def _of_nodes(config: PassConfig, names: Any) -> list[str]:
 
 
 def _gather_between_nodes(config: PassConfig, stored: Arrays) -> Arrays:
-    """{name: this device's part of its node's copy, in the compute dtype or codes}."""
+    """Returns {name: this device's part of its node's copy, in the compute dtype or codes}."""
     names = _of_nodes(config, stored)
     shards = {name: cast(stored[name], config.precision.compute_dtype) for name in names}
     return collectives.gather_buckets(
@@ -145,12 +152,15 @@ def _gather_between_nodes(config: PassConfig, stored: Arrays) -> Arrays:
 
 
 def cast(value: jax.Array, dtype: Any) -> jax.Array:
-    """A floating-point array in `dtype`; any other as it is."""
+    """Casts a floating-point array to `dtype`; returns any other array unchanged."""
     return value.astype(dtype) if jnp.issubdtype(value.dtype, jnp.floating) else value
 
 
 def values_to_read(config: PassConfig, inputs: Arrays, constants: Arrays, frozen: Arrays) -> Arrays:
-    """What is bound into the model: a value, a shard, or (whole, shard) for the early scatter."""
+    """Returns the values bound into the model: a value, a shard, or (whole, shard).
+
+    (whole, shard) is for the early scatter.
+    """
     values = {name: constants[name] for name in frozen}
     for name, value in inputs.items():
         values[name] = (constants[name], value) if name in constants else value
@@ -158,7 +168,7 @@ def values_to_read(config: PassConfig, inputs: Arrays, constants: Arrays, frozen
 
 
 def build_reads(config: PassConfig, frozen: Arrays) -> dict[str, Any]:
-    """What reading does, for the parameters where it does something."""
+    """Returns {name: function called on each read}, for reads that are not plain accesses."""
     leaves = config.placement.leaves
     on_use = _of_access(config, leaves, Access.GATHER_ON_USE)
     early = _of_access(config, leaves, Access.GATHER_ONCE_SCATTER_EARLY)
@@ -177,7 +187,7 @@ def build_reads(config: PassConfig, frozen: Arrays) -> dict[str, Any]:
 
 
 def owned_tables(config: PassConfig) -> dict[str, OwnedTable]:
-    """{table whose rows are looked up: how it lies}."""
+    """Returns {name: table} of tables whose rows are looked up."""
     leaves = config.placement.leaves
     tables = {}
     for name in _of_access(config, leaves, Access.LOOK_UP):
@@ -193,10 +203,10 @@ def owned_tables(config: PassConfig) -> dict[str, OwnedTable]:
 
 
 def build_rewriting(config: PassConfig, frozen: Arrays) -> Rewriting:
-    """Reads of one layer in one collective; at stage 3 gathers are done again.
+    """Builds the rules that join reads of a layer in one collective; stage 3 repeats gathers.
 
-    Frozen parameters have buckets of their own, since nothing of theirs is scattered. What is
-    decoded is kept for the backward pass at no stage.
+    Frozen parameters have separate buckets, because none of their gradients is scattered. Decoded
+    values are never kept for the backward pass, at any stage.
     """
     placed = config.placement.leaves
     accesses = Access.GATHER_ON_USE, Access.GATHER_ONCE_SCATTER_EARLY
@@ -239,7 +249,7 @@ def build_rewriting(config: PassConfig, frozen: Arrays) -> Rewriting:
 
 
 def _slice_size(leaf: LeafPlacement) -> int:
-    """Elements of the part of a parameter that one read gives."""
+    """Returns the elements that one read of a parameter returns."""
     return math.prod(leaf.shape) // max(leaf.num_slices, 1)
 
 
@@ -247,25 +257,27 @@ _AXES_OF_EXPERTS = tuple(axis for axis in PASS_AXES if axis != EXPERT)
 
 
 def _summed_over(config: PassConfig, leaf: LeafPlacement) -> tuple[str, ...]:
-    """The axes over which devices have parts of the gradient of a parameter that each has whole."""
+    """Returns the axes over which the gradient of a replicated parameter has to be summed."""
     if leaf.expert_dim is not None:
         return _AXES_OF_EXPERTS  # rows came from all devices of `expert`
     return MANUAL_AXES if config.pipeline and leaf.layer_rows is None else PASS_AXES
 
 
 def reduce_gradients(config: PassConfig, grads: Arrays) -> Arrays:
-    """Gradients summed over the axes of a pass, as stored, sharded where the placement says;
-    float32, but of parameters that are updated in slices in the dtype in which they were summed.
+    """Sums gradients over the axes of a pass and returns them as stored.
 
-    Under a pipeline those of parameters that every stage reads are summed over `stage`, too: each
-    stage has its own part of them, most have none.
+    They are sharded as the placement says, and float32, except for parameters that are updated in
+    slices: these keep the dtype in which they were summed. Under a pipeline the gradients of
+    parameters
+    that every stage reads are also summed over `stage`: each stage has its own part, most have
+    none.
     """
     leaves = config.placement.leaves
     bucket_size = config.reduce_bucket_size
     axes = {name: leaf.axes for name, leaf in leaves.items()}
 
     def summed(values: Arrays, over: tuple[str, ...]) -> Arrays:
-        """Over mesh axes, those of each dtype together."""
+        """Sums over mesh axes, separately for each dtype."""
         found: Arrays = {}
         for full in (False, True):
             chosen = {n: x for n, x in values.items() if leaves[n].gradient_in_full == full}
@@ -286,7 +298,7 @@ def reduce_gradients(config: PassConfig, grads: Arrays) -> Arrays:
     if config.placement.axis_sizes[REPLICA] > 1:
         shards = summed(shards, (REPLICA,))
     reduced |= shards
-    # What is updated slice by slice is cast there: a loop would be given all of it in float32.
+    # Sliced updates cast each slice: casting here would give their loop all of it in float32.
     sliced = config.offload.leaves if config.offload is not None else {}
     return {
         name: reduced[name] if name in sliced else reduced[name].astype(jnp.float32)

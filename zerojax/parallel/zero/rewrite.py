@@ -1,16 +1,17 @@
-"""Rewritten loss program: one collective per layer, and gathers repeated in the backward pass.
+"""Rewrites the loss program: one collective per layer, and gathers repeated in the backward pass.
 
-**Buckets.** The reads of one loop body, which is one layer, are done together, so that gathering
-them, and scattering their gradients, is one collective instead of one per parameter. Outside of
-loops a layer is what has one number in its names (`parallel.zero.straight_parts`), and a straight
-piece of the program is cut where the reads of another layer begin.
+**Buckets.** The reads in the body of one loop, which is one layer, are joined, so that gathering
+them, and scattering their gradients, takes one collective instead of one per parameter. Outside of
+loops a layer is the set of parameters with the same number in their names
+(`parallel.zero.straight_parts`), and a straight piece of the program is cut where the reads of
+another layer begin.
 
-**Gathers done again.** `jax.checkpoint` around a whole loss would run a loop over layers a second
-time, and that loop would stack the gathered parameters of all layers for the loop of the backward
-pass. So every body of a loop, and every straight piece of the program, gets a checkpoint of its
-own, which keeps what a plain backward pass keeps except for gathers and for what costs nothing to
-do again. The checkpoints that a model brings along stay as they are.
-What is decoded from codes (`collectives.decode_on_use`) is decoded again in the same way.
+**Repeated gathers.** `jax.checkpoint` around a whole loss would run a loop over layers a second
+time, and that loop would stack the gathered parameters of all layers for the backward loop. So
+every body of a loop, and every straight piece of the program, gets its own checkpoint. It saves
+what a plain backward pass saves, except for gathers and for operations that cost nothing to repeat.
+The model's own checkpoints stay as they are. Values decoded from codes
+(`collectives.decode_on_use`) are decoded again in the same way.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from zerojax.parallel.zero.gradient_order import (
 )
 from zerojax.parallel.zero.straight_parts import cut_at_layers, run_in_turn
 
-# Kept, these would be copies of gathered parameters; done again, they are part of another kernel.
+# Saved, these would be copies of gathered parameters; recomputed, they fuse into another kernel.
 _LAYOUT = frozenset(
     [
         "broadcast_in_dim",
@@ -61,16 +62,16 @@ _LAYOUT = frozenset(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rewriting:
-    """How a program is rewritten.
+    """The rules for rewriting a program.
 
     Attributes:
-      shapes: name -> shape in a step of every parameter whose read may join others.
-      buckets: cuts such names into groups, each for one collective.
-      read_together: (names, what each read takes) -> what each read gives.
+      shapes: name -> shape in a step of every parameter whose read may be joined with others.
+      buckets: divides such names into groups, each for one collective.
+      read_together: (names, operands of each read) -> results of each read.
       regather: keep no gathered value for the backward pass.
-      everywhere: all reads join others outside of loops, too, not only those of one layer.
-      trained: names of parameters with a gradient that is scattered where it is made.
-      shard_operand: which operand of a read is the shard.
+      everywhere: outside of loops, too, join all reads, not only those of one layer.
+      trained: names of parameters with a gradient that is scattered where it is computed.
+      shard_operand: position of the shard among a read's operands.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -82,7 +83,7 @@ class Rewriting:
     shard_operand: int = 0
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, giving the same values and derivatives by the rewritten program."""
+        """Returns `function` with the same values and derivatives, by the rewritten program."""
 
         def rewritten(*args: Any) -> Any:
             program, shape = jax.make_jaxpr(function, return_shape=True)(*args)
@@ -93,11 +94,11 @@ class Rewriting:
 
 
 def is_made_again(primitive: Any, params: Mapping[str, Any]) -> bool:
-    """Whether a traced operation is a gather of ours, decodes weights, or marks gathered ones: a
-    policy must not keep its result.
+    """Returns whether a checkpoint policy must not save the result of a traced operation.
 
-    The gather sits in a `shard_map`, and that in the call of a `custom_vjp`, which a parameter that
-    is not differentiated (a frozen one) still shows to the policy.
+    True for zerojax's gathers, decoded weights, and marks of gathered experts. A gather is in a
+    `shard_map` inside a `custom_vjp` call; the policy sees that call if the parameter is not
+    differentiated (frozen).
     """
     if primitive.name == "all_gather":
         return True
@@ -113,12 +114,12 @@ def is_made_again(primitive: Any, params: Mapping[str, Any]) -> bool:
 
 
 def _keep_what_is_dear(primitive: Any, *_: Any, **params: Any) -> bool:
-    """The policy of a checkpoint: everything but gathers and changes of layout."""
+    """Checkpoint policy: saves everything except gathers and changes of layout."""
     return primitive.name not in _LAYOUT and not is_made_again(primitive, params)
 
 
 def _without_gathers(policy: Any) -> Any:
-    """A model's own policy, which may not keep gathered values either."""
+    """Returns a model's own policy, restricted so that it saves no gathered values."""
     if policy is None:
         return None
 
@@ -133,7 +134,7 @@ def _without_gathers(policy: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Surroundings:
-    """What a program lies in: a loop (which needs no guard against CSE), a model's checkpoint."""
+    """The context of a program: a loop (which needs no guard against CSE), a model's checkpoint."""
 
     in_loop: bool = False
     checkpointed: bool = False
@@ -142,7 +143,7 @@ class _Surroundings:
 def _evaluate(
     rules: Rewriting, closed: ClosedJaxpr, inputs: Sequence[Any], where: _Surroundings
 ) -> list[Any]:
-    """The outputs of a program."""
+    """Returns the outputs of a program."""
     of_loops = given_by_loops(closed.jaxpr, lambda equation: _trains(rules, equation))
 
     def run_piece(
@@ -175,14 +176,14 @@ def _evaluate(
 
 
 def _reads(equation: Any) -> bool:
-    """Whether an equation reads a parameter, at any depth."""
+    """Returns whether an equation reads a parameter, at any depth."""
     return read_name(equation) is not None or any(
         _reads(inner) for program in inner_programs(equation.params) for inner in program.eqns
     )
 
 
 def _trains(rules: Rewriting, equation: Any) -> bool:
-    """Whether an equation reads a parameter that is trained, at any depth."""
+    """Returns whether an equation reads a trained parameter, at any depth."""
     return read_name(equation) in rules.trained or any(
         _trains(rules, inner)
         for program in inner_programs(equation.params)
@@ -195,7 +196,7 @@ def _places(taken: Sequence[Any], wanted: Set[Any]) -> list[int]:
 
 
 def _is_structured(equation: Any) -> bool:
-    """Whether an equation is a loop, a checkpoint or a call, and reads inside."""
+    """Returns whether an equation is a loop, checkpoint or call that reads parameters inside."""
     kind = equation.primitive.name
     return (kind in ("scan", "jit", "pjit") or is_checkpoint(equation)) and _reads(equation)
 
@@ -245,7 +246,7 @@ def _evaluate_scan(rules: Rewriting, equation: Any, inputs: Sequence[Any]) -> Se
 
 @dataclasses.dataclass(frozen=True)
 class _Read:
-    """One read in a piece: the call that does it, and the variable that holds its result."""
+    """One read in a piece: its call, and the variable that holds its result."""
 
     name: str
     call: Any
@@ -260,12 +261,12 @@ def _piece(
     needed: Sequence[Any],
     where: _Surroundings,
 ) -> Callable[..., Sequence[Any]]:
-    """A straight piece as a function of what it takes, with the reads of a layer done together."""
+    """Returns a straight piece as a function of its inputs, with a layer's reads joined."""
     by_number = not (where.in_loop or rules.everywhere)
     groups = _groups(rules, equations, taken, needed, by_number=by_number)
     together = [read for group in groups for read in group]
     done = {id(read.call) for read in together}
-    # Marks go: a mark between a parameter and its use would make a scan stack copies of it.
+    # Drop the marks: a mark between a parameter and its use would make a scan stack copies of it.
     marked = {eqn.outvars[0]: eqn.invars[0] for eqn in equations if read_name(eqn) is not None}
     rest = [
         equation.replace(
@@ -309,14 +310,14 @@ def _groups(
     *,
     by_number: bool,
 ) -> list[list[_Read]]:
-    """The reads of a piece that take only what comes from outside, in buckets of two or more.
+    """Groups the reads of a piece that depend only on its inputs, in buckets of two or more.
 
-    A read that nothing uses is in none: `if self.scale` in a layer of flax is one, and the read
-    after it is the one that counts.
+    A read whose result is not used is in no group: `if self.scale` in a Flax layer is such a read,
+    and only the read after it counts.
 
     Args:
-      by_number: a layer is what has one number in its names, and reads without one stay alone; not
-        where the whole piece is one layer.
+      by_number: True: a layer is the set of names with the same number, and reads without one stay
+        alone. False: the whole piece is one layer.
     """
     outside, used = set(taken), {*needed}
     for equation in equations:
@@ -333,7 +334,7 @@ def _groups(
         if name not in rules.shapes or not given <= outside:
             continue
         shape, (result,) = rules.shapes[name], call.outvars
-        # Under vmap a value has dimensions of its own; then the read stays as it is, and so does a
+        # Under vmap a value has extra dimensions; then the read stays as it is, and so does a
         # second read of the same parameter.
         if result.aval.shape == shape[len(shape) - result.aval.ndim :]:
             reads.setdefault(name, _Read(name, call, result))

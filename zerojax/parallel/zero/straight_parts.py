@@ -1,7 +1,7 @@
-"""Layers of a straight piece of a program, told by the numbers in the names of what it reads.
+"""Finds the layers of a straight piece of a program by the numbers in parameter names.
 
-A loop over layers has one layer in its body. Layers that a Python loop calls stand one after the
-other in one piece; only their names, `layers/3/attn/q`, tell where one ends.
+A loop over layers has one layer in its body. Layers that a Python loop calls follow each other in
+one piece; only names such as `layers/3/attn/q` show where one ends.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from zerojax.models.trees import layer_of
 
 
 def cut_at_layers(equations: Sequence[Any], needed: Sequence[Any]) -> list[list[Any]]:
-    """Equations of a straight piece, cut where the reads of another layer begin.
+    """Cuts the equations of a straight piece where the reads of another layer begin.
 
-    Nothing made of parameters alone goes over a cut: a checkpoint around the part after it would
-    keep that value for the backward pass. What a model makes of all parameters beforehand, such as
-    a cast, is therefore in one part with its uses.
+    No value computed from parameters alone crosses a cut: a checkpoint around the following part
+    would save that value for the backward pass. A value that a model computes from all parameters
+    beforehand, such as a cast, is therefore in one part with its uses.
 
     Args:
       equations: in order, with a mark at every read.
-      needed: what is needed of them later.
+      needed: variables that are needed later.
     """
     if not equations:
         return []
@@ -46,13 +46,13 @@ def cut_at_layers(equations: Sequence[Any], needed: Sequence[Any]) -> list[list[
 
 
 def _names_read(equations: Sequence[Any]) -> dict[Any, str]:
-    """{what a read gives, before its mark: the parameter}."""
+    """Returns {result of a read, before its mark: the parameter}."""
     marks = ((e.invars[0], read_name(e)) for e in equations if e.invars)
     return {variable: name for variable, name in marks if name is not None}
 
 
 def _made_of_reads(equations: Sequence[Any], names: Mapping[Any, str]) -> set[Any]:
-    """What is read, and what is made of that alone."""
+    """Returns the variables that are read or computed from read ones alone."""
     whole = set(names)
     for equation in equations:
         given = list(variables(equation.invars))
@@ -68,13 +68,14 @@ def run_in_turn(
     needed: Sequence[Any],
     run_part: Callable[..., Callable[..., Any]],
 ) -> Callable[..., list[Any]]:
-    """A straight piece as a function of what it takes, its parts one after the other.
+    """Returns a straight piece as a function that runs its parts one after the other.
 
     Args:
       parts: equations of the piece, cut.
-      program: that they are of.
-      taken: what the piece takes; needed: what is needed of it.
-      run_part: (program, equations, taken, needed) -> the part as a function of what it takes.
+      program: the program that contains them.
+      taken: inputs of the piece.
+      needed: outputs of the piece.
+      run_part: (program, equations, taken, needed) -> the part as a function of its inputs.
     """
     later = set(needed)
     wanted: list[list[Any]] = []

@@ -1,8 +1,8 @@
-"""Rewritten loss program: gathers of rows of a table become lookups at the devices that have it.
+"""Rewrites the loss program: gathers of table rows become lookups at the devices that hold them.
 
-A read of such a table gives a stand-in with a mark, whose numbers nobody uses. The program is then
-evaluated with the stand-ins' gathers replaced; what the plan has found of the loss
-(`zerojax.models.row_lookups`) guarantees that nothing else takes one.
+A read of such a table returns a marked stand-in, whose values are never used. The program is then
+evaluated with the gathers from stand-ins replaced; the plan has checked
+(`zerojax.models.row_lookups`) that no other operation takes one.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ def with_lookups(
     tables: Mapping[str, OwnedTable],
     shards_of: Callable[..., Mapping[str, jax.Array]],
 ) -> Callable[..., Any]:
-    """`function`, in which rows of tables are looked up.
+    """Returns `function` with rows of tables looked up.
 
     Args:
       function: reads every one of `tables` by its `StandIn`.
-      tables: {name: how it lies}.
-      shards_of: what `function` is given -> {name: this device's columns}.
+      tables: {name: table}.
+      shards_of: arguments of `function` -> {name: this device's columns}.
     """
 
     def rewritten(*args: Any) -> Any:
@@ -73,28 +73,28 @@ class _Rules:
 
 @dataclasses.dataclass(frozen=True)
 class _Held:
-    """What a variable holds in place of an array: a table, in what it was cast to, in turn."""
+    """The table that a variable stands for, and the dtypes it was cast to, in order."""
 
     name: str
     casts: tuple[Any, ...] = ()
 
 
 def _marked(equation: Any) -> str | None:
-    """The table whose stand-in an equation marks."""
+    """Returns the table whose stand-in an equation marks, or None."""
     if equation.primitive.name != "name" or not equation.params["name"].startswith(_STAND_IN):
         return None
     return equation.params["name"].removeprefix(_STAND_IN)
 
 
 def _has_mark(equation: Any) -> bool:
-    """At any depth."""
+    """Returns whether an equation marks a stand-in, at any depth."""
     return _marked(equation) is not None or any(
         _has_mark(inner) for program in inner_programs(equation.params) for inner in program.eqns
     )
 
 
 def _evaluate(rules: _Rules, closed: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
-    """The outputs of a program; inputs and outputs are arrays or `_Held`."""
+    """Returns the outputs of a program; inputs and outputs are arrays or `_Held`."""
     apart, _ = _follow(closed.jaxpr, _held_among(inputs))
     return evaluate_in_pieces(
         closed,
@@ -109,10 +109,14 @@ def _held_among(values: Sequence[Any]) -> list[_Held | None]:
 
 
 def _follow(program: Jaxpr, inputs: Sequence[_Held | None]) -> tuple[set[int], list[_Held | None]]:
-    """(ids of the equations that make or take a table, or do so inside; tables among the outputs).
+    """Follows the tables through a program.
 
     Args:
-      inputs: of the program, None where they are arrays.
+      inputs: inputs of the program; None for arrays.
+
+    Returns:
+      (ids of the equations that create or take a table, also at any depth; tables among the
+      outputs).
     """
     held = {v: one for v, one in zip(program.invars, inputs, strict=True) if one is not None}
     apart = set()
@@ -130,7 +134,7 @@ def _follow(program: Jaxpr, inputs: Sequence[_Held | None]) -> tuple[set[int], l
 
 
 def _tables_made(equation: Any, given: Sequence[_Held | None]) -> list[_Held | None]:
-    """Which results of an equation are tables."""
+    """Returns the results of an equation that are tables; None for other results."""
     kind, name = equation.primitive.name, _marked(equation)
     if name is not None:
         return [_Held(name)]
@@ -144,7 +148,7 @@ def _tables_made(equation: Any, given: Sequence[_Held | None]) -> list[_Held | N
 
 
 def _run(rules: _Rules, equation: Any, given: Sequence[Any]) -> Sequence[Any]:
-    """What such an equation gives."""
+    """Evaluates an equation that creates or takes a table."""
     kind = equation.primitive.name
     if kind in SAME:
         return _tables_made(equation, _held_among(given))
@@ -159,7 +163,7 @@ def _run(rules: _Rules, equation: Any, given: Sequence[Any]) -> Sequence[Any]:
 
 
 def _look_up(rules: _Rules, equation: Any, held: _Held, indices: jax.Array) -> jax.Array:
-    """The result of a gather: [..., 1] indices, rows in the dimension that it says."""
+    """Returns the result of a gather with [..., 1] indices, rows in the dimension that it names."""
     params = equation.params
     rows = take_rows(
         rules.tables[held.name],
@@ -189,7 +193,7 @@ def _run_checkpoint(rules: _Rules, equation: Any, given: Sequence[Any]) -> Seque
 
 
 def _joined(tables: Sequence[_Held | None], arrays: Sequence[Any]) -> list[Any]:
-    """Tables where there are any, and arrays in the places between them."""
+    """Returns the tables, with arrays in the places between them."""
     rest = iter(arrays)
     return [next(rest) if table is None else table for table in tables]
 

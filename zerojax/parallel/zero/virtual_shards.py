@@ -1,10 +1,10 @@
-"""Reproducible pass: a batch in the same pieces on any number of devices.
+"""Runs a reproducible pass: the batch has the same pieces on any number of devices.
 
-The batch has `virtual_shards` pieces of equal rows; each device computes its own ones, consecutive
-in number, one after the other. So each forward and backward pass has the same shapes on every mesh,
-and fusion barriers around it keep its code the same. Sums follow the tree of `parallel.sums`. At
-stages 0 and 1 a device adds up its pieces before the one reduction; from stage 2 on the gradients
-of each piece are reduced by themselves, also of parameters that are gathered once.
+The batch has `virtual_shards` pieces of equal rows; each device computes its own pieces, which have
+consecutive numbers, one after the other. So each forward and backward pass has the same shapes on
+every mesh, and fusion barriers around it make it compile to the same code. Sums follow the tree of
+`parallel.sums`. At stages 0 and 1 a device sums its pieces before the one reduction; from stage 2
+on the gradients of each piece are reduced separately, also of parameters that are gathered once.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _EARLY = (Access.GATHER_ON_USE, Access.GATHER_ONCE_SCATTER_EARLY)
 
 
 def build_virtual_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, Arrays]]:
-    """As `parallel.zero.gradients.build_gradients`, with the same bits on any number of devices."""
+    """Builds `parallel.zero.gradients.build_gradients` with equal bits on any number of devices."""
     count, order, zeros = config.num_microbatches, config.tree, no_sums(config.metrics)
     assert order is not None
 
@@ -80,7 +80,7 @@ def build_virtual_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, A
             noted, earlier = carried
             row = jnp.stack(jax.tree.leaves(sums))
             noted = lax.dynamic_update_index_in_dim(noted, row, number, 0)
-            # Each piece begins with the extras of the step, so what it adds to a count is added.
+            # Each piece begins with the step's extras, so its increments of counts are added.
             more = model_state.added(extras, rest, config.counted)
             rest |= {name: earlier[name] + x for name, x in more.items()}
             rest = model_state.after_microbatch(earlier, rest, overwritten)
@@ -113,7 +113,7 @@ def build_virtual_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, A
 
 
 def build_virtual_forward(config: PassConfig, function: Loss) -> Callable[..., Arrays]:
-    """As `parallel.zero.evaluation.build_forward`, with the same bits on any number of devices."""
+    """Builds `parallel.zero.gradients.build_forward`, with equal bits on any number of devices."""
     config = dataclasses.replace(config, loss=function)
     count = config.num_microbatches
 
@@ -140,7 +140,7 @@ def _check_rows(batch: Arrays, count: int) -> None:
     if rows % count:
         raise ValueError(
             f"evaluation batch with {rows} rows on each device: deterministic='mesh' computes "
-            f"{count} pieces of it one after the other; give a multiple of {count} rows per device"
+            f"{count} pieces of it one after the other; use a multiple of {count} rows per device"
         )
 
 
@@ -149,17 +149,19 @@ def _piece(pieces: Arrays, number: jax.Array) -> Arrays:
 
 
 def virtual_key(key_data: jax.Array, number: jax.Array, count: int) -> jax.Array:
-    """The step's key folded with the number of a virtual shard, whichever device computes it.
+    """Folds the number of a virtual shard into the step's key, whichever device computes it.
 
     Args:
-      key_data: of the step; number: of this device's pieces; count: how many it has.
+      key_data: key data of the step.
+      number: index among this device's pieces.
+      count: number of this device's pieces.
     """
     index = lax.axis_index(DATA) * count + number
     return jax.random.fold_in(jax.random.wrap_key_data(key_data), index)
 
 
 def sum_of_pieces(noted: jax.Array) -> jax.Array:
-    """The sums over all virtual shards of numbers that each device has noted for its own.
+    """Sums, over all virtual shards, the numbers that each device recorded for its own.
 
     Args:
       noted: float32 [pieces of this device, numbers].
@@ -181,9 +183,9 @@ def _float32(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def _round(config: PassConfig, grads: Arrays) -> Arrays:
-    """Each virtual shard's gradients rounded to the dtype of reductions, as float32.
+    """Rounds each virtual shard's gradients to the dtype of reductions, as float32.
 
-    Those that were scattered already are sums.
+    Gradients that were already scattered are sums and are not rounded.
     """
     dtype, leaves = config.precision.reduce_dtype, config.placement.leaves
     return {
@@ -193,7 +195,7 @@ def _round(config: PassConfig, grads: Arrays) -> Arrays:
 
 
 def _reduce(config: PassConfig, grads: Arrays) -> Arrays:
-    """Sums over the devices, as stored, of gradients that are not scattered yet; float32."""
+    """Sums, over the devices, gradients that are not scattered yet; as stored, float32."""
     leaves = config.placement.leaves
     once = {n: g for n, g in grads.items() if leaves[n].access is Access.GATHER_ONCE}
     table = leaf_collectives(config, once)
@@ -208,7 +210,7 @@ def _sum_changes(config: PassConfig, changes: Arrays) -> Arrays:
 
 
 def _sum_whole(config: PassConfig, values: Arrays, wire: Any) -> Arrays:
-    """Sums over the devices of values that each has whole, one exchange per bucket; float32."""
+    """Sums replicated values over the devices, one exchange per bucket; float32."""
     assert config.tree is not None
     order = config.tree
     sizes = {name: value.size for name, value in values.items()}

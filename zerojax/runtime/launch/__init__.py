@@ -1,4 +1,4 @@
-"""Launcher: one command in several processes, with restarts after failures.
+"""Launches one command in several processes, with restarts after failures.
 
 Host 0 decides, the others follow. No JAX is imported.
 """
@@ -25,12 +25,13 @@ from zerojax.runtime.shutdown import FAILED, OK, SAVED_AND_STOPPED
 
 _DEFAULT_JOIN_SECONDS = 300
 _MAX_FORWARDED = 2
-"""Of the same command: the first asks for a save, the second stops at once, a third kills."""
+"""Stop signals forwarded to the processes: the first requests a save, the second stops at once; a
+third kills them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Signalled:
-    """The launcher itself got a signal."""
+    """An event: the launcher itself received a signal."""
 
     number: int
 
@@ -39,17 +40,18 @@ def launch(job: Job) -> int:
     """Runs `job` to its end.
 
     Returns:
-      0; 75 where a signal stopped the run and everything is saved; else what the first failing
-      process ended with, 128 + n for signal n.
+      0; 75 if a signal stopped the run and everything is saved; else the exit code of the first
+      process that failed, 128 + n for signal n.
 
     Raises:
-      ValueError: launchers were told different things. TimeoutError, OSError: they do not meet.
+      ValueError: launchers have different settings.
+      TimeoutError, OSError: the launchers do not reach each other.
     """
     events: queue.SimpleQueue = queue.SimpleQueue()
     printer = Printer(job.total, show_all=job.show_all)
     children = Children(job, events, printer)
     seconds = optional_number_of(os.environ, "ZEROJAX_JOIN_SECONDS") or _DEFAULT_JOIN_SECONDS
-    # Nothing runs yet while launchers meet: a signal ends this one as it ends any program.
+    # Nothing runs yet while launchers connect: a signal ends this one as it ends any program.
     launcher: _Leader | _Follower
     if job.host:
         assert job.coordinator is not None
@@ -90,7 +92,7 @@ def launch(job: Job) -> int:
 
 
 class _Launcher:
-    """What the launcher of any host does: it forwards signals to its processes."""
+    """The launcher of any host: it forwards signals to its processes."""
 
     def __init__(self, children: Children, events: queue.SimpleQueue, printer: Printer):
         self.children, self.events, self.printer = children, events, printer
@@ -178,7 +180,7 @@ class _Leader(_Launcher):
         self.children.end_soon(since)
 
     def _outcome(self, ends: list[End]) -> tuple[int, str | None]:
-        """The exit code of the run, and a sentence where it is a failure."""
+        """Returns the exit code of the run, and a sentence if it is a failure."""
         failure = first_failure(ends)
         if failure is None and not self.lost:
             codes = {end.code for end in ends if not end.was_killed}
@@ -201,7 +203,7 @@ class _Leader(_Launcher):
         if not self.job.max_restarts:
             return ""
         if self.num_signals:
-            return " No restart: a signal asked for the end."
+            return " No restart: a signal requested the end."
         if self.lost:
             return " No restart without that host."
         if not may_restart(code):
@@ -210,7 +212,7 @@ class _Leader(_Launcher):
 
 
 class _Follower(_Launcher):
-    """The launcher of another host: does what host 0 says."""
+    """The launcher of another host, which follows host 0."""
 
     def __init__(
         self,
@@ -255,14 +257,14 @@ class _Follower(_Launcher):
 
 
 def _end_of(content: dict) -> End:
-    """An end on another host, on the clock of this one."""
+    """Converts the end of a process on another host to the clock of this one."""
     when = time.monotonic() - float(content["ago"])
     return End(int(content["ended"]), int(content["code"]), when, bool(content["was_killed"]))
 
 
 @contextlib.contextmanager
 def _signals_into(events: queue.SimpleQueue) -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGHUP (a lost terminal, as SIGTERM) become events meanwhile."""
+    """Puts SIGINT, SIGTERM and SIGHUP (a lost terminal, as SIGTERM) into `events` as events."""
 
     def note(number: int, frame: FrameType | None) -> None:
         events.put(Signalled(signal.SIGTERM if number == signal.SIGHUP else number))

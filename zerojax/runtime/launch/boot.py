@@ -1,9 +1,9 @@
-"""Start of a script, a module or a program as one process of a group.
+"""Starts a script, a module or a program as one process of a group.
 
     python -m zerojax.runtime.launch.boot script.py ... | -m module ... | --exec program ...
 
 Knows how Python runs scripts; imports no JAX. A failure ends the process at once with its own exit
-code, where JAX would wait for the other processes; with the launcher the process ends too.
+code, where JAX would wait for the other processes; the process also ends with the launcher.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _LAUNCHER = "--launcher="
 
 
 def main() -> int:
-    """Runs what the words of this process name, and returns its exit code if it may end in order.
+    """Runs what the arguments of this process name, and returns its exit code after a regular end.
 
     Returns:
-      The exit code; with another than those of `AGREED` a process of a group does not return.
+      The exit code; a process of a group returns only with a code of `AGREED`.
     """
     words = sys.argv[1:]
     if words and words[0].startswith(_LAUNCHER):
@@ -60,7 +60,7 @@ def main() -> int:
 
 
 def _run(words: list[str]) -> None:
-    """As `python script.py ...` or `python -m module ...` would."""
+    """Runs `python script.py ...` or `python -m module ...`."""
     if words[0] == "-m":
         sys.argv = words[1:]
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
@@ -75,14 +75,14 @@ def _run(words: list[str]) -> None:
 
 @contextlib.contextmanager
 def _first_on_path(folder: str) -> Iterator[None]:
-    """Modules beside the script are found, in place of those in the working folder."""
+    """Puts the script's folder first on `sys.path`, in place of the working folder."""
     if not sys.flags.safe_path:
         sys.path[0] = folder
     yield
 
 
 def _become(words: list[str]) -> int:
-    """Another program in place of this one; what the kernel was told about the parent stays."""
+    """Replaces this process by another program; the kernel keeps its tie to the parent."""
     try:
         os.execvp(words[0], words)
     except OSError as error:
@@ -91,7 +91,7 @@ def _become(words: list[str]) -> int:
 
 
 def _without_boot(error: BaseException) -> BaseException:
-    """Leaves out the frames of this module and of `runpy`, which are not the script's."""
+    """Removes the frames of this module and of `runpy` from the traceback."""
     outside = (__file__, runpy.run_path.__code__.co_filename)
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename in outside:

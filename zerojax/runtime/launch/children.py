@@ -1,6 +1,6 @@
-"""Child processes of a job on this host: start, output, signals and end.
+"""Manages the child processes of a job on this host: start, output, signals and end.
 
-Output is printed line by line with the number of the process, without known noise.
+Output is printed line by line with the index of the process, without known noise.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import BinaryIO, TextIO
 from zerojax.runtime.launch.job import OF_ONE_PROCESS, End, Job, command_line, variables_of
 
 _SECONDS_FOR_OUTPUT = 0.5
-"""For the last words of a process that has ended, which one that it has started may say."""
+"""Time for the last output of an ended process, which its own children may still write."""
 _GLOO = re.compile(rb"\[Gloo\] Rank|\d is connected to \d+ peer ranks")
-# Each device of a process says it from a thread of its own, a few words at a time.
+# Each device of a process prints it from its own thread, a few words at a time.
 _GLOO_WORDS = re.compile(
     rb"\[Gloo\] Rank|is connected to|peer ranks|Expected number of connected|is :|[\s\d.]+"
 )
 _SIGTERM = re.compile(rb"W\d{4} [\d:.]+ +\d+ preemption_notifier\.cc:\d+\] SIGTERM caught")
-# What the runtime says of a process that another one has left, some 40 lines with a C++ stack.
+# The runtime's message about a lost process, some 40 lines with a C++ stack.
 _RUNTIME = re.compile(
     rb"[IWEF]\d{4} [\d:.]+ +\d+ "
     rb"(client\.h|coordination_service_agent\.cc|preemption_sync_manager\.cc|coordination_service\.cc)"
@@ -40,7 +40,7 @@ RUNTIME_SUMMARY = b"(JAX's runtime has lost the other processes; --show-all prin
 
 
 class Children:
-    """The processes of this host. Each `End` goes into `events`, after all that it printed."""
+    """The processes of this host. Each `End` goes into `events`, after the process's output."""
 
     def __init__(self, job: Job, events: queue.SimpleQueue, printer: Printer):
         self._job, self._events, self._printer = job, events, printer
@@ -50,7 +50,7 @@ class Children:
         self._deadline: float | None = None
 
     def start(self, coordinator: str, restart: int) -> None:
-        """Starts all of them. To be called in the main thread, with which they would end."""
+        """Starts all of them. Call it in the main thread: they end with the starting thread."""
         self._killed, self._deadline = False, None
         inherited = {name: os.environ[name] for name in os.environ if name not in OF_ONE_PROCESS}
         for process_id in self._job.process_ids:
@@ -61,8 +61,8 @@ class Children:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                # A terminal's Ctrl-C goes to the launcher alone, which forwards it; and a process
-                # is killed together with what it has started.
+                # A terminal's Ctrl-C reaches only the launcher, which forwards it; and a process
+                # is killed together with its own children.
                 start_new_session=True,
             )
             with self._lock:
@@ -81,47 +81,47 @@ class Children:
         ]
         for reader in readers:
             reader.start()
-        # As long as it is not waited for, its number names this process and no other.
+        # Until it is waited for, its process id cannot be reused.
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         when, was_killed = time.monotonic(), self._killed
         for reader in readers:
             reader.join(max(0.0, when + _SECONDS_FOR_OUTPUT - time.monotonic()))
         with self._lock:
-            _signal_session(process, signal.SIGKILL)  # what it has started and left behind
+            _signal_session(process, signal.SIGKILL)  # its children that still run
             del self._running[process_id]
         code = process.wait()
         self._events.put(End(process_id, code, when, was_killed))
 
     def forward(self, number: int) -> None:
-        """Sends a signal to every process, not to what these have started."""
+        """Sends a signal to every process, not to their children."""
         with self._lock:
             for process in self._running.values():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, number)
 
     def end_soon(self, since: float | None = None) -> None:
-        """Kills what still runs when the job's grace is over.
+        """Kills the remaining processes when the job's grace period has ended.
 
-        SIGTERM would be of no use: it asks all processes for a save that they agree on.
+        SIGTERM would not help: it requests a save on which all processes have to agree.
 
         Args:
-          since: when the first failed, on the monotonic clock; None: now.
+          since: time of the first failure, on the monotonic clock; None: now.
         """
         if self._deadline is None:
             self._deadline = (time.monotonic() if since is None else since) + self._job.grace
 
     def kill(self) -> None:
-        """Ends all of them, with what they have started."""
+        """Kills all of them, with their children."""
         with self._lock:
             self._killed, self._deadline = True, None
             for process in self._running.values():
                 _signal_session(process, signal.SIGKILL)
 
     def next_event(self, events: queue.SimpleQueue, seconds: float | None = None) -> object:
-        """The next of `events`; kills when the grace ends meanwhile.
+        """Returns the next of `events`; kills the processes if the grace period ends meanwhile.
 
         Raises:
-          queue.Empty: none came within `seconds`.
+          queue.Empty: none arrived within `seconds`.
         """
         until = None if seconds is None else time.monotonic() + seconds
         while True:
@@ -142,9 +142,9 @@ def _signal_session(process: subprocess.Popen, number: int) -> None:
 
 
 def without_noise(lines: Iterator[bytes]) -> Iterator[bytes]:
-    """Lines of one stream of one process, less what gloo and the runtime say of nothing wrong.
+    """Yields the lines of one process's stream without harmless messages of gloo and the runtime.
 
-    The runtime's last words become one line.
+    The runtime's message about a lost process becomes one line.
     """
     inside, summarised, after_gloo = False, False, False
     for line in lines:
@@ -169,7 +169,7 @@ def _is_gloo(line: bytes) -> bool:
 
 
 class Printer:
-    """Writes whole lines of many processes to this one's own streams."""
+    """A writer of whole lines of many processes to this process's streams."""
 
     def __init__(self, num_processes: int, *, show_all: bool = False):
         self._width = len(str(num_processes - 1))
@@ -178,14 +178,14 @@ class Printer:
         self._given_up: set[bool] = set()
 
     def copy(self, process_id: int, source: BinaryIO, *, is_error: bool) -> None:
-        """Copies `source` to its end; to be run in a thread of its own."""
+        """Copies `source` to its end; run it in its own thread."""
         prefix = f"[{process_id:{self._width}}] ".encode()
         lines = (line.rstrip(b"\r\n") for line in source)
         for line in lines if self._show_all else without_noise(lines):
             self._write(prefix + line + b"\n", is_error)
 
     def say(self, sentence: str) -> None:
-        """A sentence of the launcher itself."""
+        """Prints a sentence of the launcher itself."""
         self._write(f"zerojax launch: {sentence}\n".encode(), True)
 
     def _write(self, line: bytes, is_error: bool) -> None:
@@ -198,18 +198,18 @@ class Printer:
                 stream.flush()
                 return
             except OSError as error:
-                # What processes say is still read: one whose pipe is full would stand still.
+                # Output of processes is still read: a full pipe would block its writer.
                 self._given_up.add(is_error)
                 reason = error
                 _discard(stream)
-        if not isinstance(reason, BrokenPipeError):  # a reader, such as `head`, that has left
+        if not isinstance(reason, BrokenPipeError):  # the reader, such as `head`, has ended
             name = "standard error" if is_error else "standard output"
             sentence = f"{name} takes nothing more ({reason.strerror}); the run goes on without it"
             self._write(f"zerojax launch: {sentence}\n".encode(), not is_error)
 
 
 def _discard(stream: TextIO) -> None:
-    """From now on what is left in the stream's buffer, and what comes, goes nowhere."""
+    """Discards what is left in the stream's buffer and everything written later."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     with contextlib.suppress(OSError, ValueError):  # a stream without a descriptor
         os.dup2(nowhere, stream.fileno())

@@ -1,8 +1,8 @@
-"""Handshake between two launchers: each proves that it has the run's token (HMAC-SHA256, RFC 2104).
+"""Authenticates two launchers: each proves that it has the run's token (HMAC-SHA256, RFC 2104).
 
-The token never travels and is in no message and no log. What follows on the connection is not
-encrypted: who can change what other hosts send to each other can still do harm, whoever can only
-connect cannot.
+The token is never sent and is in no message and no log. Later traffic on the connection is not
+encrypted: an attacker who can modify the hosts' traffic can still do harm; one who can only connect
+cannot.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ REMEDY = (
     "file that all hosts see"
 )
 SECONDS = 10.0
-"""For all of it together, however slowly the bytes come."""
+"""Limit for the whole handshake, however slowly the bytes arrive."""
 _LONGEST = 4096
 _NAME = "zerojax_launch"
 _NUMBERS = ("host", "num_hosts", "num_processes")
 
 
 class Token:
-    """The token of this user's launchers, read anew whenever it is asked for.
+    """The token of this user's launchers; it is read again for each use.
 
-    In order: the variable ZEROJAX_LAUNCH_TOKEN, which a scheduler hands to every host; a file that
+    In order: the variable ZEROJAX_LAUNCH_TOKEN, which a scheduler passes to every host; a file that
     all hosts see, such as a mounted secret; a file in this user's cache, in a home folder that the
-    hosts share. A file that is not there is made by the launcher of host 0.
+    hosts share. The launcher of host 0 creates a missing file.
 
     Args:
       environment: variables of the launcher.
-      file: given by --token-file, or None.
+      file: path from --token-file, or None.
 
     Raises:
-      ValueError: there is no place for a token, or it is too short to keep anybody out.
+      ValueError: no variable or file can hold a token, or the token is too short to be secure.
     """
 
     def __init__(self, environment: Mapping[str, str], file: str | None = None) -> None:
@@ -63,8 +63,8 @@ class Token:
             self._check(self._text, TOKEN)
         elif self._path is None:
             raise ValueError(
-                f"several hosts need a token that keeps strangers out, and {CACHE_VARIABLE}=off "
-                f"leaves no place for one; {REMEDY}"
+                f"several hosts need a token to refuse strangers, and {CACHE_VARIABLE}=off leaves "
+                f"no place for one; {REMEDY}"
             )
 
     def __repr__(self) -> str:
@@ -72,11 +72,11 @@ class Token:
 
     @property
     def place(self) -> str:
-        """Where it is from, for messages."""
+        """The origin of the token, for messages."""
         return TOKEN if self._text else str(self._path)
 
     def make(self) -> None:
-        """Makes the file, where there is none: readable by this user only.
+        """Creates the file if it is missing, readable by this user only.
 
         Raises:
           OSError: it cannot be written.
@@ -91,7 +91,7 @@ class Token:
                 with os.fdopen(handle, "w", encoding="ascii") as stream:
                     stream.write(secrets.token_hex(32) + "\n")
                 try:
-                    os.link(partial, self._path)  # appears whole
+                    os.link(partial, self._path)  # atomic
                 except FileExistsError:  # another launcher was faster
                     pass
                 except OSError:  # a disk without links
@@ -105,10 +105,11 @@ class Token:
             ) from None
 
     def read(self) -> bytes | None:
-        """The token; None as long as there is no file.
+        """Returns the token; None as long as the file is missing.
 
         Raises:
-          ValueError: the file holds no token. OSError: it cannot be read.
+          ValueError: the file holds no valid token.
+          OSError: it cannot be read.
         """
         if self._text:
             return self._text.encode()
@@ -126,7 +127,7 @@ class Token:
         if len(token) < LEAST_CHARACTERS:
             raise ValueError(
                 f"the token of {place} has {len(token)} characters; give at least "
-                f"{LEAST_CHARACTERS} that nobody guesses, such as those of `openssl rand -hex 32`"
+                f"{LEAST_CHARACTERS} that nobody can guess, such as those of `openssl rand -hex 32`"
             )
 
 
@@ -136,12 +137,12 @@ class UnauthenticatedPeer(Exception):
 
 @dataclasses.dataclass
 class Handshake:
-    """One handshake on a new connection, to be ended in time.
+    """One handshake on a new connection, with a time limit.
 
     Args:
-      connection: just made.
+      connection: a new connection.
       token: the secret of this run's launchers.
-      seconds: for the whole exchange.
+      seconds: limit for the whole exchange.
     """
 
     connection: socket.socket
@@ -152,10 +153,14 @@ class Handshake:
         self._deadline = time.monotonic() + self.seconds
 
     def hear(self) -> tuple[dict[str, int], bytes]:
-        """What a follower says of itself, and its nonce, which `accept` takes.
+        """Receives a follower's introduction.
+
+        Returns:
+          (numbers of its job, its nonce, which `accept` takes).
 
         Raises:
-          UnauthenticatedPeer: it said something else, too slowly, or without the token. OSError.
+          UnauthenticatedPeer: its message was invalid, too slow, or had no valid proof.
+          OSError: the connection failed.
         """
         nonce = secrets.token_hex(16)
         self._send({_NAME: {"nonce": nonce}})
@@ -171,23 +176,24 @@ class Handshake:
         return numbers, other.encode()
 
     def accept(self, numbers: dict[str, int], nonce: bytes, refused: str | None = None) -> None:
-        """Tells a follower that it has come to the right place, or why it is not wanted."""
+        """Tells a follower that it is accepted, or the reason why it is refused."""
         proof = self._proof("leader", nonce.decode(), refused or "", numbers)
         self._send({"proof": proof, "refused": refused})
 
     def introduce(self, numbers: dict[str, int]) -> str | None:
-        """Says to a leader who this is.
+        """Introduces this launcher to the leader.
 
         Returns:
-          Why it refuses; None: it does not.
+          The reason if the leader refuses; else None.
 
         Raises:
-          UnauthenticatedPeer: the other one is not a leader, or has another token. OSError.
+          UnauthenticatedPeer: the peer is not a leader, or has another token.
+          OSError: the connection failed.
         """
         said = self._read().get(_NAME)
         nonce = said.get("nonce") if isinstance(said, dict) else None
         if not isinstance(nonce, str):
-            raise UnauthenticatedPeer("what listens there is no launcher of this version")
+            raise UnauthenticatedPeer("the program there is no launcher of this version")
         mine = secrets.token_hex(16)
         proof = self._proof("host", nonce, mine, numbers)
         self._send({"hello": numbers, "nonce": mine, "proof": proof})
@@ -212,7 +218,7 @@ class Handshake:
             if len(text) == _LONGEST:
                 raise UnauthenticatedPeer(f"its message is longer than {_LONGEST} bytes")
             self.connection.settimeout(self._left())
-            # What comes behind the line belongs to whoever reads the connection next.
+            # Bytes after the line belong to the next reader of the connection.
             got = self.connection.recv(1)
             if not got:
                 early = "" if text else " before any message"
@@ -234,7 +240,7 @@ class Handshake:
 
 
 def _numbers(value: Any) -> dict[str, int] | None:
-    """What a launcher says of its job, if it is that."""
+    """Returns the numbers with which a launcher describes its job, or None if they are invalid."""
     if not isinstance(value, dict) or set(value) != set(_NUMBERS):
         return None
     are_numbers = all(type(number) is int and 0 <= number < 2**31 for number in value.values())

@@ -1,8 +1,8 @@
-"""Connections between the launchers of several hosts: JSON lines over TCP.
+"""Connects the launchers of several hosts: JSON lines over TCP.
 
-Launchers prove to each other that they have the run's token; whoever else connects to host 0 is
-dropped, and the start goes on. JAX's own coordinator, which the processes use later, knows no
-token: it is for a network that is trusted.
+Launchers prove to each other that they have the run's token; host 0 drops any other connection and
+continues the start. JAX's own coordinator, which the processes use later, has no token: use it only
+on a trusted network.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from zerojax.runtime.process_group import split_address
 
 _LONGEST_LINE = 65536
 _MAX_GREETINGS = 32
-"""At the same time; whoever else comes meanwhile is dropped."""
+"""Limit of concurrent handshakes; further connections are dropped meanwhile."""
 _MAX_NAMED = 10
-"""Connections that are dropped with a line of their own."""
+"""Number of dropped connections that are reported with their own line."""
 _POLL_SECONDS = 0.1
 
 Say = Callable[[str], object]
@@ -35,22 +35,22 @@ Say = Callable[[str], object]
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """What the launcher of another host has said; None: its connection is lost."""
+    """A message of another host's launcher; content None: its connection is lost."""
 
     host: int
     content: dict[str, Any] | None
 
 
 class Connection:
-    """A connection to the launcher of `host`; what comes goes into `events`.
+    """A connection to the launcher of `host`; received messages go into `events`.
 
     Args:
-      connection: over which greetings were exchanged.
-      host: number of the other one.
-      events: for a `Message` each.
-      is_known: whether a message is one that the other one may send; anything else counts as the
-        loss of the connection.
-      say: takes the sentence about that.
+      connection: a connection with a finished handshake.
+      host: index of the other host.
+      events: queue that receives a `Message` each.
+      is_known: returns whether the peer may send a message; any other message counts as the loss of
+        the connection.
+      say: prints a sentence about that.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Connection:
         self._connection, self._host, self._events = connection, host, events
         self._is_known, self._say = is_known, say
         connection.settimeout(None)
-        # A host whose connection is lost without a message is noticed within half a minute.
+        # Detects, within half a minute, a host that vanishes without closing its connection.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
             if hasattr(socket, name):  # Linux
@@ -78,30 +78,30 @@ class Connection:
                 for line in iter(lambda: lines.readline(_LONGEST_LINE), b""):
                     content = loads(line)
                     if not (isinstance(content, dict) and self._is_known(content)):
-                        raise JsonError("is not a message that it may send")
+                        raise JsonError("is not one that it may send")
                     self._events.put(Message(self._host, content))
         except JsonError as error:
-            self._say(f"what the launcher of host {self._host} sends {error}; it counts as lost")
+            self._say(f"a message of the launcher of host {self._host} {error}; it counts as lost")
             self.close()
-        except (OSError, ValueError):  # the connection is gone, or was closed here
+        except (OSError, ValueError):  # the connection is lost, or was closed here
             pass
         finally:
             self._events.put(Message(self._host, None))
 
     def send(self, **content: Any) -> None:
-        """Sends one message; a lost connection is told by `Message`, not here."""
+        """Sends one message; a lost connection is reported by `Message`, not here."""
         with contextlib.suppress(OSError):
             self._connection.sendall(_line(content))
 
     def close(self) -> None:
-        """Ends the connection."""
+        """Closes the connection."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
 
 class Followers:
-    """The launchers of all other hosts, as host 0 sees them; none on a single host."""
+    """The launchers of all other hosts, seen from host 0; none on a single host."""
 
     def __init__(self, links: dict[int, Connection]):
         self._links = links
@@ -118,12 +118,12 @@ class Followers:
         token: Token,
         say: Say,
     ) -> Self:
-        """Waits until the launchers of hosts 1 to `num_hosts` - 1 have come to `address`.
+        """Waits until the launchers of hosts 1 to `num_hosts` - 1 have connected to `address`.
 
         Raises:
-          OSError: the address cannot be listened on.
-          TimeoutError: not all have come within `seconds`.
-          ValueError: one with the token was told other numbers.
+          OSError: cannot listen on the address.
+          TimeoutError: not all have connected within `seconds`.
+          ValueError: one with the token has other numbers.
         """
         links: dict[int, Connection] = {}
         deadline = time.monotonic() + seconds
@@ -148,7 +148,7 @@ class Followers:
                     refusal = _check_hello(guest.numbers, num_hosts, num_processes, set(links))
                     try:
                         guest.handshake.accept(guest.numbers, guest.nonce, refusal)
-                    except (OSError, UnauthenticatedPeer):  # it has gone, and may come again
+                    except (OSError, UnauthenticatedPeer):  # lost; it may connect again
                         guest.handshake.connection.close()
                         continue
                     if refusal is not None:
@@ -166,19 +166,19 @@ class Followers:
         return cls(links)
 
     def send(self, **content: Any) -> None:
-        """Says the same to all."""
+        """Sends the same message to all."""
         for link in self._links.values():
             link.send(**content)
 
     def close(self) -> None:
-        """Ends all connections."""
+        """Closes all connections."""
         for link in self._links.values():
             link.close()
 
 
 @dataclasses.dataclass
 class _Guest:
-    """A launcher that has proved to be one of this run's."""
+    """An authenticated launcher of this run."""
 
     handshake: Handshake
     numbers: dict[str, int]
@@ -186,10 +186,10 @@ class _Guest:
 
 
 class _Door:
-    """Greets whoever connects, each in a thread of its own, so that nobody holds up another.
+    """The listener's handshakes, each in its own thread, so that none delays another.
 
     Attributes:
-      come_in: those who have the token, in order.
+      come_in: authenticated launchers, in order.
     """
 
     def __init__(self, token: bytes, say: Say) -> None:
@@ -199,7 +199,7 @@ class _Door:
         self.come_in: list[_Guest] = []
 
     def open(self, connection: socket.socket, address: tuple[Any, ...]) -> None:
-        """Begins with one; returns at once."""
+        """Starts one handshake; returns at once."""
         where = str(address[0])
         if not self._free.acquire(blocking=False):
             self._drop(
@@ -228,7 +228,7 @@ class _Door:
 
 
 def listen(address: str) -> socket.socket:
-    """A socket that listens on this address only.
+    """Returns a socket that listens on this address only.
 
     Raises:
       OSError: it is in use, or not an address of this host.
@@ -250,7 +250,7 @@ def listen(address: str) -> socket.socket:
 
 
 def free_address(address: str | None) -> str:
-    """A port that is free now on the host of `address`, for JAX's coordinator."""
+    """Returns the host of `address` with a port that is free now, for JAX's coordinator."""
     host = "127.0.0.1" if address is None else split_address(address)[0]
     family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
     with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -268,11 +268,11 @@ def reach_leader(
     token: Token,
     say: Say,
 ) -> Connection:
-    """The connection to the launcher of host 0, waited for.
+    """Connects to the launcher of host 0; waits until it listens.
 
     Raises:
-      TimeoutError: it was not there within `seconds`, or has another token.
-      ValueError: it was told other numbers.
+      TimeoutError: it was not reached within `seconds`, or has another token.
+      ValueError: it has other numbers.
     """
     host, port = split_address(address)
     deadline = time.monotonic() + seconds
@@ -296,7 +296,7 @@ def reach_leader(
             reason = f"{error}; {REMEDY}" if "token" in str(error) else str(error)
             if reason not in said:
                 said.add(reason)
-                say(f"not with host 0 yet: {printable(reason)}")
+                say(f"not connected to host 0 yet: {printable(reason)}")
         except OSError as error:
             reason = error.strerror or str(error)
         if time.monotonic() > deadline:
@@ -314,7 +314,7 @@ def _line(content: dict[str, Any]) -> bytes:
 
 @dataclasses.dataclass(frozen=True)
 class _EndsOf:
-    """Whether a message is the end of one of these processes, as a follower tells it."""
+    """A check whether a message reports the end of one of these processes of a follower."""
 
     process_ids: range
 
@@ -334,7 +334,7 @@ class _EndsOf:
 
 
 def _is_order(content: dict[str, Any]) -> bool:
-    """Whether a message is one of host 0: start, end or finish."""
+    """Returns whether a message is one of host 0: start, end or finish."""
     kinds = {"start": int, "coordinator": str, "end": bool, "finish": int}
     return (
         set(content) in ({"start", "coordinator"}, {"end"}, {"finish"})
@@ -346,7 +346,7 @@ def _is_order(content: dict[str, Any]) -> bool:
 def _check_hello(
     hello: dict[str, int], num_hosts: int, num_processes: int, known: set[int]
 ) -> str | None:
-    """Why a launcher with the token is refused; None: it is not."""
+    """Returns the reason why an authenticated launcher is refused, or None."""
     host = hello["host"]
     for option, name, mine in (
         ("--nnodes", "num_hosts", num_hosts),

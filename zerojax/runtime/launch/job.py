@@ -1,4 +1,4 @@
-"""Job of the launcher: command line and environment of each process, and what its end means."""
+"""Describes a launcher's job: command line and environment of each process, meaning of its end."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from zerojax.runtime.process_group import (
 from zerojax.runtime.shutdown import BAD_INPUT, HUNG, INTERRUPTED, OK, SAVED_AND_STOPPED
 
 RESTART = "ZEROJAX_RESTART"
-"""How many times the run has been started before, by this launcher."""
+"""Variable with the number of earlier starts of the run by this launcher."""
 
 OF_ONE_PROCESS = ("JAX_COORDINATOR_BIND_ADDRESS", "JAX_LOCAL_DEVICE_IDS", TOKEN)
-"""Variables that cannot be true of several processes, or are the launcher's secret: they are not
-handed down."""
+"""Variables that differ between processes, or hold the launcher's secret: they are not passed to
+the processes."""
 
 DEFAULT_GRACE = 3.0
 MAX_GRACE = 4.0
-"""Seconds; within five after a failure all processes are to have ended."""
+"""Seconds; all processes have to end within five seconds after a failure."""
 
 _BOOT = "zerojax.runtime.launch.boot"
 _OPTIONS_WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
@@ -42,7 +42,7 @@ _OPTIONS = {
     "max_restarts": "--max-restarts",
 }
 TOGETHER = 0.5
-"""Seconds within which ends may be seen in another order than they happened."""
+"""Seconds within which ends may be observed in another order than they happened."""
 _MEANINGS = {
     BAD_INPUT: "exit code 2: its input was wrong, see its message above",
     HUNG: f"exit code {HUNG}: it was stuck, and its watchdog ended it",
@@ -57,20 +57,20 @@ _KILLS = (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -sig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """One command, run by several processes on one or a few hosts.
+    """One command, run by several processes on one or several hosts.
 
     Attributes:
       command: the words, such as ("zerojax", "train", "x.yaml") or ("python", "train.py").
-      num_processes: on this host, as on every other.
-      num_hosts, host: how many there are, and which one this is, from 0.
-      coordinator: "host:port" of host 0, on which its launcher waits for those of the others; None
-        on a single host.
-      token_file: of several hosts, where the secret of their launchers is; None: see
-        `runtime.launch.token`.
+      num_processes: on each host.
+      num_hosts, host: number of hosts, and index of this one, from 0.
+      coordinator: "host:port" of host 0, on which its launcher waits for the others; None on a
+        single host.
+      token_file: for several hosts, the file with their launchers' secret; None: see
+        `runtime.launch.handshake`.
       cpu_devices: virtual CPU devices of each process; None: GPUs, or what the command says.
-      max_restarts: how often all processes are started again after a failure.
+      max_restarts: maximum number of restarts of all processes after a failure.
       grace: seconds between the first failure and the end of the others.
-      show_all: print also what is known to be noise.
+      show_all: print known noise as well.
     """
 
     command: tuple[str, ...]
@@ -107,32 +107,32 @@ class Job:
         if self.num_hosts > 1 and self.coordinator is None:
             raise ValueError(
                 f"--nnodes {self.num_hosts} needs --coordinator HOST:PORT, an address of host 0 "
-                "that the others reach; give the same to every launcher"
+                "that the others can reach; give the same to every launcher"
             )
         if self.coordinator is not None:
             split_address(self.coordinator, "--coordinator")
 
     @property
     def total(self) -> int:
-        """Processes on all hosts."""
+        """Number of processes on all hosts."""
         return self.num_processes * self.num_hosts
 
     @property
     def process_ids(self) -> range:
-        """Numbers of those on this host."""
+        """Indices of the processes on this host."""
         first = self.host * self.num_processes
         return range(first, first + self.num_processes)
 
     def host_of(self, process_id: int) -> int:
-        """On which host a process is."""
+        """Returns the host of a process."""
         return process_id // self.num_processes
 
 
 def check_gpus(job: Job, environment: Mapping[str, str]) -> None:
-    """Refuses numbers of processes that cannot share this host's GPUs, before any is started.
+    """Raises ValueError if the processes cannot share this host's GPUs, before any is started.
 
     Raises:
-      ValueError: with the numbers that can.
+      ValueError: the message has the numbers that can.
     """
     if job.cpu_devices is not None:
         return
@@ -143,7 +143,7 @@ def check_gpus(job: Job, environment: Mapping[str, str]) -> None:
             "or try it on CPUs with --cpu-devices 1"
         )
     if num_gpus % job.num_processes:
-        # JAX_LOCAL_DEVICE_IDS is no way out here: it is not handed down (see `OF_ONE_PROCESS`).
+        # JAX_LOCAL_DEVICE_IDS is no remedy here: it is not passed on (see `OF_ONE_PROCESS`).
         raise ValueError(
             f"{job.num_processes} processes on this host cannot share {num_gpus} visible GPUs "
             f"evenly; use --nprocs {even_counts(num_gpus)}, or try it on CPUs with --cpu-devices 1"
@@ -151,7 +151,7 @@ def check_gpus(job: Job, environment: Mapping[str, str]) -> None:
 
 
 def variables_of(job: Job, process_id: int, coordinator: str, restart: int) -> dict[str, str]:
-    """What one process is told, besides the environment of the launcher."""
+    """Returns the variables of one process, in addition to the launcher's environment."""
     told = {
         COORDINATOR: coordinator,
         NUM_PROCESSES: str(job.total),
@@ -159,7 +159,7 @@ def variables_of(job: Job, process_id: int, coordinator: str, restart: int) -> d
         LOCAL_PROCESS_ID: str(process_id - job.process_ids[0]),
         NUM_LOCAL_PROCESSES: str(job.num_processes),
         RESTART: str(restart),
-        # Whole lines are to come when they are printed, also from processes that are killed.
+        # Print whole lines at once, also from processes that are killed later.
         "PYTHONUNBUFFERED": "1",
     }
     if job.cpu_devices is not None:
@@ -168,13 +168,13 @@ def variables_of(job: Job, process_id: int, coordinator: str, restart: int) -> d
 
 
 def command_line(job: Job, launcher: int | None = None) -> list[str]:
-    """The words that start one process: the job's command inside `zerojax.runtime.launch.boot`.
+    """Returns the words that start one process: the command inside `zerojax.runtime.launch.boot`.
 
-    `zerojax` is this very installation, and `python` its Python; another Python is named by its
-    path or version (python3.12); any other program takes the place of the boot.
+    `zerojax` is this installation, and `python` its Python; another Python is named by its path or
+    version (python3.12); any other program replaces the boot.
 
     Args:
-      launcher: the process whose end ends the started one; None: this process.
+      launcher: the started process ends when this process ends; None: the calling one.
     """
     own = [f"--launcher={os.getpid() if launcher is None else launcher}"]
     first, *rest = job.command
@@ -189,7 +189,7 @@ def command_line(job: Job, launcher: int | None = None) -> list[str]:
             raise ValueError(
                 f"{' '.join(job.command)!r} names neither a script nor a module (-m) to launch"
             )
-        # Without an environment that was activated, `python` is one that has no zerojax.
+        # Without an activated environment, `python` may be one without zerojax.
         interpreter = sys.executable if first in ("python", "python3") else first
         return [interpreter, *options, "-m", _BOOT, *own, *script]
     if first.endswith(".py"):
@@ -198,7 +198,7 @@ def command_line(job: Job, launcher: int | None = None) -> list[str]:
 
 
 def _split_options(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Options of the interpreter, and the script or module with its own words."""
+    """Returns the interpreter's options, and the script or module with its own words."""
     at = 0
     while at < len(words) and words[at].startswith("-") and words[at] not in ("-m", "-c", "-"):
         at += 2 if words[at] in _OPTIONS_WITH_VALUE else 1
@@ -207,10 +207,10 @@ def _split_options(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 @dataclasses.dataclass(frozen=True)
 class End:
-    """One process has ended.
+    """The end of one process.
 
     Attributes:
-      process_id: its number in the run.
+      process_id: its index in the run.
       code: exit code, or minus the number of the signal.
       when: seconds on the clock of the launcher that decides.
       was_killed: whether a launcher killed it, after another one had failed.
@@ -223,15 +223,16 @@ class End:
 
     @property
     def failed(self) -> bool:
-        """Whether it ended otherwise than at its own end or saved and stopped."""
+        """Whether it ended neither normally nor saved and stopped."""
         return self.code not in (OK, SAVED_AND_STOPPED) and not self.was_killed
 
 
 def first_failure(ends: Iterable[End]) -> End | None:
-    """The process whose failure the others followed.
+    """Returns the process whose failure caused the others.
 
-    Of failures at about the same time one from outside (a kill, a crash) comes before one by an
-    exit code, and that before an abort: with process 0 the runtime of all others aborts.
+    Among failures at about the same time, one from outside (a kill, a crash) has priority over an
+    exit
+    code, and that over an abort: when process 0 ends, the runtime of all others aborts.
     """
     failed = [end for end in ends if end.failed]
     if not failed:
@@ -244,7 +245,7 @@ def first_failure(ends: Iterable[End]) -> End | None:
 
 
 def describe(code: int) -> str:
-    """What ended a process, such as "exit code 3"."""
+    """Describes what ended a process, such as "exit code 3"."""
     if code in _MEANINGS:
         return _MEANINGS[code]
     if code >= 0:
@@ -256,10 +257,10 @@ def describe(code: int) -> str:
 
 
 def exit_code(code: int) -> int:
-    """As shells count: 128 + n for signal n."""
+    """Returns the exit code as shells count it: 128 + n for signal n."""
     return code if code >= 0 else 128 - code
 
 
 def may_restart(code: int) -> bool:
-    """Whether starting again can help after a process has ended with `code`."""
+    """Returns whether a restart can help after a process has ended with `code`."""
     return code not in (OK, BAD_INPUT, SAVED_AND_STOPPED, INTERRUPTED)
