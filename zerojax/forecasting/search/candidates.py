@@ -36,16 +36,11 @@ class Candidate:
     """The settings that the search varies.
 
     Attributes:
-<<<<<<< HEAD
-      zero: 0..3; model, stage, expert: sizes of these mesh axes; num_microbatches; remat: of
-        `REMATS`.
-      unroll: whether the loop over layers is straight code.
-=======
       zero: 0..3.
       model, stage, expert: sizes of these mesh axes.
       num_microbatches: number of microbatches.
       remat: one of `REMATS`.
->>>>>>> w3
+      unroll: whether the loop over layers is straight code.
     """
 
     zero: int

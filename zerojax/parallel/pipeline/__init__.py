@@ -1,10 +1,6 @@
 """Runs a pipeline pass: any schedule table in one compiled program, with ZeRO.
 
-<<<<<<< HEAD
-Source of the schedules: `zerojax.pipeline_schedules`.
-=======
-The schedules come from `zerojax.schedules`.
->>>>>>> w3
+The schedules come from `zerojax.pipeline_schedules`.
 """
 
 from zerojax.parallel.pipeline.passes import build_forward, build_gradients
