@@ -226,7 +226,7 @@ def test_where_a_template_is_found(tmp_path):
     assert sources["long"] == TEMPLATES["thinking"]
     assert sources[own] == TEMPLATES["chatml"]
     with pytest.raises(
-        ValueError, match=r"template='none' is no file, .* \(default, short, long\)"
+        ValueError, match=r"template='none' is neither a file .* \(default, short, long\)"
     ):
         prepared(tmp_path, model, GOOD, template="none")
     (model / "chat_template.jinja").write_text(TEMPLATES["chatml"])

@@ -213,7 +213,7 @@ def test_a_newer_format_is_refused_whatever_else_it_says(run: Path) -> None:
         ("[" * 100_000, "nested deeper than 64 levels"),
         ('{"a":' * 100_000, "nested deeper than 64 levels"),
         ('{"format": ' + "1" * 5000 + "}", "a number of 5000 characters"),
-        ('{"format": NaN}', "has NaN, which JSON does not have"),
+        ('{"format": NaN}', "has NaN, which is not valid JSON"),
         ('{"format": 2, "format": 1}', "the key 'format' twice"),
     ],
     ids=["lists", "objects", "digits", "nan", "twice"],

@@ -249,7 +249,7 @@ def test_joining_after_jax_has_started_is_refused_at_once():
     result = run_alone(
         program + "zerojax.join_processes()", **own("127.0.0.1:1", 1, ZEROJAX_JOIN_SECONDS="100")
     )
-    assert "call zerojax.join_processes() before anything makes an array" in result.stderr
+    assert "call zerojax.join_processes() before" in result.stderr
     with_train = program + "zerojax.train(lambda rngs: None, None, [])"
     result = run_alone(with_train, **own("127.0.0.1:1", 1, ZEROJAX_JOIN_SECONDS="100"))
     assert "this is process 1 of 2 (ZEROJAX_*), but it has not joined the others" in result.stderr

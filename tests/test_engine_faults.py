@@ -76,8 +76,8 @@ def test_a_peer_that_stands_still_ends_the_other_with_its_code(tmp_path, read):
     assert code == shutdown.HUNG, said
     # How long it stood still is measured: as much as it may, and until somebody looks.
     told = re.search(
-        r"process 0 of 2 has made no progress for (\d+) s after step \d+: it is [^;]*, "
-        r"and may for (\d+) s \(watch.step_timeout\); the watchdog ends it",
+        r"process 0 of 2 has made no progress for (\d+) s after step \d+: it is [^;]*; "
+        r"the limit is (\d+) s \(watch.step_timeout\); the watchdog ends it",
         said,
     )
     assert told, said

@@ -85,7 +85,7 @@ def test_a_step_that_does_not_end_is_given_up_and_the_last_checkpoint_named(tmp_
         _, error = process.communicate()
     assert process.returncode == 128 + signal.SIGTERM, error
     sentence = error.splitlines()[-1]
-    assert sentence.startswith("zerojax: SIGTERM: what was under way did not end within 1 s and ")
+    assert sentence.startswith("zerojax: SIGTERM: the current work did not end within 1 s and ")
     assert f"; the last checkpoint is step 2 in {tmp_path / 'kept'}: call train again" in sentence
     assert "Traceback" not in error
 
@@ -136,7 +136,7 @@ class TestStopRequest:
             assert wait_for(lambda: codes)
         hang.set()
         assert codes == [130]
-        assert "what was saved is whole" in capfd.readouterr().err
+        assert "what was saved is complete" in capfd.readouterr().err
 
     def test_once_the_step_is_over_nothing_is_ended(self, codes):
         with StopRequest(limit=lambda: 0.1, end=codes.append) as stop:

@@ -45,7 +45,7 @@ def test_a_step_that_hangs_is_ended_and_told(tmp_path, capfd):
         assert ends.has_ended.wait(60)
     assert ends.codes[0] == shutdown.HUNG
     errors = capfd.readouterr().err
-    assert "after step 2: it is in step 3, and may for 0.4 s (watch.step_timeout)" in errors
+    assert "after step 2: it is in step 3; the limit is 0.4 s (watch.step_timeout)" in errors
     assert "run the same command again to resume" in errors
     for text in (errors, (tmp_path / "stacks-process-0.txt").read_text()):
         assert "test_a_step_that_hangs_is_ended_and_told" in text, "where the main thread is"
@@ -81,7 +81,7 @@ def test_what_has_a_limit_of_its_own_is_ended_by_that_alone(capfd):
     with watchdog, watchdog.during("trying a kernel", limit=LIMIT):
         assert ends.has_ended.wait(60)
     errors = capfd.readouterr().err
-    assert "it is trying a kernel, and may for 0.4 s (a limit of its own)" in errors
+    assert "it is trying a kernel; the limit is 0.4 s" in errors
     assert "raised" not in errors, "no setting changes it"
     patient = make(ends := Ends(), step_timeout=LIMIT)
     with patient, patient.during("trying a kernel", limit=60.0):
@@ -95,7 +95,7 @@ def test_what_is_rare_is_ended_too(capfd):
     watchdog = make(ends, step_timeout=60.0, long_timeout=LIMIT)
     with watchdog, watchdog.during("saving step 3", is_long=True):
         assert ends.has_ended.wait(60)
-    assert "saving step 3, and may for 0.4 s (watch.long_timeout)" in capfd.readouterr().err
+    assert "saving step 3; the limit is 0.4 s (watch.long_timeout)" in capfd.readouterr().err
 
 
 @pytest.mark.thorough
@@ -104,8 +104,8 @@ def test_at_half_of_the_limit_it_says_what_takes_so_long(capfd):
     with make(ends, step_timeout=2.0) as watchdog, watchdog.during("waiting for data"):
         assert ends.has_ended.wait(60)
     errors = capfd.readouterr().err
-    assert "it is waiting for data; after 2 s it is ended" in errors
-    assert errors.index("after 2 s it is ended") < errors.index("most recent call first")
+    assert "it is waiting for data; it is ended after 2 s" in errors
+    assert errors.index("it is ended after 2 s") < errors.index("most recent call first")
 
 
 def test_off_starts_no_thread():

@@ -239,7 +239,7 @@ def test_a_pipeline_says_what_it_idles_and_sends():
     assert any(re.match(r"  collective-permute +stage +bf16 +22 +2 +1\.00 ", x) for x in traffic)
     assert any(re.match(r"  messages by formula +2\.00 ", line) for line in traffic)
     assert "messages between neighbours: 50.0% of the formula" in page
-    assert "25% of it not the model's own, idle slots included" in page
+    assert "25% of it beyond the model's, idle slots" in page
     by_formula = section(forecast_page(pages()["pipeline by formula"]), "TRAFFIC")
     assert "  messages by formula: 2.0 GiB, 0.98 units" in by_formula
 

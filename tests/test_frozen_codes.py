@@ -507,7 +507,7 @@ def test_checkpoints_leave_what_is_coded_in_its_folder(tmp_path, kind):
     tensors = load_file(file)
     tensors["model.layers.1.self_attn.q_proj.weight"][3, 5] += 1
     save_file(tensors, file)
-    with pytest.raises(BaseWeightsError, match=r"query/kernel' .in model.safetensors. is not"):
+    with pytest.raises(BaseWeightsError, match=r"query/kernel' .in model.safetensors. differs"):
         zerojax.load_run(run)
 
 

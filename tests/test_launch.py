@@ -137,7 +137,7 @@ class TestFirstFailure:
             (75, 75, False, "exit code 75"),
             (79, 79, True, "exit code 79: it was stuck"),
             (130, 130, False, "exit code 130: it was interrupted"),
-            (-9, 137, True, "SIGKILL: somebody killed it, or the kernel did"),
+            (-9, 137, True, "SIGKILL"),
             (-11, 139, True, "SIGSEGV"),
             (-64, 192, True, "SIGRTMAX"),
             (-100, 228, True, "signal 100"),
@@ -396,8 +396,8 @@ def test_a_log_that_takes_nothing_more_stops_no_process(tmp_path):
         )
     assert (result.returncode, result.stderr) == (
         0,
-        "zerojax launch: standard output takes nothing more (No space left on device); the run "
-        "goes on without it\n",
+        "zerojax launch: standard output cannot be written (No space left on device); the run "
+        "continues without it\n",
     )
 
 

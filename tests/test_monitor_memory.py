@@ -270,7 +270,7 @@ def test_a_run_in_too_little_address_space_says_what_to_set(tmp_path):
     assert started in printed, printed
     assert "bytes) were requested in one piece" in printed, printed + process.stderr
     assert "by ulimit -v" in printed
-    assert "activations" in printed.partition("the compiler's account")[2]
+    assert "activations" in printed.partition("the compiler's report")[2]
     assert "  num_microbatches=" in printed
     assert ", enough: " in printed
     assert (tmp_path / "memory.prof").exists()

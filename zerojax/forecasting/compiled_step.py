@@ -199,7 +199,7 @@ def cache_key(plan: Plan, gpu: Gpu, fast: bool, *, program: str) -> str:
 
 
 def _compile(lowered: Any, plan: Plan, devices: Sequence[Any] | None, fast: bool) -> Facts:
-    own = {} if devices is None else plan.program.options  # `jax.jit` has them otherwise
+    own = {} if devices is None else plan.program.options  # otherwise `jax.jit` has them
     with tempfile.TemporaryDirectory(prefix="zerojax-plan-") as folder:
         compiled = compile_client.compile_for_gpus(
             lowered,

@@ -306,7 +306,7 @@ def _repeated(forecast: ForecastNumbers) -> str:
         return ""
     if forecast.plan["pipeline"] is None:
         return f", {again:.0%} of it computed again"
-    return f", {again:.0%} of it not the model's own, idle slots included"
+    return f", {again:.0%} of it beyond the model's, idle slots included"
 
 
 def _in_eight_bits(forecast: ForecastNumbers) -> str:

@@ -128,9 +128,9 @@ def sizes_by_role(
         return sizes, "by formula, without activations"
     temporary = _compiled_temporary(plan, step)
     if temporary is not None:
-        rest, source = temporary - passing, "the compiler's account, the rest by formula"
+        rest, source = temporary - passing, "the compiler's report, the rest by formula"
     elif asked.size is not None:
-        rest, source = asked.size - passing, "what was asked for, the rest by formula"
+        rest, source = asked.size - passing, "the failed request, the rest by formula"
     else:
         return sizes, "by formula, without activations"
     return (sizes | {ACTIVATIONS: rest}, source) if rest > 0 else (sizes, source)

@@ -311,7 +311,7 @@ def verdict(plan: Plan, gpu: Gpu, memory: Memory) -> Verdict:
     elif memory.peak is None:
         fits = None
         reasons = [
-            f"{format_bytes(headroom)} are left for activations, which formulas do not know: "
+            f"{format_bytes(headroom)} are left for activations, which formulas leave out: "
             "compile to decide",
             share,
         ]

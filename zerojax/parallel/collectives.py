@@ -360,8 +360,8 @@ def gather_eight_bits(leaves: Leaves, shards: Several, histories: Several) -> Se
 def _gather_bits_forward(
     leaves: Leaves, shards: Several, histories: Several
 ) -> tuple[Several, Several]:
-    # As a call, not inlined: a checkpoint would keep what is computed before and behind the gather,
-    # float32 of a shard or 8 bits of the whole (`rewrite.is_gather` sees a call as one).
+    # As a call, not inlined: a checkpoint would save values before and after the gather, float32 of
+    # a shard or 8 bits of the whole (`rewrite.is_made_again` recognizes the call).
     return gather_eight_bits(leaves, shards, histories), histories
 
 

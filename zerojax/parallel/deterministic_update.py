@@ -144,7 +144,7 @@ def build_chunked_update(plan: Plan) -> Callable[..., tuple[Arrays, Any]]:
             gradient_scale=scale,
             skip=skip,
             key=jax.random.wrap_key_data(key_data),
-            axes=dict.fromkeys(shards, ()),  # the piece's number tells random bits apart
+            axes=dict.fromkeys(shards, ()),  # the piece's number separates random bits
             shapes=shapes,
             choice=choice,
         )

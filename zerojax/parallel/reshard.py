@@ -87,7 +87,7 @@ def _check_key(plan: Plan, state: TrainState) -> None:
     if own != planned:
         raise ValueError(
             f"state['rng'] has {own[0]} numbers and keys of the plan have {planned[0]}: "
-            "jax_default_prng_impl changed in between; set it before you make the plan"
+            "jax_default_prng_impl has changed; set it before you make the plan"
         )
 
 

@@ -63,7 +63,7 @@ def read_bytes(
         # Request one byte more: a file may grow meanwhile, and a file of /proc has size 0.
         content = b"" if size > max_bytes else file.read(max_bytes + 1)
     if max(size, len(content)) > max_bytes:
-        raise JsonError(f"has more than {max_bytes} bytes, the most that are read of it", path)
+        raise JsonError(f"has more than {max_bytes} bytes, the limit", path)
     return content
 
 
@@ -96,7 +96,7 @@ def loads(
     except UnicodeError as error:
         raise JsonError(f"is not UTF-8 at byte {getattr(error, 'start', 0)}") from None
     if len(raw) > max_bytes:
-        raise JsonError(f"has {len(raw)} bytes; at most {max_bytes} are read of it")
+        raise JsonError(f"has {len(raw)} bytes; at most {max_bytes} are read")
     if depth_of(raw) > max_depth:
         raise JsonError(f"is nested deeper than {max_depth} levels")
     try:
@@ -191,7 +191,7 @@ def _check_digits(max_digits: int, text: str) -> None:
 
 
 def _refuse_constant(text: str) -> None:
-    raise JsonError(f"has {text}, which JSON does not have")
+    raise JsonError(f"has {text}, which is not valid JSON")
 
 
 def _check_text(value: Any) -> None:
@@ -207,4 +207,6 @@ def _check_text(value: Any) -> None:
         try:
             value.encode("utf-8")
         except UnicodeEncodeError:
-            raise JsonError(f"has a text with half a character: {quoted(value)}") from None
+            raise JsonError(
+                f"has a text with half a character (surrogate): {quoted(value)}"
+            ) from None

@@ -136,7 +136,7 @@ def _not_joined(group: ProcessGroup) -> str:
     return (
         f"this is process {group.process_id} of {group.num_processes} ({group.source}), but it has "
         "not joined the others, and each would train by itself; call zerojax.join_processes() "
-        "before anything makes an array or asks for devices, or set ZEROJAX_NUM_PROCESSES=1 if "
+        "before the first array or use of devices, or set ZEROJAX_NUM_PROCESSES=1 if "
         "each process is a separate run"
     )
 
@@ -197,7 +197,7 @@ def _check_free(bind: str, group: ProcessGroup, limit: float) -> None:
             f"process 0 cannot listen on {bind}: {os.strerror(failures[0])}; no network interface "
             f"of {socket.gethostname()} has that address, or the port is not allowed. Set "
             f"ZEROJAX_COORDINATOR to an address of the host of process 0, or {BIND_ADDRESS} if "
-            "that host is known under another address to itself"
+            "that host knows itself under another address"
         )
 
 
@@ -308,9 +308,9 @@ class PeerLostError(RuntimeError):
     def __init__(self, step: int, saved: Sequence[int], resume_hint: str) -> None:
         last = f"the last checkpoint is step {saved[-1]}" if saved else "no step is saved"
         super().__init__(
-            f"another process of this run has ended, which this one (process {jax.process_index()}"
-            f" of {jax.process_count()}) saw after step {step}; its own output or "
-            f"the launcher says why; {last}; {resume_hint}"
+            f"another process of this run has ended; this one (process {jax.process_index()}"
+            f" of {jax.process_count()}) noticed it after step {step}; its own output or "
+            f"the launcher's has the reason; {last}; {resume_hint}"
         )
 
 

@@ -87,7 +87,7 @@ class StopRequest:
         self,
         *,
         limit: Callable[[], float | None] = lambda: STOP_SECONDS,
-        describe: Callable[[], str] = lambda: "what was saved is whole",
+        describe: Callable[[], str] = lambda: "what was saved is complete",
         end: Callable[[int], object] = os._exit,
     ) -> None:
         self.signal_name: str | None = None
@@ -217,12 +217,12 @@ def sigterm_raised() -> Iterator[None]:
         return
 
     watcher = _Watcher(
-        lambda: STOP_SECONDS, lambda: "nothing was saved of it; what was saved is whole", os._exit
+        lambda: STOP_SECONDS, lambda: "it was not saved; what was saved is complete", os._exit
     )
 
     def stop(number: int, frame: FrameType | None) -> None:
         watcher.cancel()
-        text = "SIGTERM outside of the steps: nothing was under way; what was saved is whole"
+        text = "SIGTERM outside of the steps: no step was running; what was saved is complete"
         raise Interrupted(text, "SIGTERM")
 
     before = signal.signal(signal.SIGTERM, stop)
@@ -353,9 +353,9 @@ class _Watcher:
         ask = threading.Thread(target=lambda: found.append(self._describe()), daemon=True)
         ask.start()
         ask.join(_TELL_SECONDS)
-        told = found[0] if found else "what was saved is whole"
+        told = found[0] if found else "what was saved is complete"
         self._say(
-            f"{name}: what was under way did not end within {waited:.0f} s and cannot be saved, so "
+            f"{name}: the current work did not end within {waited:.0f} s and cannot be saved, so "
             f"the process ends with code {128 + number}; {told}",
             number,
         )

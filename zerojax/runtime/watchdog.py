@@ -239,7 +239,7 @@ class Watchdog:
             self._bark(phase, waited, limit)
         elif waited > limit / 2 and phase is not self._said:
             self._said = phase
-            self._say(f"{self._standstill(phase, waited)}; after {limit:g} s it is ended")
+            self._say(f"{self._standstill(phase, waited)}; it is ended after {limit:g} s")
 
     def _limit(self, phase: _Phase) -> float:
         if phase.limit is not None:
@@ -260,7 +260,7 @@ class Watchdog:
     def _tell(self, phase: _Phase, waited: float, limit: float) -> None:
         option = f"watch.{'long_timeout' if phase.is_long else 'step_timeout'}"
         own = phase.limit is not None
-        source = "a limit of its own" if own else option
+        source = "the limit of this activity" if own else option
         # First to the screen, which always exists; the folder may be what hangs.
         _dump_stacks(sys.__stderr__)
         longer = "" if own else f", with {option} raised if it only needs longer"
@@ -269,8 +269,8 @@ class Watchdog:
         file = None if folder is None else folder / f"stacks-process-{self._process}.txt"
         where = "" if file is None else f" and in {file}"
         self._say(
-            f"{self._standstill(phase, waited)}, and may for {limit:g} s ({source}); the "
-            f"watchdog ends it with code {HUNG}; what each thread was doing is above{where}; "
+            f"{self._standstill(phase, waited)}; the limit is {limit:g} s ({source}); the "
+            f"watchdog ends it with code {HUNG}; the stacks of all threads are above{where}; "
             f"{remedy}"
         )
         if file is not None:

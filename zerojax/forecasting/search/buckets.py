@@ -262,7 +262,7 @@ class _Search:
             after=best.exposed,
             words=best.words(),
             sentence=(
-                f"Buckets: {', '.join(best.words())} leaves {best.exposed * 1e3:.3g} in place of "
+                f"Buckets: {', '.join(best.words())} leaves {best.exposed * 1e3:.3g} instead of "
                 f"{now}; a step from {from_to} at best."
             ),
         )

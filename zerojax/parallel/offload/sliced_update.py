@@ -31,7 +31,7 @@ def build_offload_update(plan: Plan) -> Callable[..., dict[str, Any]]:
 
     The update maps `(gradients, state, ThisStep)` to `{"params": ..., "opt_state": ..., "masters":
     ...}`. It does not change slices in files, nor the part of `params` that is computed from them,
-    nor what the backward pass has updated already, of which there are no gradients.
+    nor parameters that the backward pass has already updated; they have no gradients here.
     """
     tx, layout = plan.tx, plan.offload
     assert isinstance(tx, Optimizer)

@@ -204,7 +204,7 @@ class Printer:
                 _discard(stream)
         if not isinstance(reason, BrokenPipeError):  # the reader, such as `head`, has ended
             name = "standard error" if is_error else "standard output"
-            sentence = f"{name} takes nothing more ({reason.strerror}); the run goes on without it"
+            sentence = f"{name} cannot be written ({reason.strerror}); the run continues without it"
             self._write(f"zerojax launch: {sentence}\n".encode(), not is_error)
 
 

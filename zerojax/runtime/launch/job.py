@@ -47,7 +47,7 @@ _MEANINGS = {
     BAD_INPUT: "exit code 2: its input was wrong, see its message above",
     HUNG: f"exit code {HUNG}: it was stuck, and its watchdog ended it",
     INTERRUPTED: f"exit code {INTERRUPTED}: it was interrupted",
-    -signal.SIGKILL: "SIGKILL: somebody killed it, or the kernel did because memory ran out",
+    -signal.SIGKILL: "SIGKILL: a user killed it, or the kernel did for lack of memory",
     -signal.SIGSEGV: "SIGSEGV: a crash in compiled code",
     -signal.SIGBUS: "SIGBUS: a crash in compiled code, or /dev/shm is full",
     -signal.SIGABRT: "SIGABRT: JAX's runtime gave up, see its message above",
