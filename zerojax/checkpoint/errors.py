@@ -102,7 +102,7 @@ def reason(error: BaseException) -> str:
 
     Returns:
       For example `"no space left on device"` or `"ValueError: shape (3,) ..."`, at most 240
-        characters.
+        characters, or the whole message of a `CheckpointError`, which ends with its remedy.
     """
     chain = list(_chain(error))
     for link in chain:
@@ -112,10 +112,10 @@ def reason(error: BaseException) -> str:
             return os.strerror(code).lower() + (f": {name}" if name else "")
     innermost = chain[-1]
     text = " ".join(str(innermost).split())
+    if isinstance(innermost, CheckpointError):  # ends with its remedy
+        return text
     if len(text) > _MAX_REASON:
         text = text[:_MAX_REASON] + " ..."
-    if isinstance(innermost, CheckpointError):
-        return text
     return f"{type(innermost).__name__}: {text}" if text else type(innermost).__name__
 
 

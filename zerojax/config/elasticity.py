@@ -120,8 +120,8 @@ class ElasticityConfig:
         unit = self.devices_per_node or devices_per_shard
         if unit % devices_per_shard:
             raise ConfigError(
-                f"{unit} is not divisible by stage x model ({devices_per_shard}), so a data shard "
-                f"would be on two nodes; use a multiple of {devices_per_shard}",
+                f"{unit} is not divisible by context x stage x model ({devices_per_shard}), so a "
+                f"data shard would be on two nodes; use a multiple of {devices_per_shard}",
                 ("elasticity", "devices_per_node"),
             )
         shards = unit // devices_per_shard
