@@ -555,6 +555,7 @@ def test_reason_finds_the_true_cause() -> None:
     assert reason(outer) == "permission denied"
     assert reason(KeyError()) == "KeyError"
     assert len(reason(ValueError("x" * 9999))) < 300
+    assert reason(CheckpointError("x " * 500 + "use y")).endswith("use y")
     assert not is_disk_full(outer)
 
 
