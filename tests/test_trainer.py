@@ -375,8 +375,8 @@ def test_checkpoints_are_listed_and_pruned(tmp_path):
         ({"global_batch_size": "x"}, "global_batch_size='x' is a str"),
         ({"batches": BATCHES, "loss": "mse"}, "loss is a str; give a function"),
         ({"batches": BATCHES, "callbacks": print}, "callbacks is a builtin.*; give a list"),
-        ({"batches": BATCHES, "log": {"every": 1}}, "log is a dict; give a zerojax.config.Log"),
-        ({"batches": BATCHES, "watch": 3}, "watch is a int; give a zerojax.config.Watch"),
+        ({"batches": BATCHES, "log": {"every": 1}}, "log is a dict; give a zerojax.Log"),
+        ({"batches": BATCHES, "watch": 3}, "watch is a int; give a zerojax.Watch"),
         ({"batches": BATCHES, "checkpoint": 3}, "checkpoint is a int; give a folder"),
     ],
 )
