@@ -73,8 +73,8 @@ HOST_OPTIONS: Mapping[str, Any] = {
 """For programs with arrays in host memory. The first option makes arithmetic on such an array an
 error; otherwise it becomes a program for the host's processor. The second: where memory is tight,
 XLA's own rematerialization confuses host memory with the device's and recomputes in vain, or, with
-`xla_gpu_enable_host_memory_offloading` off, moves activations to the host by itself, in every loop:
-for 13 billion parameters on one H200 6.5 TiB per step in place of 87 GiB."""
+`xla_gpu_enable_host_memory_offloading`, moves activations to the host instead, in every loop: for
+13 billion parameters on one H200 6.5 TiB per step in place of 87 GiB."""
 
 
 class CompilerMissing(RuntimeError):
