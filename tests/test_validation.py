@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax import lax
 
 import zerojax
 from zerojax.config import LogConfig
@@ -47,9 +49,25 @@ def weighted(model, batch):
     return jnp.sum(errors_of(model, batch) * weights), weights.sum()
 
 
+def penalised(model, batch):
+    """A mean with terms that do not depend on rows, added to a 0 as a model's layers do."""
+    penalty = 0.0
+    for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)):
+        penalty += jnp.sum(leaf**2)
+    loss = 0.0
+    loss += jnp.mean(errors_of(model, batch)) + 0.1 * penalty
+    return loss, {"with penalty": loss, "penalty": penalty}
+
+
 def largest(model, batch):
     errors = errors_of(model, batch)
     return jnp.mean(errors), {"largest": jnp.max(errors)}
+
+
+def softly_largest(model, batch):
+    """Over rows with a function of its own."""
+    errors = errors_of(model, batch)
+    return jnp.mean(errors), {"soft": lax.reduce(errors, -jnp.inf, jnp.logaddexp, (0,))}
 
 
 def quotient(model, batch):
@@ -84,7 +102,7 @@ def expected(loss, trainer, batches):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("number", [1, 5, 8, 15])
-@pytest.mark.parametrize("loss", [mean, mean_and_metrics, weighted])
+@pytest.mark.parametrize("loss", [mean, mean_and_metrics, weighted, penalised])
 def test_a_short_last_batch_counts_with_the_rows_it_has(loss, number):
     batches = [rows(ROWS, 1), rows(number, 2)]
     trainer = train(batches, loss, num_microbatches=2)
@@ -96,7 +114,12 @@ def test_a_short_last_batch_counts_with_the_rows_it_has(loss, number):
 
 
 @pytest.mark.parametrize(
-    ("loss", "part"), [(largest, "the metric 'largest'"), (quotient, "the loss is not known")]
+    ("loss", "part"),
+    [
+        (largest, "the metric 'largest'"),
+        (softly_largest, "the metric 'soft'"),
+        (quotient, "the loss is not known"),
+    ],
 )
 @pytest.mark.filterwarnings("ignore:the loss divides by a number")
 def test_a_loss_that_mixes_rows_refuses_it_before_the_first_step(loss, part):

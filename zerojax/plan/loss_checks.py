@@ -16,22 +16,22 @@ import jax.numpy as jnp
 
 from zerojax.config import MeshConfig
 from zerojax.config.checks import warn_user
-from zerojax.models.batch_rows import (
+from zerojax.models.batch_rows import follow_rows, number_of_output
+from zerojax.models.batch_weight import BatchWeight, find_batch_weight
+from zerojax.models.dependence import STOP_GRADIENT, marks_of_outputs, marks_of_own_rules
+from zerojax.models.jaxpr import BatchCall
+from zerojax.models.losses import BUILT_IN_METRICS, BUILT_IN_PREFIXES, split_result
+from zerojax.models.protocol import Model
+from zerojax.models.row_dependence import (
     Count,
     Dependence,
     Fixed,
     Other,
     Rows,
     Total,
-    follow_rows,
-    number_of_output,
+    is_affine,
     scales_of,
 )
-from zerojax.models.batch_weight import BatchWeight, find_batch_weight
-from zerojax.models.dependence import STOP_GRADIENT, marks_of_outputs, marks_of_own_rules
-from zerojax.models.jaxpr import BatchCall
-from zerojax.models.losses import BUILT_IN_METRICS, BUILT_IN_PREFIXES, split_result
-from zerojax.models.protocol import Model
 from zerojax.models.step_count import check_step_rules
 from zerojax.models.trace import ModelTrace
 from zerojax.plan.placement import Placement
@@ -349,17 +349,27 @@ def part_with_mixed_rows(
     parts = split_result(
         jax.tree.unflatten(jax.tree.structure(trace.result), found[: _size(trace)])
     )
-    if not isinstance(parts.loss, Total):
-        return "the loss"
     if not isinstance(parts.weight, Total | Fixed | None):
         return "the weight of the loss"
-    is_fixed = not isinstance(parts.weight, Total)
+    # Of equal weights, a term without rows is in the mean of the pieces what it is in each.
+    if not (isinstance(parts.loss, Total) or (_is_equal(parts.weight) and is_affine(parts.loss))):
+        return "the loss"
     for name, value in parts.metrics.items():
         total, weight = value if isinstance(value, tuple) else (value, None)
-        is_known = isinstance(total, Total | Fixed) and isinstance(weight, Total | Fixed | None)
-        if not is_known or (weight is None and isinstance(total, Total) and not is_fixed):
+        if _is_equal(parts.weight if weight is None else weight):
+            is_known = is_affine(total)
+        elif weight is None:
+            is_known = isinstance(total, Fixed)
+        else:
+            is_known = isinstance(total, Total | Fixed) and isinstance(weight, Total)
+        if not is_known:
             return f"the metric {name!r}"
     return None
+
+
+def _is_equal(weight: Dependence | None) -> bool:
+    """Whether every piece has the same weight."""
+    return weight is None or isinstance(weight, Fixed)
 
 
 def _size(trace: ModelTrace) -> int:
