@@ -59,8 +59,9 @@ def check_evaluation_mode(plan: Plan) -> None:
         ) from error
     if random:
         warn_user(
-            "the loss is random in evaluation mode, too, as by dropout that is always on: two "
-            f"validations of the same weights differ; {_SWITCH}"
+            "the loss is random in evaluation mode, too, as by dropout that is always on: a "
+            "validation measures it at one draw of the noise, and other numbers of devices draw "
+            f"other noise; {_SWITCH}"
         )
 
 
