@@ -323,6 +323,7 @@ def test_a_refused_plan_is_shown_with_its_sentence(monkeypatch):
     (reason,) = result.reasons
     assert reason.kind == "refused"
     assert "has to return a scalar" in reason.sentence
+    assert "REFUSED: 1 of 1 runs are refused (" in result.table()
 
 
 def test_a_sentence_is_told_once_whatever_its_numbers(monkeypatch):

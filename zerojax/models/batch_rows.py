@@ -35,7 +35,7 @@ from zerojax.models.row_dependence import (
     plain,
     scales_of,
 )
-from zerojax.models.row_rules import SEVERAL_OUTPUTS, rows_after
+from zerojax.models.row_rules import SEVERAL_OUTPUTS, pairs_rows, rows_after
 
 _PRODUCT = Other(is_product=True)
 _MOST_DIVISORS = 64
@@ -64,6 +64,7 @@ def follow_rows(
     num_rows: int,
     *,
     over_batch: list[tuple[BatchCall, Dependence]] | None = None,
+    compared: list[str] | None = None,
 ) -> list[Dependence]:
     """How each output of a program depends on the rows of its batch.
 
@@ -73,16 +74,21 @@ def follow_rows(
       num_rows: of the batch.
       over_batch: gets (kind, what it was given) of each call of `zerojax.batch_sum` and
         `batch_mean`, of one in a loop several times.
+      compared: gets the primitive of each equation that makes a value for each pair of rows.
     """
-    return _Follow(num_rows, over_batch).outputs(closed.jaxpr, inputs, closed.consts)
+    return _Follow(num_rows, over_batch, compared).outputs(closed.jaxpr, inputs, closed.consts)
 
 
 class _Follow:
     def __init__(
-        self, num_rows: int, over_batch: list[tuple[BatchCall, Dependence]] | None = None
+        self,
+        num_rows: int,
+        over_batch: list[tuple[BatchCall, Dependence]] | None,
+        compared: list[str] | None,
     ) -> None:
         self._num_rows = num_rows
         self._over_batch = [] if over_batch is None else over_batch
+        self._compared = [] if compared is None else compared
         self._numbers: dict[Any, float | None] = {}
 
     def outputs(
@@ -237,6 +243,8 @@ class _Follow:
             return given[0] if all(isinstance(one, Fixed) for one in given[1:]) else OTHER
         if any(isinstance(one, Total | Count) for one in given):
             return _linear(equation, given)
+        if pairs_rows(equation, given):
+            self._compared.append(kind)
         return rows_after(equation, given, self._num_rows)
 
     def _of_totals(self, equation: Any, given: list[Dependence]) -> Dependence:

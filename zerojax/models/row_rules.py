@@ -62,6 +62,17 @@ def rows_after(equation: Any, given: list[Dependence], num_rows: int) -> Depende
     return OTHER if rule is None else rule(equation, given)
 
 
+def pairs_rows(equation: Any, given: list[Dependence]) -> bool:
+    """Whether an equation makes a value for each pair of rows, as all products of two of them."""
+    rows = [(place, one.dim) for place, one in enumerate(given) if isinstance(one, Rows)]
+    if equation.primitive.name in _ELEMENTWISE:
+        return len({dim for _, dim in rows}) > 1
+    if equation.primitive.name != "dot_general" or len(rows) < 2:
+        return False
+    contracted, batched = equation.params["dimension_numbers"]
+    return all(dim not in (*contracted[place], *batched[place]) for place, dim in rows)
+
+
 def _reduction(equation: Any, given: list[Dependence]) -> Dependence:
     (rows,) = given
     assert isinstance(rows, Rows)

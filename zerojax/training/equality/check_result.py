@@ -141,10 +141,14 @@ class CheckResult:
 
     def _verdict(self) -> str:
         limits = ", ".join(f"{name} {limit:.0e}" for name, limit in self.tolerances.items())
-        differing = sum(not run.agrees for run in self.runs)
         if not self.agrees:
-            what = f"{differing} of {len(self.runs)} runs differ" if differing else "not proven"
-            return f"DIFFERS: {what} (tolerances: {limits}; {self.seconds:.0f} s)"
+            refused = sum(run.refusal is not None for run in self.runs)
+            differing = sum(not run.agrees for run in self.runs) - refused
+            numbers = [(differing, "differ"), (refused, "are refused")]
+            found = [f"{count} of {len(self.runs)} runs {what}" for count, what in numbers if count]
+            word = "REFUSED" if refused and not differing else "DIFFERS"
+            what = ", ".join(found) or "not proven"
+            return f"{word}: {what} (tolerances: {limits}; {self.seconds:.0f} s)"
         but = " but for what differs by design" if any(r.by_design for r in self.reasons) else ""
         return f"AGREES: all runs{but} (tolerances: {limits}; {self.seconds:.0f} s)"
 
