@@ -116,6 +116,7 @@ class _Check:
         self.compared: list[ComparedRun] = []
         self.devices = min(request.devices, len(jax.devices("cpu")))
         self.runs: dict[Configuration, RunOutcome] = {}
+        self._noisy = False  # in evaluation mode, too
         self._references: dict[tuple[int, int], RunOutcome] = {}
 
     # --- the order of it ----------------------------------------------------------------------
@@ -284,8 +285,7 @@ class _Check:
 
     def _compare_metrics(self, experiments: Experiments) -> None:
         """Notes of the loss's own metrics that depend on the number of pieces."""
-        random = any(reason.kind == "dropout" for reason in self.reasons)
-        if random or not self.plan.traced.metric_names or hasattr(self, "_errors"):
+        if self._noisy or not self.plan.traced.metric_names or hasattr(self, "_errors"):
             return
         for name, (whole, pieces) in experiments.metrics(train=False).items():
             self.notes.append(
@@ -299,6 +299,7 @@ class _Check:
         differing = [run for run in self.compared if not run.agrees and run.refusal is None]
         random = experiments.is_random(train=True)
         quiet = random and not experiments.is_random(train=False)
+        self._noisy = random and not quiet
         analysed = experiments.forward(train=not random)
         before = len(self.reasons)
         if random and differing:

@@ -401,7 +401,7 @@ def passes_reason(names: Sequence[str]) -> Reason:
     return Reason(
         "passes",
         f"each pass changes {shown} in the model's state and reads it again, whatever its rows "
-        "are, and each microbatch is a pass: with several of them it changes as often in a step",
+        "are. Each microbatch is a pass, so that two of them change it twice in a step",
         "nothing, where it may; plain JAX that takes the same microbatches one after the other "
         "agrees. Otherwise use num_microbatches=1",
     )
