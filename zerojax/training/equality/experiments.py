@@ -38,7 +38,9 @@ RETURN_A_PAIR = (
 PER_ROW = (
     "compute each row from that row alone: take the statistic from the model's state or from the "
     "batch's own columns, computed where the batch is made; or take a mean over rows with "
-    "zerojax.batch_mean(jnp.mean(x, axis=0)), which is that of the whole batch"
+    "zerojax.batch_mean(jnp.mean(x, axis=0)), which is that of the whole batch; or, where rows are "
+    "ranked or linked, make groups of them the rows of the batch, and take the mean of the loss of "
+    "each group by jax.vmap"
 )
 GROUPS = (
     "compare rows in groups that the batch has as its rows: make arrays of shape [groups, rows of "
