@@ -103,6 +103,21 @@ def contrastive(model, batch):
     return jnp.mean(jax.nn.logsumexp(y @ y.T, axis=1))
 
 
+def pairwise_distances(model, batch):
+    y = model(batch["x"])
+    return jnp.mean(jnp.exp(-jnp.sum((y[:, None] - y[None]) ** 2, axis=-1)))
+
+
+def contrastive_in_groups(model, batch):
+    """The remedy: groups of four rows, which no mesh cuts."""
+
+    def loss_of_group(x):
+        y = model(x)
+        return jnp.mean(jax.nn.logsumexp(y @ y.T, axis=1))
+
+    return jnp.mean(jax.vmap(loss_of_group)(batch["groups"]))
+
+
 def root(model, batch):
     return jnp.sqrt(jnp.mean(errors(model, batch)))
 
@@ -179,6 +194,7 @@ WRONG = {
     centred: ("coupled_rows", "y = y - y.mean(0"),
     one_row_decides: ("coupled_rows", "jax.lax.cond"),
     contrastive: ("coupled_rows", "y @ y.T"),
+    pairwise_distances: ("coupled_rows", "y[:, None] - y[None]"),
     root: ("coupled_rows", "jnp.sqrt"),
     balanced: ("auxiliary_loss", "jnp.sum(share * used)"),
     balanced_and_centred: ("coupled_rows", "y = y - y.mean(0"),
@@ -205,6 +221,20 @@ class Counting(nnx.Module):
         self.seen[...] = self.seen[...] + count
         self.calls[...] = self.calls[...] + 1
         return self.linear(x)
+
+
+class Iterating(nnx.Module):
+    """A norm that each pass brings closer, as spectral normalisation does."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(5, 3, rngs=rngs)
+        self.direction = Seen(jnp.ones(3) / jnp.sqrt(3))
+
+    def __call__(self, x):
+        kernel = self.linear.kernel[...]
+        moved = kernel.T @ (kernel @ self.direction[...])
+        self.direction[...] = jax.lax.stop_gradient(moved / jnp.linalg.norm(moved))
+        return self.linear(x) / jnp.linalg.norm(kernel @ self.direction[...])
 
 
 class LastSeen(nnx.Module):

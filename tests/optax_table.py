@@ -218,7 +218,7 @@ REFUSED: dict[str, tuple[str, Make]] = {
     ),
     "scale_by_zoom_linesearch": (AGAIN, lambda: optax.scale_by_zoom_linesearch(3)),
     "lookahead": (
-        "cannot update these parameters",  # it has two of each
+        "optax.LookaheadParams",  # it has two of each
         lambda: optax.lookahead(optax.adam(RATE), 2, 0.5),
     ),
     "measure_with_ema": (

@@ -19,8 +19,9 @@ from zerojax.models import chunked_attention
 from zerojax.models.attending import calls_of_attention
 from zerojax.models.attention_choice import LONGEST_STORED
 from zerojax.models.attention_tiles import tiles_of
-from zerojax.models.batch_rows import Fixed, Rows, Total, follow_rows
+from zerojax.models.batch_rows import follow_rows
 from zerojax.models.chunked_attention import Visibility
+from zerojax.models.row_dependence import Fixed, Rows, Total
 from zerojax.models.zoo.stacking import REMAT_NAMES, REMAT_POLICIES
 from zerojax.parallel.step import build_step
 

@@ -8,15 +8,8 @@ import optax
 import pytest
 from jax import lax
 
-from zerojax.models.batch_rows import (
-    Count,
-    Fixed,
-    Other,
-    Rows,
-    Total,
-    follow_rows,
-    number_of_output,
-)
+from zerojax.models.batch_rows import follow_rows, number_of_output
+from zerojax.models.row_dependence import Count, Fixed, Other, Rows, Total, is_affine
 
 R = 4
 X, KERNEL = jnp.ones((R, 6)), jnp.ones((6, 5))
@@ -69,6 +62,38 @@ SUMS = {
             lax.conv_general_dilated(x.reshape(R, 6, 1), w[None, :1], (1,), "SAME", None, None,
                                      ("NWC", "WIO", "NWC"))
         ),
+        X,
+        KERNEL,
+    ),
+    "stacked": (lambda x, w: jnp.sum(jnp.stack([x @ w, x[:, 1:]]) * jnp.stack([x[:, 1:], x @ w])),
+                X, KERNEL),
+    "unstacked": (lambda x, w: sum(map(jnp.sum, jnp.unstack(x, axis=1))), X, KERNEL),
+    "tiled": (lambda x, w: jnp.sum(jnp.tile(x, (1, 2)) ** 2), X, KERNEL),
+    "largest of each": (
+        lambda x, w: jnp.sum(lax.reduce_window(x, -jnp.inf, lax.max, (1, 2), (1, 2), "VALID")),
+        X,
+        KERNEL,
+    ),
+    "own reduction": (lambda x, w: jnp.sum(lax.reduce(x, 0.0, jnp.logaddexp, (1,))), X, KERNEL),
+    "segments": (
+        lambda t, w: jnp.sum(
+            jax.vmap(lambda v, i: jax.ops.segment_sum(v, i, num_segments=3))(w[t], t % 3) ** 2
+        ),
+        TOKENS,
+        TABLE,
+    ),
+    "first place": (lambda x, w: jnp.sum(x.at[:, 0].set(0.0) ** 2), X, KERNEL),
+    "added": (lambda x, w: jnp.sum(jnp.zeros((R, 2)).at[:, 1].add(x[:, 0]) ** 2), X, KERNEL),
+    "until": (
+        lambda x, w: jnp.sum(
+            lax.while_loop(lambda c: c[0] < w[0, 0], lambda c: (c[0] + 1, c[1] * 2), (0.0, x))[1]
+        ),
+        X,
+        KERNEL,
+    ),
+    "spectrum": (lambda x, w: jnp.sum(jnp.abs(jnp.fft.rfft(x))), X, KERNEL),
+    "roots": (
+        lambda x, w: jnp.sum(jnp.linalg.cholesky(x[:, :, None] * x[:, None] + jnp.eye(6)[None])),
         X,
         KERNEL,
     ),
@@ -130,6 +155,38 @@ UNKNOWN = {
     "cumulated": (lambda x, w: jnp.sum(jnp.cumsum(x, 0)), X, KERNEL),
     "reversed": (lambda x, w: jnp.sum(x * x[::-1]), X, KERNEL),
     "transposed": (lambda x, w: jnp.sum(x[:, :R] * x[:, :R].T), X, KERNEL),
+    "own reduction": (lambda x, w: jnp.sum(lax.reduce(x, 0.0, jnp.logaddexp, (0,))), X, KERNEL),
+    "own windows": (
+        lambda x, w: jnp.sum(lax.reduce_window(x, 0.0, jnp.logaddexp, (R, 1), (1, 1), "SAME")),
+        X,
+        KERNEL,
+    ),
+    "windows": (
+        lambda x, w: jnp.sum(lax.reduce_window(x, 0.0, lax.max, (2, 1), (1, 1), "SAME")),
+        X,
+        KERNEL,
+    ),
+    "strides": (
+        lambda x, w: jnp.sum(lax.reduce_window(x, 0.0, lax.max, (1, 1), (2, 1), "VALID")),
+        X,
+        KERNEL,
+    ),
+    "unstacked": (lambda x, w: jnp.sum(jnp.unstack(x)[0]), X, KERNEL),
+    "stacked columns": (lambda x, w: jnp.sum(x[:R, :R] * jnp.stack([*x[:, :R].T])), X, KERNEL),
+    "twice": (lambda x, w: jnp.sum(jnp.tile(x, (2, 1))[1:] ** 2), X, KERNEL),
+    "one graph": (
+        lambda t, w: jnp.sum(jax.ops.segment_sum(w[t[:, 0]], t[:, 1], num_segments=R) ** 2),
+        TOKENS,
+        TABLE,
+    ),
+    "first place": (lambda x, w: jnp.sum(x.at[0].set(0.0) ** 2), X, KERNEL),
+    "until": (
+        lambda x, w: jnp.sum(lax.while_loop(lambda x: x[0, 0] < 3, lambda x: x * 2, x)),
+        X,
+        KERNEL,
+    ),
+    "spectrum": (lambda x, w: jnp.sum(jnp.abs(jnp.fft.rfft2(x))), X, KERNEL),
+    "one matrix": (lambda x, w: jnp.sum(jnp.linalg.cholesky(x[:, :R] + jnp.eye(R))), X, KERNEL),
     "weights by row": (lambda x, w: jnp.ones((3, R)) @ x, X, KERNEL),
 }  # fmt: skip
 
@@ -149,6 +206,54 @@ def test_what_couples_rows_is_not_taken_for_a_sum(function, batch, fixed):
 )
 def test_quotients_of_sums(function):
     assert follow(function, X, KERNEL) == Other(is_ratio=True)
+
+
+def penalties(x, w):
+    def layer(loss, kernel):
+        return loss + jnp.mean(jnp.tanh(x) @ kernel) + jnp.sum(kernel**2), None
+
+    return lax.scan(layer, 0.0, w[None])[0]
+
+
+AFFINE = {
+    "penalty": (lambda x, w: jnp.mean(x @ w) + 0.1 * jnp.sum(w**2), X, KERNEL),
+    "from 0": (lambda x, w: sum([jnp.mean(x), 2 * jnp.mean(x @ w)], 0.0), X, KERNEL),
+    "in a loop": (penalties, X, KERNEL),
+    "learned scale": (lambda x, s: jnp.mean(x) * jnp.exp(-s) + s, X, FLOAT),
+    "twice": (lambda x, s: (jnp.mean(x) + s) + (jnp.mean(x**2) - s) / 2, X, FLOAT),
+    "raised": (lambda x, s: s + (1.0 + jnp.mean(x)) + s, X, FLOAT),
+    "stacked": (lambda x, w: jnp.stack([jnp.mean(x), 1.0 - jnp.mean(x @ w)]).mean(), X, KERNEL),
+    "weights": (lambda x, w: w[0, :2] @ jnp.stack([x.mean(), (x**2).mean()]), X, KERNEL),
+    "half": (lambda x, s: (jnp.mean(x) + 1).astype(jnp.bfloat16).astype(jnp.float32), X, FLOAT),
+    "branch": (lambda x, s: lax.cond(s > 0, lambda: jnp.mean(x) + s, lambda: 0.0), X, FLOAT),
+    "chosen": (lambda x, s: jnp.where(s > 0, jnp.mean(x) + 1, jnp.mean(x**2)), X, FLOAT),
+}
+
+
+@pytest.mark.parametrize(("function", "batch", "fixed"), AFFINE.values(), ids=AFFINE)
+def test_totals_and_terms_that_are_independent_of_the_batch(function, batch, fixed):
+    assert is_affine(follow(function, batch, fixed))
+
+
+NOT_AFFINE = {
+    "root": (lambda x, w: jnp.sqrt(jnp.mean(x**2)) + jnp.sum(w**2), X, KERNEL),
+    "root of both": (lambda x, w: jnp.sqrt(jnp.mean(x**2) + jnp.sum(w**2)), X, KERNEL),
+    "ratio": (lambda x, w: jnp.sum(x) / jnp.sum(x[:, 0]) + 1, X, KERNEL),
+    "product": (lambda x, s: (jnp.mean(x) + s) * (jnp.mean(x**2) + 1), X, FLOAT),
+    "below": (lambda x, s: s / (1 + jnp.mean(x**2)), X, FLOAT),
+    "rounded": (lambda x, s: (1.5 + jnp.mean(x)).astype(jnp.int32) + 1, X, FLOAT),
+    "halved": (lambda x, c: lax.div(1 + jnp.sum(x > 0), 2), X, COUNT),
+    "largest": (lambda x, s: jnp.maximum(s, 1.0 + jnp.mean(x)), X, FLOAT),
+    "largest of two": (lambda x, s: jnp.max(jnp.stack([s, 1.0 + jnp.mean(x)])), X, FLOAT),
+    "coupled": (lambda x, w: 1.0 + jnp.sum((x - x.mean(0, keepdims=True)) ** 2), X, KERNEL),
+    "branch": (lambda x, s: lax.cond(x[0, 0] > 0, lambda: jnp.mean(x), lambda: s), X, FLOAT),
+    "rows": (lambda x, w: x + 1, X, KERNEL),
+}
+
+
+@pytest.mark.parametrize(("function", "batch", "fixed"), NOT_AFFINE.values(), ids=NOT_AFFINE)
+def test_what_is_made_of_such_a_sum_otherwise(function, batch, fixed):
+    assert not is_affine(follow(function, batch, fixed))
 
 
 COUNTS = {

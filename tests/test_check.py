@@ -15,10 +15,10 @@ from flax import nnx
 
 import zerojax
 from tests import checked_models as cases
-from tests.checked_models import Counting, Normalised, batch
+from tests.checked_models import Counting, Iterating, Normalised, batch
 from zerojax.training.equality import check_in_child, make_request
 from zerojax.training.equality.check_in_child import check_here
-from zerojax.training.equality.experiments import Experiments
+from zerojax.training.equality.experiments import Experiments, dropout_reason
 from zerojax.training.equality.short_runs import (
     CheckInputs,
     Configuration,
@@ -75,6 +75,37 @@ def test_a_loss_that_is_no_mean_over_rows_is_told_with_its_line(loss):
 def test_a_product_of_means_is_mended_with_batch_mean():
     reason = experiments(cases.PAIR, cases.balanced).forward(train=True).reason
     assert "zerojax.batch_mean(jnp.mean(x, axis=0))" in reason.remedy
+
+
+@pytest.mark.parametrize("loss", [cases.contrastive, cases.pairwise_distances])
+def test_rows_that_are_compared_with_each_other_are_put_into_groups(loss):
+    reason = experiments(cases.PAIR, loss).forward(train=True).reason
+    assert "jax.vmap" in reason.remedy
+    assert "batch_mean" not in reason.remedy
+
+
+@pytest.mark.thorough
+def test_rows_that_are_compared_in_groups_agree(monkeypatch):
+    def groups(step):
+        return {"groups": batch(step)["x"].reshape(-1, 1, 5) + np.arange(4)[:, None] / 10}
+
+    monkeypatch.setattr(check_in_child, "configurations", lambda devices, thorough: [LAST])
+    options = {"loss": cases.contrastive_in_groups, "optimizer": STEEP, "devices": DEVICES}
+    result = check_here(make_request(cases.PAIR, groups, **options))
+    assert result.agrees, result.table()
+
+
+def test_own_metrics_that_are_no_means_are_found():
+    def loss(model, batch):
+        errors = cases.errors(model, batch)
+        far = jnp.sum(errors > 1), errors.size
+        return jnp.mean(errors), {"far": far, "mean": errors.mean(), "psnr": jnp.log(errors.mean())}
+
+    found = experiments(cases.PAIR, loss).metrics(train=False)
+    assert list(found) == ["psnr"]
+    whole, pieces = found["psnr"]
+    assert whole > pieces
+    assert experiments(cases.PAIR, cases.balanced_over_batch).metrics(train=False) == {}
 
 
 def test_a_row_inside_of_a_scan_is_found_inside_of_it():
@@ -191,6 +222,38 @@ def test_the_line_of_refused_state_is_named(monkeypatch):
     assert "self.most[...] = jnp.max" in reason.where
 
 
+@pytest.mark.thorough
+def test_state_that_each_pass_changes_is_told(monkeypatch):
+    """A microbatch is a pass; plain JAX that takes the same ones agrees."""
+    model = Iterating(nnx.Rngs(0))
+    only = [Configuration(1, 0, 2), Configuration(DEVICES), LAST]
+    result = found_here(model, cases.mean, monkeypatch, only=only)
+    assert result.agrees, result.table()
+    assert [run.agrees for run in result.runs] == [False, True, False]
+    assert [reason.kind for reason in result.reasons] == ["passes"]
+    assert "direction" in result.reasons[0].sentence
+
+
+@pytest.mark.thorough
+def test_rounding_is_measured_beside_dropout(monkeypatch):
+    """The gradient of a bias before a batch norm is rounding, which Adam makes a step of."""
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.first, self.norm = nnx.Linear(5, 8, rngs=rngs), nnx.BatchNorm(8, rngs=rngs)
+            self.dropout, self.last = nnx.Dropout(0.3, rngs=rngs), nnx.Linear(8, 3, rngs=rngs)
+
+        def __call__(self, x):
+            return self.last(self.dropout(jnp.tanh(self.norm(self.first(x)))))
+
+    options = {"optimizer": optax.adam(1e-2), "only": [Configuration(DEVICES, 2)]}
+    result = found_here(Model, cases.mean, monkeypatch, **options)
+    assert result.agrees, result.table()
+    assert any("first/bias" in note for note in result.notes), result.notes
+    places = {reason.kind: reason.where for reason in result.reasons}
+    assert "self.norm(self.first(x))" in places["batch_statistics"]
+
+
 def test_infinities_in_state_hide_no_difference():
     def run(last):
         mask = np.array([-np.inf, 0.0, np.nan, last], np.float32)
@@ -260,6 +323,20 @@ def test_a_refused_plan_is_shown_with_its_sentence(monkeypatch):
     (reason,) = result.reasons
     assert reason.kind == "refused"
     assert "has to return a scalar" in reason.sentence
+    assert "REFUSED: 1 of 1 runs are refused (" in result.table()
+
+
+def test_a_sentence_is_told_once_whatever_its_numbers(monkeypatch):
+    only = [Configuration(DEVICES), Configuration(2), LAST]
+    result = found_here(cases.PAIR, cases.plain_sum, monkeypatch, only=only)
+    (refused,) = [reason for reason in result.reasons if reason.kind == "refused"]
+    assert "4 pieces of 4 rows" in refused.sentence
+    assert "likewise 2 devices, zero=0; 4 devices, zero=3" in refused.sentence
+
+
+def test_noise_in_evaluation_mode_is_told():
+    assert "draw none there" in dropout_reason(quiet=False).remedy
+    assert "draw none" not in dropout_reason(quiet=True).remedy
 
 
 def test_a_loss_that_is_not_finite_is_told(monkeypatch):

@@ -79,7 +79,7 @@ def test_settings_name_the_methods_there_are():
             10,
             4,
             r"10 layers do not divide by 4 parts .* needs; use 2 or 5 parts, partition=\"flops\", "
-            r"or a list such as partition=\[3, 3, 2, 2\]",
+            r"or a list such as partition=\[3, 3, 2, 2\]. It is a key of the mesh",
         ),
         ("uniform", 4, 8, r"8 parts \(stages x chunks\) for 4 layers: .* use at most 4 parts"),
         ("flops", 4, 8, "8 parts .* for 4 layers"),

@@ -162,6 +162,36 @@ def test_other_losses_are_planned(loss):
     assert not any("sum over the rows" in reason for reason in plan.reasons)
 
 
+def contrast(queries, keys):
+    return -jnp.mean(jnp.diagonal(jax.nn.log_softmax(queries @ keys.T)))
+
+
+def distances(queries, keys):
+    pairs = jnp.sum((queries[:, None] - keys[None]) ** 2, axis=-1)
+    return jnp.mean(jax.nn.logsumexp(-pairs, axis=1))
+
+
+@pytest.mark.parametrize("compare", [contrast, distances])
+def test_rows_that_are_compared_with_each_other_are_warned_of(compare):
+    def loss(model, batch):
+        return compare(model(batch["x"]), batch["y"])
+
+    with pytest.warns(RuntimeWarning, match="compares the rows.* 8 pieces of 4 rows.*jax.vmap"):
+        plan_of(loss)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan_of(loss, devices=1)
+        plan_for((init, apply), loss=in_groups(compare), batch=groups_of)
+
+
+def groups_of(index):
+    return {name: x.reshape(8, 4, *x.shape[1:]) for name, x in batch_of(index).items()}
+
+
+def in_groups(compare):
+    return lambda model, batch: jnp.mean(jax.vmap(compare)(model(batch["x"]), batch["y"]))
+
+
 def test_a_masked_mean_is_warned_of():
     def loss(model, batch):
         return jnp.sum(squares(model, batch).mean(-1) * batch["mask"]) / jnp.sum(batch["mask"])

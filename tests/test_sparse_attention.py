@@ -39,9 +39,10 @@ from zerojax.config import (
 from zerojax.models import BlockTable, chunked_attention, layout_table
 from zerojax.models.attending import calls_of_attention
 from zerojax.models.attention_tiles import Extent, tiles_of
-from zerojax.models.batch_rows import Fixed, Rows, Total, follow_rows
+from zerojax.models.batch_rows import follow_rows
 from zerojax.models.hugging_face import describe_model
 from zerojax.models.jaxpr import inner_programs
+from zerojax.models.row_dependence import Fixed, Rows, Total
 from zerojax.parallel.step import build_step
 from zerojax.training.run_file import _model_of
 

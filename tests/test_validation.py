@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax import lax
 
 import zerojax
 from zerojax.config import LogConfig
@@ -47,9 +49,25 @@ def weighted(model, batch):
     return jnp.sum(errors_of(model, batch) * weights), weights.sum()
 
 
+def penalised(model, batch):
+    """A mean with terms that do not depend on rows, added to a 0 as a model's layers do."""
+    penalty = 0.0
+    for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)):
+        penalty += jnp.sum(leaf**2)
+    loss = 0.0
+    loss += jnp.mean(errors_of(model, batch)) + 0.1 * penalty
+    return loss, {"with penalty": loss, "penalty": penalty}
+
+
 def largest(model, batch):
     errors = errors_of(model, batch)
     return jnp.mean(errors), {"largest": jnp.max(errors)}
+
+
+def softly_largest(model, batch):
+    """Over rows with a function of its own."""
+    errors = errors_of(model, batch)
+    return jnp.mean(errors), {"soft": lax.reduce(errors, -jnp.inf, jnp.logaddexp, (0,))}
 
 
 def quotient(model, batch):
@@ -84,19 +102,26 @@ def expected(loss, trainer, batches):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("number", [1, 5, 8, 15])
-@pytest.mark.parametrize("loss", [mean, mean_and_metrics, weighted])
+@pytest.mark.parametrize("loss", [mean, mean_and_metrics, weighted, penalised])
 def test_a_short_last_batch_counts_with_the_rows_it_has(loss, number):
     batches = [rows(ROWS, 1), rows(number, 2)]
     trainer = train(batches, loss, num_microbatches=2)
     found = trainer.evaluations[-1]
     for name, value in expected(loss, trainer, batches).items():
         np.testing.assert_allclose(found[name], value, rtol=2e-6, err_msg=name)
-    if loss is weighted:
-        assert found["weight"] == sum((batch["y"] > 0).sum() for batch in batches)
+    rows_or_weights = [
+        batch["y"] > 0 if loss is weighted else batch["y"] < np.inf for batch in batches
+    ]
+    assert found["weight"] == sum(x.sum() for x in rows_or_weights)
 
 
 @pytest.mark.parametrize(
-    ("loss", "part"), [(largest, "the metric 'largest'"), (quotient, "the loss is not known")]
+    ("loss", "part"),
+    [
+        (largest, "the metric 'largest'"),
+        (softly_largest, "the metric 'soft'"),
+        (quotient, "the loss is not known"),
+    ],
 )
 @pytest.mark.filterwarnings("ignore:the loss divides by a number")
 def test_a_loss_that_mixes_rows_refuses_it_before_the_first_step(loss, part):
@@ -148,7 +173,7 @@ def test_validation_takes_what_batches_take():
         ([], ValueError, "validation is empty"),
         ([rows(ROWS), {"x": np.ones((ROWS, 4))}], ValueError, "batch 1: the batch has arrays"),
         ([{**rows(ROWS), "x": np.ones((ROWS, 3))}], ValueError, r"batch 0: .* shape \(16, 3\)"),
-        (lambda number: rows(ROWS + 1), ValueError, "batch 0: .*needs 16 rows"),
+        (lambda number: rows(ROWS + 1), ValueError, "batch 0: .*has 16 rows here: cut it"),
     ],
 )
 def test_what_cannot_be_evaluated_is_refused_before_the_first_step(validation, kind, part):

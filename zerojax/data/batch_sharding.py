@@ -261,6 +261,8 @@ def _check_shape(name: str, shape: tuple[int, ...], abstract: jax.ShapeDtypeStru
         return
     if shape == abstract.shape:
         remedy = f"this process holds rows [{lo}, {hi}) only: pass value[{lo}:{hi}] (local_rows)"
+    elif shape[1:] == local[1:] and shape[0] > local[0]:
+        remedy = f"every batch has {local[0]} rows here: cut it into batches of so many"
     elif shape[1:] == local[1:]:
         remedy = (
             f"every batch needs {local[0]} rows here: drop a smaller last batch, or fill it up "

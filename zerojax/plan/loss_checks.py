@@ -16,22 +16,22 @@ import jax.numpy as jnp
 
 from zerojax.config import MeshConfig
 from zerojax.config.checks import warn_user
-from zerojax.models.batch_rows import (
+from zerojax.models.batch_rows import follow_rows, number_of_output
+from zerojax.models.batch_weight import BatchWeight, find_batch_weight
+from zerojax.models.dependence import STOP_GRADIENT, marks_of_outputs, marks_of_own_rules
+from zerojax.models.jaxpr import BatchCall
+from zerojax.models.losses import BUILT_IN_METRICS, BUILT_IN_PREFIXES, split_result
+from zerojax.models.protocol import Model
+from zerojax.models.row_dependence import (
     Count,
     Dependence,
     Fixed,
     Other,
     Rows,
     Total,
-    follow_rows,
-    number_of_output,
+    is_affine,
     scales_of,
 )
-from zerojax.models.batch_weight import BatchWeight, find_batch_weight
-from zerojax.models.dependence import STOP_GRADIENT, marks_of_outputs, marks_of_own_rules
-from zerojax.models.jaxpr import BatchCall
-from zerojax.models.losses import BUILT_IN_METRICS, BUILT_IN_PREFIXES, split_result
-from zerojax.models.protocol import Model
 from zerojax.models.step_count import check_step_rules
 from zerojax.models.trace import ModelTrace
 from zerojax.plan.placement import Placement
@@ -185,6 +185,7 @@ class BatchPieces:
       is_sum: it is certain that the loss is a sum over rows that nobody divides by their number.
       is_ratio: the loss is a sum divided by something that depends on the piece, too.
       is_product: the loss has a term that is a product of means over rows.
+      compares_rows: it has values for each pair of rows and is no sum over rows.
       summed_metrics: names of metrics without a weight that certainly are sums over rows.
       rows_over_batch: which of `zerojax.batch_sum` and `batch_mean` are given an array with rows.
       counted: names of the model's state to which a pass adds a sum over rows.
@@ -196,6 +197,7 @@ class BatchPieces:
     is_sum: bool
     is_ratio: bool
     is_product: bool
+    compares_rows: bool
     summed_metrics: tuple[str, ...]
     rows_over_batch: frozenset[BatchCall]
     counted: frozenset[str]
@@ -216,7 +218,8 @@ def trace_pieces(
     """
     num_rows = jax.tree.leaves(batch)[0].shape[0]
     over_batch: list[tuple[BatchCall, Dependence]] = []
-    found = _follow_piece(trace, params, extras, batch, over_batch)
+    compared: list[str] = []
+    found = _follow_piece(trace, params, extras, batch, over_batch, compared)
     state = found[len(trace.jaxpr.jaxpr.outvars) :]
     counted, undefined = {*model.step_rules}, {}
     for place, (name, one) in enumerate(zip(sorted(extras), state, strict=True)):
@@ -239,6 +242,7 @@ def trace_pieces(
         is_sum=isinstance(loss, Total) and is_known and loss.is_sum(num_rows, weight),
         is_ratio=isinstance(loss, Other) and loss.is_ratio and not is_pair,
         is_product=isinstance(loss, Other) and loss.is_product,
+        compares_rows=bool(compared) and not is_affine(loss),
         summed_metrics=tuple(
             name for name, x in metrics.items() if isinstance(x, Total) and x.is_sum(num_rows)
         ),
@@ -323,12 +327,14 @@ def _follow_piece(
     extras: Mapping[str, Any],
     batch: Any,
     over_batch: list[tuple[BatchCall, Dependence]],
+    compared: list[str] | None = None,
 ) -> list[Dependence]:
     """How the results of a piece and its state afterwards depend on its rows."""
     leaves = jax.tree.leaves(batch)
     inputs: list[Dependence] = [Fixed(place) for place in range(len(params) + len(extras))]
     inputs += [Rows(0)] * len(leaves)
-    return follow_rows(trace.program, inputs, leaves[0].shape[0], over_batch=over_batch)
+    rows = leaves[0].shape[0]
+    return follow_rows(trace.program, inputs, rows, over_batch=over_batch, compared=compared)
 
 
 def part_with_mixed_rows(
@@ -349,17 +355,27 @@ def part_with_mixed_rows(
     parts = split_result(
         jax.tree.unflatten(jax.tree.structure(trace.result), found[: _size(trace)])
     )
-    if not isinstance(parts.loss, Total):
-        return "the loss"
     if not isinstance(parts.weight, Total | Fixed | None):
         return "the weight of the loss"
-    is_fixed = not isinstance(parts.weight, Total)
+    # Of equal weights, a term without rows is in the mean of the pieces what it is in each.
+    if not (isinstance(parts.loss, Total) or (_is_equal(parts.weight) and is_affine(parts.loss))):
+        return "the loss"
     for name, value in parts.metrics.items():
         total, weight = value if isinstance(value, tuple) else (value, None)
-        is_known = isinstance(total, Total | Fixed) and isinstance(weight, Total | Fixed | None)
-        if not is_known or (weight is None and isinstance(total, Total) and not is_fixed):
+        if _is_equal(parts.weight if weight is None else weight):
+            is_known = is_affine(total)
+        elif weight is None:
+            is_known = isinstance(total, Fixed)
+        else:
+            is_known = isinstance(total, Total | Fixed) and isinstance(weight, Total)
+        if not is_known:
             return f"the metric {name!r}"
     return None
+
+
+def _is_equal(weight: Dependence | None) -> bool:
+    """Whether every piece has the same weight."""
+    return weight is None or isinstance(weight, Fixed)
 
 
 def _size(trace: ModelTrace) -> int:
@@ -443,6 +459,16 @@ def check_pieces(pieces: BatchPieces, num_shards: int, num_microbatches: int) ->
             "of such products is not the product of the means over the batch. Take the means over "
             "the whole batch: zerojax.batch_mean(jnp.mean(x, axis=0)). zerojax.check shows by how "
             "much it differs",
+            RuntimeWarning,
+        )
+    if pieces.compares_rows and number > 1:
+        warn_user(
+            "the loss compares the rows of the batch with each other, as a contrastive loss does, "
+            f"and is called for each of {cut}: a row is compared with those of its piece alone, "
+            "in training and in evaluation. For a number of rows that is the same on any devices, "
+            "make arrays of shape [groups, rows of a group, ...] and take the mean of the loss of "
+            "each group: jax.vmap(loss_of_group)(batch).mean(). zerojax.check shows by how much it "
+            "differs",
             RuntimeWarning,
         )
     if pieces.undefined and num_shards > 1:

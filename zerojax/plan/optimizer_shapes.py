@@ -211,6 +211,12 @@ def _why_not(error: Exception) -> str:
             "compute the loss again at other parameters (linesearches, Hessians): use an optimizer "
             "without, such as zerojax.adamw"
         )
+    if isinstance(error, AttributeError) and error.name in ("fast", "slow"):
+        return (
+            "optax.lookahead updates two copies of the parameters in a tree of its own "
+            "(optax.LookaheadParams), which a model does not have; give its inner optimizer alone, "
+            "or keep an average of the weights: zerojax.with_ema(INNER, 0.999)"
+        )
     return (
         f"the optimizer cannot update these parameters: {type(error).__name__}: {words[:400]}; "
         "use another, such as zerojax.adamw"

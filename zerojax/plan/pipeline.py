@@ -205,7 +205,8 @@ def partition_layers(
         raise ValueError(
             f"{num_layers} layers do not divide by {num_parts} parts (stages x chunks), which "
             f'partition="uniform" needs; use {near} parts, partition="flops", or a list such as '
-            f"partition={even}"
+            f"partition={even}. It is a key of the mesh: "
+            f'{{"stage": ..., "partition": "flops"}}, mesh.partition in a run file'
         )
     return (num_layers // num_parts,) * num_parts
 

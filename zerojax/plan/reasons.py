@@ -59,11 +59,13 @@ def describe_choices(
             "rule matches a parameter; pass rules=((pattern, axes), ...), or model=1"
         )
     lines.append(f"precision: {precision.describe()}")
-    exceptions = placement.exceptions()
-    if exceptions:
-        count = len(exceptions)
-        found = "1 placement differs" if count == 1 else f"{count} placements differ"
-        lines.append(f"{found} from the plain rule: see plan.table()")
+    count = len({name for name, _ in placement.exceptions()})
+    if count:
+        found = "1 parameter is" if count == 1 else f"{count} parameters are"
+        lines.append(
+            f"{found} stored otherwise, as padded or kept whole: `exceptions` in plan.table() says "
+            "why"
+        )
     return lines
 
 

@@ -15,8 +15,10 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+import jax
+
 from zerojax.config.checks import names_keywords, warn_user
-from zerojax.data import local_rows, shard_batch
+from zerojax.data import local_rows, missing_rows, shard_batch
 from zerojax.models.trace import has_random_numbers, is_random
 from zerojax.optim import EMA
 from zerojax.plan.device_mesh import num_data_shards
@@ -57,8 +59,9 @@ def check_evaluation_mode(plan: Plan) -> None:
         ) from error
     if random:
         warn_user(
-            "the loss is random in evaluation mode, too, as by dropout that is always on: two "
-            f"validations of the same weights differ; {_SWITCH}"
+            "the loss is random in evaluation mode, too, as by dropout that is always on: a "
+            "validation measures it at one draw of the noise, and other numbers of devices draw "
+            f"other noise; {_SWITCH}"
         )
 
 
@@ -288,7 +291,8 @@ def mean_loss(
 ) -> dict[str, float]:
     """`{"loss": mean, "weight": sum}` and own metrics over batches, weighted by their own weights.
 
-    A metric whose weights are all 0 is NaN. A batch with fewer rows counts with the rows it has.
+    The weight of a loss that returns none is the number of rows. A metric whose weights are all 0
+    is NaN. A batch with fewer rows counts with the rows it has.
 
     Args:
       evaluate: of `build_evaluation`.
@@ -311,6 +315,7 @@ def mean_loss(
         state, shard_batch(plan, batch, vocab_size=plan.vocab_size)
     )
     totals: dict[str, list[float]] = {}
+    rows, rows_of_batch = 0, jax.tree.leaves(plan.abstract_batch)[0].shape[0]
     for batch in each_batch(batches, num_batches, default, lambda: local_rows(plan)):
         try:
             sums = filler.sums(on_host, batch)
@@ -319,6 +324,7 @@ def mean_loss(
                 raise
             leave_out(str(error))
             continue
+        rows += rows_of_batch - missing_rows(plan, batch)
         own = {name: (x["sum"], x["weight"]) for name, x in sums.get("metrics", {}).items()}
         for name, pair in {"loss": (sums["loss"], sums["weight"]), **own}.items():
             total = totals.setdefault(name, [0.0, 0.0])
@@ -329,6 +335,7 @@ def mean_loss(
             "nothing to evaluate: the batches are empty, or all their weights are 0"
         )
     means = {name: x / y if y else math.nan for name, (x, y) in totals.items()}
+    weight = weight if plan.traced.has_weight else float(rows)
     return {"loss": means.pop("loss"), "weight": weight, **means}
 
 

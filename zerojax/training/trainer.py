@@ -448,7 +448,8 @@ class Trainer:
     ) -> Metrics:
         """Mean loss over batches in evaluation mode, weighted by each batch's weight.
 
-        The result has "loss", "weight" (the sum of weights) and the loss's own metrics.
+        The result has "loss", "weight" (the sum of weights; of a loss that returns none the number
+        of rows) and the loss's own metrics.
 
         Args:
           batches: what `validation` of `zerojax.train` may be; None takes the run's validation

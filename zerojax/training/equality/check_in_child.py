@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from zerojax.training.equality.experiments import (
     Forward,
     dropout_reason,
     optimizer_reason,
+    passes_reason,
     reason_of_state,
 )
 from zerojax.training.equality.short_runs import (
@@ -34,7 +36,7 @@ from zerojax.training.equality.short_runs import (
     compare,
     differing_state,
     evaluation_mode,
-    measure_noise,
+    largest_noise,
     microbatches_of,
     noise_of,
     plan_of,
@@ -42,10 +44,11 @@ from zerojax.training.equality.short_runs import (
     relative_changes,
     reversed_rows,
     run_zerojax,
+    starting_one_unit_away,
     with_eight_bits,
     with_initial_arrays,
 )
-from zerojax.training.equality.tracing import line_of_error
+from zerojax.training.equality.tracing import Relation, line_of_error
 
 MICROBATCHES = 2
 
@@ -113,6 +116,7 @@ class _Check:
         self.compared: list[ComparedRun] = []
         self.devices = min(request.devices, len(jax.devices("cpu")))
         self.runs: dict[Configuration, RunOutcome] = {}
+        self._noisy = False  # in evaluation mode, too
         self._references: dict[tuple[int, int], RunOutcome] = {}
 
     # --- the order of it ----------------------------------------------------------------------
@@ -123,9 +127,10 @@ class _Check:
         for configuration in configurations(self.devices, self.request.thorough):
             self._run_and_compare(configuration)
         self._refused()
-        if all(run.agrees for run in self.compared) and not self._state_differs():
-            return
-        self._explain()
+        experiments = Experiments(self.plain, self.devices)
+        if not (all(run.agrees for run in self.compared) and not self._state_differs()):
+            self._explain(experiments)
+        self._compare_metrics(experiments)
 
     def _read(self) -> None:
         """The request in zerojax's own forms.
@@ -243,25 +248,22 @@ class _Check:
         self._errors = [*getattr(self, "_errors", []), (configuration, error)]
 
     def _refused(self) -> None:
-        """A reason for each sentence with which runs were refused."""
-        seen: dict[str, list[Configuration]] = {}
-        errors = dict[str, Exception]()
+        """A reason for each sentence with which runs were refused, whatever numbers it has."""
+        seen: dict[str, list[tuple[Configuration, Exception]]] = {}
         for configuration, error in getattr(self, "_errors", []):
-            seen.setdefault(_sentence(error), []).append(configuration)
-            errors.setdefault(_sentence(error), error)
-        for sentence, where in seen.items():
-            names = "; ".join(configuration.name for configuration in where)
-            deliberate = isinstance(errors[sentence], ValueError | TypeError) and _is_ours(
-                errors[sentence]
-            )
+            alike = re.sub(r"\d[\d.,e+-]*", "#", _sentence(error))
+            seen.setdefault(alike, []).append((configuration, error))
+        for (first, error), *others in seen.values():
+            names = "; ".join(configuration.name for configuration, _ in others)
+            deliberate = isinstance(error, ValueError | TypeError) and _is_ours(error)
             self.reasons.append(
                 Reason(
                     "refused" if deliberate else "failed",
-                    f"{sentence} ({names})",
+                    f"{_sentence(error)} ({first.name}{f'; likewise {names}' if names else ''})",
                     "do what the sentence says"
                     if deliberate
                     else "see the line; an error that plain JAX does not have is a defect here",
-                    line_of_error(errors[sentence]),
+                    line_of_error(error),
                 )
             )
 
@@ -281,20 +283,29 @@ class _Check:
             and any(name in x for x in sentences)
         ]
 
-    def _explain(self) -> None:
+    def _compare_metrics(self, experiments: Experiments) -> None:
+        """Notes of the loss's own metrics that depend on the number of pieces."""
+        if self._noisy or not self.plan.traced.metric_names or hasattr(self, "_errors"):
+            return
+        for name, (whole, pieces) in experiments.metrics(train=False).items():
+            self.notes.append(
+                f"the metric {name!r} is {whole:.6g} of the whole batch and {pieces:.6g} of "
+                f"{self.devices} pieces of it; training does not depend on it. Return it as a pair "
+                "(sum, weight), or make it of such means after the step"
+            )
+
+    def _explain(self, experiments: Experiments) -> None:
         self.progress("looking for the reason")
-        experiments = Experiments(self.plain, self.devices)
         differing = [run for run in self.compared if not run.agrees and run.refusal is None]
         random = experiments.is_random(train=True)
         quiet = random and not experiments.is_random(train=False)
+        self._noisy = random and not quiet
         analysed = experiments.forward(train=not random)
         before = len(self.reasons)
         if random and differing:
-            self.reasons.append(dropout_reason(random))
-        own_state = {} if random and not quiet else analysed.state
-        if random:
-            own_state = experiments.forward(train=True).state
-        self._explain_state(own_state, analysed.places)
+            self.reasons.append(dropout_reason(quiet=quiet))
+        own = experiments.forward(train=True) if random else analysed
+        self._explain_state(own.state, own.places)
         statistics = any(reason.kind == "batch_statistics" for reason in self.reasons[before:])
         if not differing:
             if before and analysed.reason is not None:
@@ -326,9 +337,26 @@ class _Check:
         ]
         found = [reason for reason in found if reason is not None]
         if not found:
-            reason = self._optimizer(train=train)
+            reason = self._passes(forward) or self._optimizer(train=train)
             found = [reason] if reason is not None else []
         self.reasons += found or [self._unknown()]
+
+    def _passes(self, forward: Forward) -> Reason | None:
+        """Whether runs differ by how often passes change the model's state."""
+        names = [x for x in self._state_differs() if forward.state.get(x) is Relation.SAME]
+        differing = [
+            configuration
+            for configuration, run in self.runs.items()
+            if not self._agree(run, self._reference_of(configuration)[0])
+        ]
+        if not names or any(configuration.num_microbatches == 1 for configuration in differing):
+            return None
+        self.progress("plain JAX, 1 device, the same microbatches")
+        for configuration in differing:
+            in_turn = self.plain.run(cut=_microbatches_in(configuration))
+            if not self._agree(self.runs[configuration], in_turn):
+                return None
+        return passes_reason(names)
 
     def _optimizer(self, *, train: bool) -> Reason | None:
         """Whether gradients agree where updates do not."""
@@ -411,8 +439,11 @@ class _Check:
                 # The same pieces in the opposite order, so that statistics of pieces stay.
                 turned = [reversed_rows(batch) for batch in self.given.batches]
                 turned = dataclasses.replace(self.given, batches=turned)
-                again = run_zerojax(turned, base, prepared=prepared)
-                noises[base] = measure_noise(bases[base], again, self.given.before)
+                again = (
+                    run_zerojax(turned, base, prepared=prepared),
+                    run_zerojax(self.given, base, prepared=starting_one_unit_away(prepared)),
+                )
+                noises[base] = largest_noise(bases[base], again, self.given.before)
             noise = noises[base]
             if noise is None:
                 # Random: gradients that are truly 0 show as changes that are rounding alone.
@@ -428,11 +459,14 @@ class _Check:
             )
             self.compared.append(found)
             if not found.agrees:
-                self.reasons.append(self._unknown())
+                self.reasons.append(self._unknown(found))
 
-    def _unknown(self) -> Reason:
-        first = next((run for run in self.compared if not run.agrees and run.refusal is None), None)
-        which = "" if first is None else f" The first run that differs: {first.name}"
+    def _unknown(self, run: ComparedRun | None = None) -> Reason:
+        """Args: `run`, the one that differs; None: the first one that does."""
+        differing = [run for run in self.compared if not run.agrees and run.refusal is None]
+        first = run or next(iter(differing), None)
+        most = "" if first is None or not first.worst else f", of its parameters {first.worst} most"
+        which = "" if first is None else f" A run that differs: {first.name}{most}"
         return Reason(
             "unknown",
             f"runs differ, and none of the known reasons was found.{which}",

@@ -10,9 +10,9 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-BY_DESIGN = frozenset(["dropout", "batch_statistics"])
+BY_DESIGN = frozenset(["dropout", "batch_statistics", "passes"])
 """Kinds of reasons that are part of data-parallel training: each device draws its own dropout mask
-and normalises by its own rows."""
+and normalises by its own rows, and each microbatch is a pass."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Reason:
     Attributes:
       kind: "refused", "failed", "not_finite", "sum", "uneven_mean", "coupled_rows",
         "auxiliary_loss", "weight_gradient", "nonlinear_backward", "integers", "counter",
-        "optimizer", "batch_statistics", "dropout" or "unknown".
+        "optimizer", "batch_statistics", "dropout", "passes" or "unknown".
       sentence: the cause, with its numbers.
       remedy: what to change.
       where: "file:line: source" of the user's code, where it is known.
@@ -78,7 +78,7 @@ class CheckResult:
 
     Attributes:
       agrees: whether all runs agree. Differences that data-parallel training has by design
-        (dropout, batch statistics) do not count, unless `strict` was given; each is a reason.
+        (`BY_DESIGN`) do not count, unless `strict` was given; each is a reason.
       reasons: the causes of all differences.
       runs: every run that was compared.
       notes: what was left out or changed for the check.
@@ -141,10 +141,14 @@ class CheckResult:
 
     def _verdict(self) -> str:
         limits = ", ".join(f"{name} {limit:.0e}" for name, limit in self.tolerances.items())
-        differing = sum(not run.agrees for run in self.runs)
         if not self.agrees:
-            what = f"{differing} of {len(self.runs)} runs differ" if differing else "not proven"
-            return f"DIFFERS: {what} (tolerances: {limits}; {self.seconds:.0f} s)"
+            refused = sum(run.refusal is not None for run in self.runs)
+            differing = sum(not run.agrees for run in self.runs) - refused
+            numbers = [(differing, "differ"), (refused, "are refused")]
+            found = [f"{count} of {len(self.runs)} runs {what}" for count, what in numbers if count]
+            word = "REFUSED" if refused and not differing else "DIFFERS"
+            what = ", ".join(found) or "not proven"
+            return f"{word}: {what} (tolerances: {limits}; {self.seconds:.0f} s)"
         but = " but for what differs by design" if any(r.by_design for r in self.reasons) else ""
         return f"AGREES: all runs{but} (tolerances: {limits}; {self.seconds:.0f} s)"
 

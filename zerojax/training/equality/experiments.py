@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zerojax.models.jaxpr import takes_over_batch
+from zerojax.models.losses import own_means
 from zerojax.training.equality.check_result import Reason
 from zerojax.training.equality.short_runs import PlainRun, cut_rows, quick_options
 from zerojax.training.equality.tracing import (
@@ -37,7 +38,15 @@ RETURN_A_PAIR = (
 PER_ROW = (
     "compute each row from that row alone: take the statistic from the model's state or from the "
     "batch's own columns, computed where the batch is made; or take a mean over rows with "
-    "zerojax.batch_mean(jnp.mean(x, axis=0)), which is that of the whole batch"
+    "zerojax.batch_mean(jnp.mean(x, axis=0)), which is that of the whole batch; or, where rows are "
+    "ranked or linked, make groups of them the rows of the batch, and take the mean of the loss of "
+    "each group by jax.vmap"
+)
+GROUPS = (
+    "compare rows in groups that the batch has as its rows: make arrays of shape [groups, rows of "
+    "a group, ...] and take the mean of the loss of each group, by jax.vmap; or give each row its "
+    "own negatives in the batch; or accept that a row is compared with those of its device and "
+    "microbatch, as is usual in data-parallel training"
 )
 _STATISTICS = ("mul", "dot_general", "integer_pow", "square", "pow")
 """What makes a product of two means, each of which is right by itself."""
@@ -149,6 +158,22 @@ class Experiments:
                 found.origins[0],
             )
         return _of_break(found.breaks[0], numbers)
+
+    def metrics(self, *, train: bool) -> dict[str, tuple[float, float]]:
+        """{name: (of the whole batch, of its pieces as a step joins them)} of the loss's own
+        metrics that are not the same."""
+        if takes_over_batch(self._program(train)):
+            return {}  # of a piece by itself it is another number
+        key = self.plain.key(0)
+        whole = self.plain.sums(key, self.batch, train=train)
+        parts = [self.plain.sums(key, piece, train=train) for piece in self.pieces]
+        joined = own_means(jax.tree.map(lambda *leaves: sum(leaves), *parts))
+        found = {}
+        for name, value in own_means(whole).items():
+            pair = float(value), float(joined[name])
+            if not np.allclose(*pair, rtol=1e-4, atol=1e-6, equal_nan=True):
+                found[name] = pair
+        return found
 
     def backward(self, *, train: bool) -> Reason | None:
         """Whether an eighth of the cotangent gives an eighth of the gradients."""
@@ -271,6 +296,9 @@ def _of_break(found: Break | None, numbers: str) -> Reason:
             "zerojax.batch_sum is taken of a mean over rows, so that it grows with the number of "
             "devices"
         )
+    elif found.has_pairs:
+        remedy = GROUPS
+        sentence = "each row is compared with the other rows of the batch, as by a contrastive loss"
     elif found.has_rows:
         sentence = "what is computed for a row depends on other rows of the batch"
     elif found.primitive == "div" and len(statistics) == 2:
@@ -339,15 +367,45 @@ def reason_of_state(name: str, relation: Relation, value: Any, place: str | None
     )
 
 
-def dropout_reason(random: bool) -> Reason:
-    """Noise that each device draws by itself."""
-    assert random
+def dropout_reason(*, quiet: bool) -> Reason:
+    """Noise that each device draws by itself.
+
+    Args:
+      quiet: whether there is none in evaluation mode.
+    """
+    checked = (
+        "The rest was checked in evaluation mode, and the stages against each other on the same "
+        "devices"
+    )
+    if not quiet:
+        checked = (
+            "The stages were checked against each other on the same devices. There is noise in "
+            "evaluation mode, too, so that the rest was not checked: draw none there (an nnx "
+            "module does so where its attribute `deterministic` is True, a linen module where an "
+            "argument `train` is False or `deterministic` True), or make the noise an array of the "
+            "batch"
+        )
     return Reason(
         "dropout",
         "the loss is random (dropout or noise): each device and microbatch draws its own, so that "
         "losses differ from those of one device by chance",
-        "nothing: this is right. The rest was checked in evaluation mode, and the stages against "
-        "each other on the same devices",
+        f"nothing: this is right. {checked}",
+    )
+
+
+def passes_reason(names: Sequence[str]) -> Reason:
+    """State that moves on with each pass, of which each microbatch is one.
+
+    Args:
+      names: of the arrays.
+    """
+    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    return Reason(
+        "passes",
+        f"each pass changes {shown} in the model's state and reads it again, whatever its rows "
+        "are. Each microbatch is a pass, so that two of them change it twice in a step",
+        "nothing, where it may; plain JAX that takes the same microbatches one after the other "
+        "agrees. Otherwise use num_microbatches=1",
     )
 
 

@@ -16,6 +16,7 @@ import optax
 
 from zerojax.config import MeshConfig
 from zerojax.hardware.compile_client import keep_known_options
+from zerojax.models.losses import as_sums
 from zerojax.models.protocol import Loss, Model
 from zerojax.models.step_count import after_step
 from zerojax.optim import extra_arguments
@@ -248,6 +249,17 @@ class PlainRun:
         )
         return split_loss(result), after
 
+    def sums(self, key: jax.Array, batch: Any, *, train: bool) -> dict[str, Any]:
+        """What the loss returns for a batch with the first parameters, as `as_sums` has it."""
+        if not hasattr(self, "_sums"):
+
+            def sums(params: Arrays, extras: Arrays, key: Any, batch: Any, train: bool) -> Any:
+                loss = lambda bound: as_sums(self.given.loss(bound, batch))  # noqa: E731
+                return self.model.run(params, extras, key, loss, train=train)[0]
+
+            self._sums = jax.jit(sums, static_argnums=4, compiler_options=quick_options())
+        return self._sums({**self.params, **self.frozen}, self.extras, key, batch, train)
+
     def _advance(
         self,
         params: Arrays,
@@ -391,18 +403,32 @@ def noise_of(plain: PlainRun, reference: RunOutcome) -> Noise:
     of a parameter is still small, as in the first steps of LoRA, where all that is computed comes
     from frozen parameters: they move as well.
     """
-    before = plain.params
-    reordered = measure_noise(reference, plain.run(reversed_rows), before)
-    if reordered is None:
-        return NO_NOISE
-    moved = measure_noise(reference, plain.run(move=one_unit_away), before)
-    if moved is None:
-        return reordered
+    runs = plain.run(reversed_rows), plain.run(move=one_unit_away)
+    return largest_noise(reference, runs, plain.params) or NO_NOISE
+
+
+def largest_noise(run: RunOutcome, others: Sequence[RunOutcome], before: Arrays) -> Noise | None:
+    """The noise between a run and each of several that differ by rounding; None where none does.
+
+    Rows in another order draw other numbers for dropout, which is no rounding.
+    """
+    found = [noise for x in others if (noise := measure_noise(run, x, before)) is not None]
+    if not found:
+        return None
     return Noise(
-        max(reordered.loss, moved.loss),
-        max(reordered.norm, moved.norm),
-        {name: max(value, moved.params[name]) for name, value in reordered.params.items()},
+        max(noise.loss for noise in found),
+        max(noise.norm for noise in found),
+        {name: max(noise.params[name] for noise in found) for name in found[0].params},
     )
+
+
+def starting_one_unit_away(prepared: Prepared) -> Prepared:
+    """The same plan and step, with other parameters to start from."""
+    plan, step = prepared
+    arrays = plan.model.initial_arrays()
+    assert arrays is not None, "use a model with initial arrays"
+    model = with_initial_arrays(plan.model, one_unit_away(arrays[0]), arrays[1])
+    return dataclasses.replace(plan, model=model), step
 
 
 def one_unit_away(params: Arrays) -> Arrays:

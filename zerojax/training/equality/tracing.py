@@ -56,13 +56,14 @@ class Break:
     Attributes:
       primitive: its name.
       inputs: relations of its inputs.
-      has_rows: whether its output has a dimension of rows.
+      has_rows: whether its output has a dimension of rows; has_pairs: whether it has two.
       where: "file:line: source" of the user's code.
     """
 
     primitive: str
     inputs: tuple[Relation, ...]
     has_rows: bool
+    has_pairs: bool
     where: str | None
 
 
@@ -199,6 +200,7 @@ class _Walk:
             primitive=equation.primitive.name,
             inputs=given,
             has_rows=shapes[0] != shapes[1],
+            has_pairs=sum(a != b for a, b in zip(*shapes, strict=False)) > 1,
             where=line_of_equation(equation),
         )
 
