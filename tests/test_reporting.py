@@ -2,6 +2,7 @@
 
 import types
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -105,6 +106,25 @@ def test_the_learning_rate_is_that_of_the_step_and_computed_before_it_is_read():
     reports.hold(plan, 9, metrics(num_skipped=2, skipped=1))
     plan.learning_rate = None
     assert reports.read(plan, None)["learning_rate"] == pytest.approx(0.7)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rate"),
+    [
+        (optax.constant_schedule(3e-4), 3e-4),
+        (lambda updates: 1e-3 / (updates + 1), 1e-3 / 8),
+        (lambda updates: np.float64(0.1), 0.1),
+        (optax.linear_schedule(1e-3, 0.0, 10), float(optax.linear_schedule(1e-3, 0.0, 10)(7))),
+    ],
+)
+def test_the_learning_rate_is_the_number_that_the_schedule_gives(schedule, rate):
+    """Not its neighbour in float32, where the schedule itself has no arrays."""
+    plan = types.SimpleNamespace(**vars(BF16))
+    plan.learning_rate = schedule
+    held = metrics(num_skipped=2, skipped=1)
+    with jax.transfer_guard("disallow"):
+        values = report(Reports(5), plan, 9, held)
+    assert values["learning_rate"] == rate
 
 
 # --- steps that are skipped -----------------------------------------------------------------------

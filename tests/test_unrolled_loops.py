@@ -6,14 +6,16 @@ Tolerance: both compute the same in float32; sums may be fused in another order.
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import zerojax
-from zerojax.config import ModelConfig
+from zerojax.config import MeshConfig, ModelConfig
 from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import find_gpu
 from zerojax.models import build_model
+from zerojax.models.unrolling import describe_unrolled
 from zerojax.parallel.step import build_step
 
 MISSING = compile_client.missing()
@@ -85,6 +87,24 @@ def test_what_needs_the_loop_is_refused(mesh, word):
 def test_layers_with_checkpoints_keep_their_loop():
     with pytest.raises(ValueError, match=r"checkpoints.*unroll=False"):
         plan_of(True, model=gpt(remat="full"))
+
+
+@pytest.mark.parametrize("prevent_cse", [False, True])
+def test_a_checkpoint_within_a_call_keeps_the_loop_unless_it_holds_by_itself(prevent_cse):
+    def layer(x, weights):
+        again = jax.checkpoint(lambda x: jnp.tanh(x @ weights), prevent_cse=prevent_cse)
+        return x + jax.jit(again)(x), None
+
+    def loss(layers, x):
+        return jnp.sum(jax.lax.scan(layer, x, layers)[0])
+
+    program = jax.make_jaxpr(loss)(jnp.zeros((3, 4, 4)), jnp.zeros((2, 4)))
+    describe = lambda: describe_unrolled(MeshConfig(unroll=True), program, 1)  # noqa: E731
+    if prevent_cse:
+        assert "straight code" in describe()[0]
+    else:
+        with pytest.raises(ValueError, match=r"checkpoints.*unroll=False"):
+            describe()
 
 
 @pytest.mark.gpu_programs

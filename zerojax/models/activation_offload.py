@@ -257,7 +257,7 @@ def evaluate_loops(
     def rewrite(equation: Any) -> _Run | None:
         if id(equation) in chosen:
             return lambda given: run_loop(equation, given)
-        if equation.primitive.name in _CALLS and _contains(equation, lambda e: id(e) in chosen):
+        if equation.primitive.name in _CALLS and contains(equation, lambda e: id(e) in chosen):
             inner = program_of(equation)
             return lambda given: _evaluate(inner, given, rewrite)
         return None
@@ -292,17 +292,17 @@ def _run_layers(equation: Any, given: Sequence[Any]) -> Sequence[Any]:
 
 def _dissolve(equation: Any) -> _Run | None:
     """Checkpoints of a layer, without those in loops of its own."""
-    is_call = equation.primitive.name in _CALLS and _contains(equation, is_checkpoint)
+    is_call = equation.primitive.name in _CALLS and contains(equation, is_checkpoint)
     if is_call or is_checkpoint(equation):
         inner = program_of(equation)
         return lambda given: _evaluate(inner, given, _dissolve)
     return None
 
 
-def _contains(equation: Any, wanted: Callable[[Any], bool]) -> bool:
+def contains(equation: Any, wanted: Callable[[Any], bool]) -> bool:
     """Whether a call holds such an equation, directly or in calls of its own."""
     return any(
-        wanted(inner) or (inner.primitive.name in _CALLS and _contains(inner, wanted))
+        wanted(inner) or (inner.primitive.name in _CALLS and contains(inner, wanted))
         for program in inner_programs(equation.params)
         for inner in program.eqns
     )

@@ -11,17 +11,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from zerojax.config import MeshConfig
 from zerojax.config.mesh import HOST
 from zerojax.models.activation_offload import (
     LayerScan,
+    contains,
     evaluate_loops,
     find_loops_over_layers,
     trace_with_loops,
 )
-from zerojax.models.rolling import has_checkpoints
+from zerojax.models.jaxpr import is_checkpoint
 
 
 def unroll_layers(
@@ -96,9 +98,18 @@ def _why_not(scan: LayerScan) -> str | None:
     """Why a loop stays one, if it does."""
     if scan.inside:
         return f"it is inside of a `{scan.inside}`"
-    if has_checkpoints(scan.equation.params["jaxpr"]):
+    layer = scan.equation.params["jaxpr"].jaxpr
+    if any(is_checkpoint(one) or contains(one, _may_be_merged) for one in layer.eqns):
         return "its layers have checkpoints (model.remat or jax.checkpoint)"
     return None
+
+
+def _may_be_merged(equation: Any) -> bool:
+    """A checkpoint that does not keep the compiler from merging what it computes again.
+
+    Those that do, as in the layers of experts, work in straight code as well.
+    """
+    return is_checkpoint(equation) and not np.all(equation.params["prevent_cse"])
 
 
 def _run_unrolled(equation: Any, given: Sequence[Any]) -> Sequence[Any]:

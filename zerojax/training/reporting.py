@@ -66,7 +66,8 @@ class Reports:
         self._in_a_row = 0
         self._was_skipped = False
         self._held: tuple[int, Mapping[str, Any]] | None = None
-        self._rate: tuple[Any, Callable[..., jax.Array]] | None = None
+        self._rate: tuple[Any, Callable[..., jax.Array] | None] | None = None
+        self._host_schedule: Schedule | None = None
         self._reported: int | None = None
         self._under_way: collections.deque[tuple[int, Mapping[str, Any]]] = collections.deque()
         self._unseen: collections.deque[tuple[int, Mapping[str, Any]]] = collections.deque()
@@ -182,23 +183,31 @@ class Reports:
         """Keeps the metrics of a step and starts computing its learning rate, all on the devices.
 
         Nothing waits here. Computed when the report is read, the learning rate would wait for the
-        step that is under way then, and no further step would start meanwhile.
+        step that is under way then, and no further step would start meanwhile. A schedule that
+        needs no device is called when the report is read: the number is the one it gives.
         """
-        if plan.learning_rate is not None:
-            rate_of = self._rate_of(plan.learning_rate)
-            with jax.transfer_guard("allow"):  # of the number of the step
-                rate = rate_of(step - 1, metrics["num_skipped"], metrics["skipped"])
-            metrics = {**metrics, "learning_rate": rate}
+        schedule, self._host_schedule = plan.learning_rate, None
+        if schedule is not None:
+            rate_of = self._rate_of(schedule)
+            if rate_of is None:
+                self._host_schedule = schedule
+            else:
+                with jax.transfer_guard("allow"):  # of the number of the step
+                    rate = rate_of(step - 1, metrics["num_skipped"], metrics["skipped"])
+                metrics = {**metrics, "learning_rate": rate}
         self._held = step, metrics
 
-    def _rate_of(self, schedule: Schedule) -> Callable[..., jax.Array]:
-        """Returns `(steps before, skipped in all, skipped now) -> learning rate`, compiled once."""
+    def _rate_of(self, schedule: Schedule) -> Callable[..., jax.Array] | None:
+        """Returns `(steps before, skipped in all, skipped now) -> learning rate`, compiled once.
+
+        None for a schedule that makes Python numbers of Python numbers.
+        """
         if self._rate is None or self._rate[0] is not schedule:
 
             def rate(before: Any, num_skipped: Any, skipped: Any) -> jax.Array:
-                return jnp.asarray(schedule(before - (num_skipped - skipped)), jnp.float32)
+                return jnp.asarray(schedule(before - (num_skipped - skipped)))
 
-            self._rate = schedule, jax.jit(rate)
+            self._rate = schedule, None if _needs_no_device(schedule) else jax.jit(rate)
         return self._rate[1]
 
     @allocating_for(TRAINING_STEP)
@@ -219,6 +228,9 @@ class Reports:
             values = _read(step, metrics)
         self._finished(step)
         before, self._skipped = self._skipped, int(values["num_skipped"])
+        if self._host_schedule is not None:
+            updates = step - 1 - (self._skipped - int(values["skipped"]))
+            values["learning_rate"] = float(self._host_schedule(updates))
         if log is not None:
             shown = (*SHOWN, *plan.traced.metric_names)
             numbers = {name: values[name] for name in shown if name in values}
@@ -261,6 +273,13 @@ class Reports:
                 f"{self._skipped} updates skipped. The parameters are those before the first of "
                 f"them. {_remedy(plan)}"
             )
+
+
+def _needs_no_device(schedule: Schedule) -> bool:
+    """Whether a schedule, given a Python number, gives one of Python or NumPy."""
+    found: list[Any] = []
+    jax.eval_shape(lambda: found.append(schedule(0)))  # traced: nothing runs on a device
+    return not isinstance(found[0], jax.Array)
 
 
 def _read(step: int, metrics: Mapping[str, Any]) -> Metrics:
