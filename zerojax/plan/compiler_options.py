@@ -1,4 +1,4 @@
-"""Compiler options of a step, chosen by compiling for GPUs (`tests/test_gpu_programs.py`)."""
+"""Chooses compiler options of a step, measured on GPU programs (`tests/test_gpu_programs.py`)."""
 
 from __future__ import annotations
 
@@ -41,21 +41,21 @@ def choose_options(
     deterministic: bool = False,
     unrolled: bool = False,
 ) -> tuple[dict, dict[str, str]]:
-    """What a step on these devices is compiled with.
+    """Returns the compiler options of a step on these devices.
 
     Args:
-      mesh: of the devices; on anything but NVIDIA GPUs only `deterministic` chooses anything.
+      mesh: of the devices; without NVIDIA GPUs only `deterministic` has an effect.
       regather: whether the step gathers weights in its layer loops (ZeRO-3).
-      on_host: whether it keeps arrays in host memory.
-      deterministic: whether its bits must not depend on the mesh.
+      on_host: whether the step keeps arrays in host memory.
+      deterministic: whether the result must be bitwise independent of the mesh.
       unrolled: whether those weights are read outside of layer loops, in a loop over microbatches.
-        The loop that is then pipelined is that one: all weights of the next microbatch would be
-        gathered beside those of this one, in the forward and in the backward pass. Compiled for 8
-        H100 (JAX 0.12, stage 3, 4 microbatches, 6 MiB of weights in bfloat16 in a Python list):
-        24.1 MiB of temporaries, 9.0 without the option.
+        The compiler then pipelines the microbatch loop: it would gather all weights of the next
+        microbatch beside those of the current one, in the forward and in the backward pass.
+        Compiled for 8 H100 (JAX 0.12, stage 3, 4 microbatches, 6 MiB of weights in bfloat16 in a
+        Python list): 24.1 MiB of temporaries, 9.0 without the option.
 
     Returns:
-      ({option: value}, {option: why this compiler goes without it}).
+      ({option: value}, {option: reason why this compiler does not use it}).
     """
     if not isinstance(mesh, Mesh):
         return {}, {}

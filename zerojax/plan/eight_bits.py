@@ -1,4 +1,4 @@
-"""Effects of 8-bit floats on a plan: time of products, kept inputs, bytes on the wire.
+"""Computes the effects of 8-bit floats on a plan: time of products, saved inputs, bytes sent.
 
 Everything is counted in the traced forward pass of one microbatch, or follows from the placement.
 """
@@ -25,13 +25,13 @@ from zerojax.plan.wire import leaf_transfers
 
 
 def eight_bit_share(program: ClosedJaxpr) -> float:
-    """Share of a traced program's FLOPs that are products of 8-bit floats, from 0 to 1."""
+    """Returns the share of a traced program's FLOPs in products of 8-bit floats, from 0 to 1."""
     small = eight_bit_flops(program)
     return small / count_program_flops(program) if small else 0.0
 
 
 def kept_inputs(program: ClosedJaxpr) -> tuple[int, int]:
-    """Elements of the inputs of 8-bit products: (kept for the backward pass, computed again there).
+    """Returns elements of 8-bit product inputs: (saved for the backward pass, recomputed in it).
 
     Args:
       program: the forward pass of a microbatch on one data shard, all layers of it.
@@ -43,7 +43,7 @@ def kept_inputs(program: ClosedJaxpr) -> tuple[int, int]:
 
 
 def _inputs(program: Jaxpr, times: int, *, inside: bool) -> Iterator[tuple[int, bool]]:
-    """(elements in all turns of loops, whether inside of a checkpoint) of each input."""
+    """Yields (elements over all iterations of loops, whether inside a checkpoint) of each input."""
     for equation in program.eqns:
         if equation.primitive.name == "name" and equation.params["name"] == KEPT_INPUT:
             kept: Any = equation.outvars[0]
@@ -54,10 +54,10 @@ def _inputs(program: Jaxpr, times: int, *, inside: bool) -> Iterator[tuple[int, 
 
 
 def describe_eight_bits(program: ClosedJaxpr, precision: Precision) -> list[str]:
-    """What products in 8 bits are, and what their inputs take; nothing where there are none.
+    """Describes the 8-bit products and the memory of their inputs; [] if there are none.
 
     Args:
-      program: of a microbatch on one data shard, in the model's forward pass.
+      program: the model's forward pass of a microbatch on one data shard.
     """
     share, (kept, again) = eight_bit_share(program), kept_inputs(program)
     if not share:
@@ -81,10 +81,10 @@ def describe_eight_bits(program: ClosedJaxpr, precision: Precision) -> list[str]
 def describe_wire(
     settings: MeshConfig, placement: Placement, eight_bits: Collection[str]
 ) -> list[str]:
-    """What is gathered in 8 bits, or could be.
+    """Describes which weights are gathered in 8 bits, or could be.
 
     Args:
-      eight_bits: names of the parameters that the model uses as 8-bit floats alone.
+      eight_bits: names of the parameters that the model uses only as 8-bit floats.
     """
     on_use = [leaf for leaf in placement.leaves.values() if leaf.access is Access.GATHER_ON_USE]
     could = [leaf for leaf in on_use if leaf.name in eight_bits]
@@ -107,7 +107,7 @@ def describe_wire(
 
 
 def wire_bytes_saved(plan: Decisions) -> int:
-    """Bytes that one device does not send per step, since weights are gathered in 8 bits."""
+    """Returns the bytes per step that one device saves by gathering weights in 8 bits."""
     wide = jnp.dtype(plan.precision.compute_dtype).itemsize
     small = jnp.dtype(jnp.uint8)
     sent = [

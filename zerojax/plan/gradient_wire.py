@@ -1,4 +1,4 @@
-"""Gradients on the wire: which in codes or in float32, and in how many levels they are summed."""
+"""Chooses how gradients are sent: in codes or in float32, and in how many levels they are added."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ BITS = {"int8": 8, "int4": 4}
 
 
 def check_gradient_wire(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> None:
-    """Refuses codes where no gradient is scattered, and where they are not proven.
+    """Raises if no gradient is scattered, or if codes are not proven for these settings.
 
     Raises:
-      ValueError: with what to change.
+      ValueError: names what to change.
     """
     _check_node(settings, mesh)
     is_coded = settings.wire.gradients in BITS
@@ -51,10 +51,10 @@ def _check_node(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> None:
 def with_gradient_wire(
     placement: Placement, settings: MeshConfig, mesh: Mesh | AbstractMesh
 ) -> Placement:
-    """The placement with how each gradient travels.
+    """Returns the placement with the gradient codes and dtype of each parameter.
 
     Raises:
-      ValueError: a pattern of `wire.exact` that matches no name.
+      ValueError: a pattern of `wire.exact` matches no name.
     """
     exact = trees.match_names(placement.leaves, settings.wire.exact, option="wire.exact")
     bits = BITS.get(settings.wire.gradients)
@@ -79,11 +79,11 @@ def with_gradient_wire(
 def shards_in_node(
     mesh: Mesh | AbstractMesh, over: tuple[str, ...], node: int | None = None
 ) -> int:
-    """How many neighbours along these axes are in one node; 1 if that is not the same everywhere.
+    """Returns how many neighbours along these axes share a node; 1 if the number is not uniform.
 
     Args:
-      node: devices of a node, in the order of the mesh; None: devices of one process, and of GPUs
-        with a process each, or that are not here, `GPUS_OF_A_NODE`.
+      node: devices of a node, in the order of the mesh; None: devices of one process, or
+        `GPUS_OF_A_NODE` for GPUs with a process each and for absent devices.
     """
     nodes = _node_of_each(mesh, node).reshape(tuple(mesh.shape.values()))
     axes = [list(mesh.shape).index(axis) for axis in over]
@@ -110,7 +110,7 @@ def _node_of_each(mesh: Mesh | AbstractMesh, node: int | None) -> np.ndarray:
 def describe_gradient_wire(
     settings: MeshConfig, placement: Placement, mesh: Mesh | AbstractMesh
 ) -> list[str]:
-    """What is sent in codes, in which levels, and what is not."""
+    """Describes which gradients are sent in codes, in which levels, and which are not."""
     leaves = [leaf for leaf in placement.leaves.values() if not leaf.frozen]
     coded = [leaf for leaf in leaves if leaf.gradient_codes is not None]
     full = [leaf for leaf in leaves if leaf.gradient_in_full]

@@ -1,7 +1,7 @@
-"""Refusals of losses: invalid values, and weights or sums that a split batch would change.
+"""Checks losses: invalid values, and weights or sums that change when a batch is split.
 
 A weight may not depend on trained parameters, nor a loss on the number of pieces of a batch. A
-piece is what the loss is called with: the rows of one microbatch on one data shard.
+piece is the argument of one loss call: the rows of one microbatch on one data shard.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ _FORMS = (
 
 
 def check_loss(result: Any) -> None:
-    """Refuses what is not a loss.
+    """Raises if the result is not a loss.
 
     Args:
-      result: what it returned, with `ShapeDtypeStruct`s for arrays.
+      result: the returned value, with `ShapeDtypeStruct`s for arrays.
 
     Raises:
-      ValueError: with what it returned instead, or the name that a metric cannot have.
+      ValueError: names the returned value, or a metric name that is not allowed.
     """
     parts = split_result(result)
     scalars = [parts.loss, *([] if parts.weight is None else [parts.weight])]
@@ -95,7 +95,7 @@ def _words(value: Any) -> Any:
 
 
 def check_weight(trace: ModelTrace, placement: Placement) -> None:
-    """Refuses a weight that is computed from trained parameters.
+    """Raises if the weight is computed from trained parameters.
 
     The step divides the gradient of the summed loss by the summed weight. That is the gradient of
     the mean only where the weight does not change with the parameters.
@@ -104,7 +104,7 @@ def check_weight(trace: ModelTrace, placement: Placement) -> None:
       trace: of the loss; placement: which parameters are trained.
 
     Raises:
-      ValueError: naming a parameter, with what to return instead.
+      ValueError: names a parameter, and what to return instead.
     """
     if split_result(trace.result).weight is None:
         return
@@ -128,7 +128,7 @@ def check_weight(trace: ModelTrace, placement: Placement) -> None:
 def choose_batch_weight(
     trace: ModelTrace, params: Set[str], extras: Set[str], settings: MeshConfig, model: Model
 ) -> tuple[BatchWeight | None, list[str]]:
-    """(how the weight of a batch is known before its backward pass, what to say of it).
+    """Returns (how to compute a batch's weight before its backward pass, sentences for the plan).
 
     Args:
       trace: of the loss.
@@ -136,7 +136,7 @@ def choose_batch_weight(
       settings: the mesh options; model: what is trained.
 
     Returns:
-      (None, []) where the model has no derivatives of its own.
+      (None, []) where the model has no custom derivatives.
     """
     program, names = trace.jaxpr.jaxpr, [*sorted(params), *sorted(extras)]
     num_batch = len(program.invars) - len(names)
@@ -178,19 +178,19 @@ def choose_batch_weight(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchPieces:
-    """What a traced loss shows.
+    """Facts about how a traced loss depends on the rows of a piece.
 
     Attributes:
       num_rows: of a piece.
-      is_sum: it is certain that the loss is a sum over rows that nobody divides by their number.
-      is_ratio: the loss is a sum divided by something that depends on the piece, too.
+      is_sum: the loss is certainly a sum over rows that is not divided by their number.
+      is_ratio: the loss is a sum divided by a value that also depends on the piece.
       is_product: the loss has a term that is a product of means over rows.
-      compares_rows: it has values for each pair of rows and is no sum over rows.
+      compares_rows: the loss has values for each pair of rows and is not a sum over rows.
       summed_metrics: names of metrics without a weight that certainly are sums over rows.
-      rows_over_batch: which of `zerojax.batch_sum` and `batch_mean` are given an array with rows.
+      rows_over_batch: which of `zerojax.batch_sum` and `batch_mean` get an array with rows.
       counted: names of the model's state to which a pass adds a sum over rows.
-      undefined: {name: dtype} of its state that depends on rows in another way, and of which shards
-        of the batch have no mean.
+      undefined: {name: dtype} of its state that depends on rows in another way, so that no mean
+        over shards of the batch is defined.
     """
 
     num_rows: int
@@ -211,10 +211,10 @@ def trace_pieces(
     batch: Any,
     model: Model,
 ) -> BatchPieces:
-    """What the trace of a piece shows.
+    """Returns how the trace of a piece depends on its rows.
 
     Args:
-      trace: of the loss; params, extras, batch: what it was traced with; model: its model.
+      trace: of the loss; params, extras, batch: the traced arguments; model: its model.
     """
     num_rows = jax.tree.leaves(batch)[0].shape[0]
     over_batch: list[tuple[BatchCall, Dependence]] = []
@@ -260,19 +260,19 @@ def check_divisor(
     batch: Any,
     trace_of: Callable[[Any], ModelTrace],
 ) -> None:
-    """Refuses a sum over rows that is divided by a number which does not go with them.
+    """Raises if a sum over rows is divided by a number that does not scale with the rows.
 
-    A batch size from a configuration is such a number, as in `losses.sum() / 32`. A piece has it,
-    too, so the mean over pieces is too small by their number. One trace cannot tell it from a mean
-    of a mean, so what is no plain mean is traced with the whole batch as well. What is divided by
-    nothing at all is left to `check_pieces`.
+    A batch size from a configuration is such a number, as in `losses.sum() / 32`. Each piece is
+    divided by it too, so the mean over pieces is too small by their number. One trace cannot tell
+    it from a mean of a mean, so a loss that is not a plain mean is traced with the whole batch as
+    well. A sum without any divisor is left to `check_pieces`.
 
     Args:
-      trace: of the loss; params, extras, microbatch: what it was traced with.
+      trace: of the loss; params, extras, microbatch: the traced arguments.
       batch: the whole; trace_of: traces the loss with other rows.
 
     Raises:
-      ValueError: with the factor between the mean over the pieces and the loss of the batch.
+      ValueError: names the factor between the mean over the pieces and the loss of the batch.
     """
     rows, all_rows = (jax.tree.leaves(part)[0].shape[0] for part in (microbatch, batch))
     number, loss, weight = all_rows // rows, *_loss_and_weight(trace, params, extras, microbatch)
@@ -309,14 +309,14 @@ def check_divisor(
 def _loss_and_weight(
     trace: ModelTrace, params: Mapping[str, Any], extras: Mapping[str, Any], batch: Any
 ) -> tuple[Dependence, float | None]:
-    """(how the loss depends on rows, what it will be divided by; None: not known)."""
+    """Returns (how the loss depends on rows, its divisor; None: not known)."""
     loss = _follow_piece(trace, params, extras, batch, [])[0]
     is_pair = split_result(trace.result).weight is not None
     return loss, number_of_output(trace.jaxpr, 1) if is_pair else 1.0
 
 
 def _scales(loss: Dependence, weight: float | None) -> list[float] | None:
-    """How often each total counts that the loss is the sum of; None where that is not known."""
+    """Returns the factor of each total in the sum that is the loss; None if it is not known."""
     scales = scales_of(loss)
     return [scale / weight for scale in scales] if scales and weight else None
 
@@ -329,7 +329,7 @@ def _follow_piece(
     over_batch: list[tuple[BatchCall, Dependence]],
     compared: list[str] | None = None,
 ) -> list[Dependence]:
-    """How the results of a piece and its state afterwards depend on its rows."""
+    """Returns how the results of a piece and its state afterwards depend on its rows."""
     leaves = jax.tree.leaves(batch)
     inputs: list[Dependence] = [Fixed(place) for place in range(len(params) + len(extras))]
     inputs += [Rows(0)] * len(leaves)
@@ -340,13 +340,13 @@ def _follow_piece(
 def part_with_mixed_rows(
     trace: ModelTrace, params: Mapping[str, Any], extras: Mapping[str, Any], batch: Any
 ) -> str | None:
-    """The first number a loss returns that is not certainly a sum or mean over rows; None: none.
+    """Returns the first loss output that is not certainly a sum or mean over rows, or None.
 
-    What is divided by later may also be the same for all batches. A metric without a weight of its
-    own gets that of the loss, which has to be so then.
+    A weight may also be the same in every piece. A metric without a weight of its own takes that of
+    the loss, which then has to be the same in every piece.
 
     Args:
-      trace: of the loss in evaluation mode; params, extras, batch: what it was traced with.
+      trace: of the loss in evaluation mode; params, extras, batch: the traced arguments.
     """
     over_batch: list[tuple[BatchCall, Dependence]] = []
     found = _follow_piece(trace, params, extras, batch, over_batch)
@@ -374,7 +374,7 @@ def part_with_mixed_rows(
 
 
 def _is_equal(weight: Dependence | None) -> bool:
-    """Whether every piece has the same weight."""
+    """Returns whether every piece has the same weight."""
     return weight is None or isinstance(weight, Fixed)
 
 
@@ -389,13 +389,13 @@ def check_step_counts(
     batch: Any,
     model: Model,
 ) -> None:
-    """Refuses counts that a pass does not add to, and targets of theirs that a pass writes.
+    """Raises on counts to which a pass does not add, and on their targets if a pass writes them.
 
     Args:
-      trace: of the loss as the user wrote it; params, extras, batch: what it was traced with.
+      trace: of the user's loss; params, extras, batch: the traced arguments.
 
     Raises:
-      ValueError: naming the variable.
+      ValueError: names the variable.
     """
     rules = model.step_rules
     if not rules:
@@ -420,12 +420,13 @@ def check_step_counts(
 
 
 def check_pieces(pieces: BatchPieces, num_shards: int, num_microbatches: int) -> None:
-    """Refuses what depends on the number of pieces for certain; warns of what does where they
-    differ.
+    """Raises if the result certainly depends on the number of pieces; warns if it may.
+
+    A warning is given where the result depends on that number only if pieces differ.
 
     Raises:
-      ValueError: the loss is a sum over rows, or the model has state that shards of the batch do
-        not agree on.
+      ValueError: the loss is a sum over rows, or the model has state on which shards of the batch
+        do not agree.
     """
     number = num_shards * num_microbatches
     for kind in sorted(pieces.rows_over_batch):
@@ -484,7 +485,7 @@ def check_pieces(pieces: BatchPieces, num_shards: int, num_microbatches: int) ->
 
 
 def describe_pieces(pieces: BatchPieces) -> list[str]:
-    """What a plan says of sums, and over one piece of what would be refused over more."""
+    """Describes sums in the loss, and with one piece also what would be refused with more."""
     lines = [
         f"the metric {name!r} is a sum over the rows of one microbatch on one data shard, and what "
         "is reported is the mean of these sums; with what it is a share of it is divided once, "

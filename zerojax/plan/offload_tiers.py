@@ -1,4 +1,4 @@
-"""Offload decisions of a plan: parameters, number of slices and tier of each, and refusals."""
+"""Decides offload: parameters, number of slices and tier of each, and refusals."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ def plan_offload(
     *,
     stacked: frozenset[str] = frozenset(),
 ) -> OffloadLayout | None:
-    """The layout of everything that lies outside device memory; None where nothing does.
+    """Returns the layout of all state outside device memory; None without offload.
 
     Args:
-      config: what was asked for.
+      config: the requested settings.
       placement: the table.
       precision: whether there are float32 masters.
       tx: the optimizer.
       mesh: axis sizes.
-      stacked: names of the parameters that the layer loop takes layer by layer.
+      stacked: names of the parameters that the layer loop reads layer by layer.
 
     Raises:
       ValueError: the optimizer cannot update a shard in pieces, or there are too many of them.
@@ -88,7 +88,7 @@ def plan_offload(
 def resliced(
     layout: OffloadLayout, config: OffloadConfig, placement: Placement, mesh: Mesh | AbstractMesh
 ) -> OffloadLayout:
-    """The layout with slices of another size, of the same parameters.
+    """Returns the layout of the same parameters with slices of another size.
 
     Args:
       layout: that of `plan_offload`, with settings that differ in `slice_elements` alone.
@@ -104,7 +104,7 @@ def resliced(
 
 
 def _why_not_streamed(leaf: LeafPlacement) -> str | None:
-    """Why the weights of a parameter of the layers cannot come layer by layer, if they cannot."""
+    """Returns why the weights of a layer parameter cannot be streamed layer by layer, or None."""
     if leaf.frozen:
         return "frozen: only what is trained waits on the host"
     if leaf.axes[0] is not None:
@@ -135,7 +135,7 @@ def _moments(tx: optax.GradientTransformation) -> tuple[str, ...]:
 
 
 def _shard_shape(leaf: LeafPlacement, mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
-    """The shape of a stored parameter on one device."""
+    """Returns the shape of a stored parameter on one device."""
     return NamedSharding(mesh, leaf.stored_spec).shard_shape(leaf.stored_shape)
 
 
@@ -144,7 +144,7 @@ def _share_out(
     config: OffloadConfig,
     mesh: Mesh | AbstractMesh,
 ) -> Mapping[str, SlicedLeaf]:
-    """Slices of every leaf, shared out so that the shares hold for all leaves together."""
+    """Distributes slices of every leaf over tiers so that the shares hold for all leaves in sum."""
     shares = config.shares if config.moves_opt_state else {DEVICE: 1.0}
     # Elements that a tier should have and those that it has been given, of the leaves so far.
     wanted, given = dict.fromkeys(shares, 0.0), dict.fromkeys(shares, 0)
@@ -211,12 +211,12 @@ def _check_number_of_slices(
 
 
 def slice_elements(layer: int, layers: int, limit: int, *, whole_layers: bool) -> int:
-    """Elements of one slice: as many as the limit allows.
+    """Returns the elements of one slice: as many as the limit allows.
 
     Args:
       layer: elements of one layer of a shard.
-      layers: how many.
-      limit: elements of a slice, at most; a layer that nothing divides is taken whole.
+      layers: number of layers.
+      limit: maximum elements of a slice; a layer with no suitable divisor is taken whole.
       whole_layers: never put several layers into one slice.
 
     >>> slice_elements(1000, 24, 300, whole_layers=False)
@@ -237,10 +237,10 @@ def slice_elements(layer: int, layers: int, limit: int, *, whole_layers: bool) -
 def find_stacked(
     settings: MeshConfig, model: Model, loss: Loss, arrays: tuple[Arrays, Arrays, Any]
 ) -> frozenset[str]:
-    """Names of the parameters that the loop over layers takes layer by layer.
+    """Returns the names of the parameters that the loop over layers reads layer by layer.
 
     Args:
-      settings: the mesh options; unless `offload.params` is host nothing is looked for.
+      settings: the mesh options; the result is empty unless `offload.params` is host.
       model, loss: what is trained.
       arrays: (parameters as they are read, extras, microbatch), as `ShapeDtypeStruct`s.
 
@@ -284,10 +284,10 @@ def check_update_in_backward(
     precision: Precision,
     tx: optax.GradientTransformation,
 ) -> None:
-    """Refuses what an update before the whole gradient is known cannot do.
+    """Raises if an update needs the whole gradient and so cannot run in the backward pass.
 
     Raises:
-      ValueError: with the remedy.
+      ValueError: names the remedy.
     """
     if layout is None or not layout.update_in_backward:
         return
@@ -319,10 +319,10 @@ def check_update_in_backward(
 
 
 def check_durable(config: OffloadConfig, precision: Precision, num_processes: int) -> None:
-    """Refuses `durable` where a killed run could not go on from files alone.
+    """Raises if `durable` is set but a killed run could not continue from files alone.
 
     Raises:
-      ValueError: with what stands against it and what to do.
+      ValueError: names the obstacle and the remedy.
     """
     if not config.durable:
         return

@@ -1,4 +1,4 @@
-"""Choices that a plan leaves to a measurement on the GPUs of a run: which they are, between what.
+"""Lists the choices that a plan leaves to a measurement on the run's GPUs, and their options.
 
 Knows plans; measures nothing (`zerojax.training.tuning` does, before a state exists).
 """
@@ -29,7 +29,7 @@ SIZES = (SLICE_ELEMENTS // 4, SLICE_ELEMENTS * 2)
 
 
 def why_closed(plan: Decisions) -> str | None:
-    """Why a plan leaves nothing open, with what to change; None where it does."""
+    """Returns why a plan has no open choices and what to change, or None if it has some."""
     settings = plan.settings
     if settings.tune == "off":
         return "tune=off; use tune=auto"
@@ -44,10 +44,10 @@ def why_closed(plan: Decisions) -> str | None:
 
 
 def open_kernels(plan: Decisions) -> dict[str, str]:
-    """{"statistics" or "update": name of its kernel}, of what has two implementations.
+    """Returns {"statistics" or "update": kernel name} of operations with two implementations.
 
-    An update has two where its optimizer asks for neither, counted bytes speak for neither, and
-    its kernels hold no more memory than XLA's fusions.
+    An update has two if its optimizer requests neither, byte counts favour neither, and its kernels
+    hold no more memory than XLA's fusions.
     """
     if plan.settings.kernels != "auto":
         return {}
@@ -59,9 +59,9 @@ def open_kernels(plan: Decisions) -> dict[str, str]:
 
 
 def planned_kernels(plan: Decisions) -> dict[str, str]:
-    """{"update": name of its kernel}, where `auto` plans it since it moves fewer bytes by count.
+    """Returns {"update": kernel name} if `auto` plans it because it moves fewer bytes by count.
 
-    It is not timed, but has to compute what the reference does on the card of a run.
+    It is not timed, but its result has to match the reference on the run's card.
     """
     if plan.settings.kernels != "auto" or not isinstance(plan.tx, Optimizer):
         return {}
@@ -70,9 +70,9 @@ def planned_kernels(plan: Decisions) -> dict[str, str]:
 
 
 def open_calls(plan: Decisions) -> dict[str, Call]:
-    """{kind: call} of the calls of attention that `auto` decides and something may be faster for.
+    """Returns {kind: call} of the attention calls that `auto` decides and that may run faster.
 
-    Calls whose time hangs on data (packed texts, positions) and layouts are left to `auto`.
+    Calls whose time depends on data (packed texts, positions) and layouts are left to `auto`.
     """
     calls = {
         call.kind: call
@@ -88,13 +88,13 @@ def _products(call: Call) -> int:
 
 
 def sizes_of_slices(plan: Decisions) -> dict[str, int]:
-    """{parameter: elements of its slices} of those that wait on the host."""
+    """Returns {parameter: elements of its slices} for slices offloaded to the host."""
     leaves = {} if plan.offload is None else plan.offload.leaves
     return {name: leaf.slice_elements for name, leaf in leaves.items() if leaf.counts[HOST]}
 
 
 def why_slices_are_fixed(plan: Decisions) -> str | None:
-    """Why the size of slices is no open choice; None where it is one."""
+    """Returns why the size of slices is not an open choice, or None if it is."""
     config = plan.settings.offload
     if not sizes_of_slices(plan):
         return "no optimizer state waits on the host"
@@ -111,7 +111,7 @@ def why_slices_are_fixed(plan: Decisions) -> str | None:
 
 
 def describe_open_choices(plan: Decisions) -> list[str]:
-    """For the page of GPUs that are not here: what is planned, and what may be taken instead."""
+    """Describes, for absent GPUs, the planned choices and their alternatives."""
     if why_closed(plan) is not None:
         return []
     kernels = open_kernels(plan)

@@ -1,8 +1,8 @@
-"""Secondary shards (hpZ): which parameters a node gathers by itself, from what it has for a step.
+"""Chooses the parameters that nodes gather within themselves: secondary shards (hpZ).
 
 ZeRO++ (Wang et al. 2023, arXiv:2306.10209, section 3.2) keeps a second copy of the weights in each
-node. Here it is a value of the step, which nothing saves, restores or forgets to renew: weights do
-not change inside of a step.
+node. Here the copy is a value inside the step, so it is never saved, restored or stale: weights do
+not change within a step.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _ASKED = "wire.secondary=true"
 
 
 def check_secondary(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> None:
-    """Refuses secondary shards where nodes gather nothing, or in ways of their own.
+    """Raises if nodes gather nothing, or if another setting changes how weights are gathered.
 
     Raises:
-      ValueError: with what to change.
+      ValueError: names what to change.
     """
     if not settings.wire.secondary:
         return
@@ -58,7 +58,7 @@ def check_secondary(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> None:
 def with_secondary(
     placement: Placement, settings: MeshConfig, mesh: Mesh | AbstractMesh
 ) -> Placement:
-    """The placement with what each node gathers by itself."""
+    """Returns the placement with the parameters that each node gathers within itself."""
     if not settings.wire.secondary:
         return placement
 
@@ -73,7 +73,7 @@ def with_secondary(
 
 
 def describe_secondary(settings: MeshConfig, placement: Placement) -> Sequence[str]:
-    """What nodes gather by themselves, and what not."""
+    """Describes which parameters nodes gather within themselves, and which not."""
     if not settings.wire.secondary:
         return []
     leaves = placement.leaves.values()
