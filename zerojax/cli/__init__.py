@@ -43,11 +43,11 @@ ZEROJAX_DEBUG=1 shows the traceback of an error."""
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command.
 
-    In a process that has joined others a failure ends the process here and now, since the others
-    wait for it in a collective.
+    In a process that has joined others a failure exits the process immediately, because the others
+    would wait for it in a collective.
 
     Args:
-      argv: the words after `zerojax`; None takes them from the process.
+      argv: the arguments after `zerojax`; None takes them from the process.
 
     Returns:
       The exit code, see `zerojax.runtime.shutdown`.
@@ -80,7 +80,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of every command; `args.command(args)` carries it out."""
+    """Returns the parser of every command; `args.command(args)` runs it."""
     parser = Parser(
         prog="zerojax",
         description="Train JAX models with ZeRO, pipelines, tensor parallelism and offload.",
@@ -111,7 +111,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _complain(error: Exception) -> int:
-    """One sentence for what a user can fix; the traceback for a defect, or when asked for."""
+    """Prints one sentence for a user error; the traceback for a defect, or if requested."""
     sentence, is_bad_input = explain(error)
     if sentence is None or os.environ.get("ZEROJAX_DEBUG", "0") not in ("", "0"):
         show("".join(traceback.format_exception(error)), file=sys.stderr, end="")

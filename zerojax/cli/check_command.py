@@ -1,4 +1,4 @@
-"""`zerojax check`: proof that a model trains the same on any devices, and its report."""
+"""`zerojax check`: checks that a model trains the same on any number of devices, and reports."""
 
 from __future__ import annotations
 
@@ -83,13 +83,13 @@ def add(commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Checks with virtual CPU devices, a script or a function in a child process.
+    """Runs the check on virtual CPU devices; a script or a function runs in a child process.
 
     Returns:
-      0 all agree, 4 they do not; what the child says.
+      0 all agree, 4 they do not; or the child's exit code.
 
     Raises:
-      ValueError: a target or a number that cannot be. FileNotFoundError: no such file.
+      ValueError: an invalid target or number. FileNotFoundError: no such file.
     """
     target, _, name = args.target.partition(":")
     is_file = target.endswith((".py", ".yaml", ".yml"))
@@ -125,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _command(args: argparse.Namespace) -> list[str]:
-    """The same command for the child, but for the name of its notes."""
+    """Returns the same command for the child, without the name of its notes file."""
     numbers = {"devices": args.devices, "steps": args.steps, "time-limit": args.time_limit}
     options = [f"--{name}={number}" for name, number in numbers.items() if number is not None]
     flags = [f"--{name}" for name in ("thorough", "strict", "json") if getattr(args, name)]
@@ -147,7 +147,7 @@ def check(args: argparse.Namespace, target: str, name: str, limit: float) -> int
     """Checks the model of a target and prints the result.
 
     Args:
-      limit: seconds until there is something to check.
+      limit: seconds until the target must have provided something to check.
 
     Returns:
       0 all agree, 4 they do not.

@@ -50,7 +50,7 @@ exit codes: 0 it worked, 1 it failed (verify: damage was found), 2 the input was
 
 
 def add(commands) -> None:
-    """Declares the command and those below it."""
+    """Declares the command and its sub-commands."""
     parser = add_command(commands, "checkpoint", run, "look at, check, export, delete", _HELP)
     actions = parser.add_subparsers(metavar="ACTION", dest="action", required=True)
     _add_list(actions)
@@ -120,7 +120,7 @@ def _add_prune(actions) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carries out one of the actions."""
+    """Runs one of the actions."""
     import jax
 
     jax.config.update("jax_platforms", "cpu")  # takes no accelerator from a run
@@ -198,7 +198,7 @@ def _as_json(one: SavedStep) -> dict[str, Any]:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns to the right, the last one to the left."""
+    """Formats columns right-aligned, the last one left-aligned."""
     widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]) - 1)]
     lines = []
     for *cells, last in rows:

@@ -1,4 +1,4 @@
-"""Errors that a user can correct, each as one line."""
+"""Explains errors that a user can correct, each as one line."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _BAD_PATHS = (
 
 
 def explain(error: Exception) -> tuple[str | None, bool]:
-    """The sentence for `error` and whether the input was at fault.
+    """Returns the sentence for `error` and whether the input was wrong.
 
-    An error that zerojax raises on purpose carries its own sentence. One that comes out of another
-    library is a defect of zerojax, except for the few that any program can meet: files, memory, a
-    missing accelerator. For a defect the sentence is None, so that the traceback is shown.
+    Errors that zerojax raises on purpose contain their own sentence. Errors from another library
+    are a defect of zerojax, except for the few that any program can have: files, memory, a missing
+    accelerator. For a defect the sentence is None, so that the traceback is shown.
     """
     if isinstance(error, OSError):
         return _about_file(error), isinstance(error, _BAD_PATHS) or error.errno in _BAD_NAMES
@@ -48,7 +48,7 @@ def _is_ours(kind: type) -> bool:
 
 
 def _raising_module(error: Exception) -> str:
-    """The import package whose code raised `error`."""
+    """Returns the import package whose code raised `error`."""
     trace = error.__traceback__
     if trace is None:
         return ""
@@ -73,7 +73,7 @@ def _about_file(error: OSError) -> str:
 
 
 def _about_import(error: ImportError) -> str | None:
-    """A package that is not installed; a broken import inside zerojax is a defect."""
+    """Returns a sentence for a missing package; a broken import inside zerojax is a defect."""
     if (error.name or "").split(".")[0] in PACKAGES:
         return None
     return (

@@ -1,4 +1,4 @@
-"""`zerojax deepspeed` and `zerojax elastic`: keys of DeepSpeed, and its elastic batches."""
+"""`zerojax deepspeed` and `zerojax elastic`: explain DeepSpeed keys and elastic batches."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def add_deepspeed(commands) -> None:
 
 
 def choose(args: argparse.Namespace) -> int:
-    """Prints the batch of the settings, whatever batch they name besides."""
+    """Prints the elastic batch of the settings; other batch settings are ignored."""
     path, overrides = split_words(args.config, args.overrides)
     config = load(RunConfig, path, [*overrides, "elasticity.enabled=false"])
     batch = config.elasticity.choose_batch(config.mesh.devices_per_shard)
@@ -99,7 +99,7 @@ def choose(args: argparse.Namespace) -> int:
 
 
 def _table(batch: ElasticBatch, counts: list[int]) -> str:
-    """The batch, and a line for each of these numbers of devices."""
+    """Formats the batch, and a line for each of these numbers of devices."""
     known = batch.device_counts
     lines = [
         f"batch      {batch.global_batch_size} rows, the same on every number of devices",
@@ -115,7 +115,7 @@ def _table(batch: ElasticBatch, counts: list[int]) -> str:
 
 
 def explain(args: argparse.Namespace) -> int:
-    """Prints the page, whatever is refused; the exit code says whether something is."""
+    """Prints the whole page; the exit code says whether a setting is refused."""
     from zerojax.training import deepspeed
 
     for name in ("devices", "steps", "hidden_size"):

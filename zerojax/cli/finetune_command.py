@@ -1,4 +1,4 @@
-"""`zerojax finetune`: from a folder of weights and a file of chats to a trained run."""
+"""`zerojax finetune`: trains from a folder of weights and a file of chats."""
 
 from __future__ import annotations
 
@@ -99,10 +99,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_one_process() -> None:
-    """Refuses one of several processes, which would all prepare the same chats.
+    """Raises in one of several processes, which would all prepare the same chats.
 
     Raises:
-      ValueError: says how it is done.
+      ValueError: names the remedy.
     """
     group = process_group_of(os.environ)
     if group is not None and group.num_processes > 1:
@@ -114,13 +114,13 @@ def _check_one_process() -> None:
 
 
 def default_run_dir(folder: str, data: str) -> str:
-    """runs/FOLDER-DATA by their last names."""
+    """Returns runs/FOLDER-DATA from their last path components."""
     names = (user_path(folder).absolute().name, user_path(data).absolute().stem)
     return f"runs/{'-'.join(name for name in names if name) or 'finetuned'}"
 
 
 def closing(trainer: Any, config: RunConfig) -> str:
-    """What can be done with the trained weights."""
+    """Returns the commands that use the trained weights."""
     del trainer
     run, zerojax = shlex.quote(config.run_dir), command_name()
     export, merged = f"{zerojax} checkpoint export {run}", shlex.quote(f"{config.run_dir}/merged")

@@ -1,4 +1,4 @@
-"""`zerojax launch`: a command in several processes that form one run."""
+"""`zerojax launch`: runs a command in several processes that form one run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`zerojax profile`: a short measured run and its report."""
+"""`zerojax profile`: measures a short run and prints its report."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     """Reads the settings, then measures.
 
     Raises:
-      ValueError: a setting or number that cannot be.
+      ValueError: an invalid setting or number.
     """
     path, overrides = split_words(args.config, args.overrides)
     config = load(RunConfig, path, overrides)
@@ -90,10 +90,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def free_folder(out: str | None, config: RunConfig) -> Path:
-    """A folder that is not there yet, so that nothing is resumed.
+    """Returns a folder that does not exist yet, so that nothing is resumed.
 
     Raises:
-      ValueError: the one that was asked for is there.
+      ValueError: the requested folder exists.
     """
     if out is not None:
         if user_path(out).exists():
@@ -108,7 +108,7 @@ def free_folder(out: str | None, config: RunConfig) -> Path:
 
 
 def measured(config: RunConfig, steps: int, folder: Path, *, save: bool) -> RunConfig:
-    """The same run, short: steps to warm up, as many that are measured, as many that are traced."""
+    """Returns the same run, shortened: equally many warm-up, measured and traced steps."""
     total = 3 * steps
     warmup = config.optimizer.warmup_steps
     offload = config.mesh.offload
@@ -140,7 +140,7 @@ def measured(config: RunConfig, steps: int, folder: Path, *, save: bool) -> RunC
 
 
 def profile(config: RunConfig, steps: int, *, as_json: bool) -> int:
-    """Runs `config`, of which a third of the steps is traced, and prints the page."""
+    """Runs `config` with a third of its steps traced, and prints the page."""
     import jax
 
     from zerojax.forecasting.profiling import draw, profile_dict
@@ -169,7 +169,7 @@ def profile(config: RunConfig, steps: int, *, as_json: bool) -> int:
 
 
 def profile_start(config: RunConfig, *, as_json: bool) -> int:
-    """Runs one step of `config`, and prints where the seconds until its end went."""
+    """Runs one step of `config`, and prints where the seconds until its end were spent."""
     import jax
 
     from zerojax.runtime.distributed import join_processes
@@ -201,7 +201,7 @@ def profile_start(config: RunConfig, *, as_json: bool) -> int:
 
 
 def measure(trainer: Any, folder: Path, steps: int) -> StepProfile:
-    """The profile of a run that is over, from its files and its compiled step."""
+    """Returns the profile of a finished run, from its files and its compiled step."""
     from zerojax.forecasting import profiling
     from zerojax.forecasting.hlo.program import read_program
     from zerojax.models.flops import count_program_flops

@@ -48,10 +48,10 @@ def add(commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plans the run on the devices that are here, measures, and prints what was chosen.
+    """Plans the run on the present devices, measures, and prints the choices.
 
     Raises:
-      ValueError: nothing can be measured here, or the settings leave nothing to be measured.
+      ValueError: nothing can be measured here, or the settings leave nothing to measure.
     """
     path, overrides = split_words(args.config, args.overrides)
     config = load(RunConfig, path, overrides)
@@ -106,7 +106,7 @@ def _row(step: TimedStep, planned: TimedStep) -> str:
 
 
 def _advice(timed: Sequence[TimedStep]) -> str:
-    """The setting that is faster than the plan by more than two measurements differ."""
+    """Returns the setting that is faster than the plan by more than the measurement noise."""
     planned, best = timed[0], min(timed, key=lambda step: step.seconds)
     if best is planned or best.seconds > MARGIN * planned.seconds:
         return f"no setting is faster by {1 - MARGIN:.0%}; leave the run file as it is"

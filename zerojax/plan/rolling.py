@@ -266,8 +266,8 @@ class _Rows:
     def _state_forms(self) -> dict[str, tuple[Any, ...]]:
         """Returns {name: how a transformation keeps the state of that parameter}.
 
-        Groups and masks, such as those of `optax.multi_transform`, keep different state per
-        parameter.
+        Groups and masks, such as those of `optax.multi_transform`, keep different state for
+        different parameters.
         """
         state = jax.eval_shape(self._wishes.tx.init, self._trained)
         forms: dict[str, list[Any]] = {name: [] for name in self._trained}

@@ -74,7 +74,7 @@ def wire_bytes(plan: Decisions) -> int:
 
 
 def bytes_by_level(plan: Decisions) -> tuple[int, int]:
-    """Splits `wire_bytes` into bytes within nodes and those only between nodes (`wire.secondary`)."""
+    """Splits `wire_bytes` into bytes within nodes and only between nodes (`wire.secondary`)."""
     leaves = plan.placement.leaves.values()
     sent = [transfer for leaf in leaves for transfer in leaf_transfers(plan, leaf)]
     inside, between = (
