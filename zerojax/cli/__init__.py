@@ -72,7 +72,7 @@ def _run(argv: Sequence[str] | None) -> int:
     except KeyboardInterrupt as error:
         show("\nzerojax: interrupted", file=sys.stderr)
         return exit_code_of(error)
-    except BrokenPipeError:  # the reader, such as `head`, has left
+    except BrokenPipeError:  # the reading process, such as `head`, has ended
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         return FAILED
     except Exception as error:
@@ -116,6 +116,6 @@ def _complain(error: Exception) -> int:
     if sentence is None or os.environ.get("ZEROJAX_DEBUG", "0") not in ("", "0"):
         show("".join(traceback.format_exception(error)), file=sys.stderr, end="")
     if sentence is None:
-        sentence = f"{type(error).__name__}: this is a defect of zerojax, not of your input"
+        sentence = f"{type(error).__name__}: this is a bug in zerojax, not in your input"
     show(f"zerojax: error: {shorten(sentence)}", file=sys.stderr)
     return BAD_INPUT if is_bad_input else FAILED

@@ -83,7 +83,9 @@ def finite(text: str) -> float:
 def add_settings(parser: argparse.ArgumentParser) -> None:
     """Declares CONFIG.yaml and KEY=VALUE, the settings of a run."""
     parser.add_argument("config", metavar="CONFIG.yaml", nargs="?", help="YAML file of settings")
-    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="settings laid over it")
+    parser.add_argument(
+        "overrides", metavar="KEY=VALUE", nargs="*", help="overrides of these settings"
+    )
 
 
 def split_words(config: str | None, overrides: list[str]) -> tuple[str | None, list[str]]:
@@ -107,13 +109,13 @@ def add_run_settings(parser: argparse.ArgumentParser) -> None:
         "--step",
         type=step_or_name,
         metavar="STEP",
-        help="a saved step, or the name of a kept one, such as best (the newest)",
+        help="a saved step, or the name of a kept step, such as best (default: the newest)",
     )
     parser.add_argument(
         "overrides",
         metavar="KEY=VALUE",
         nargs="*",
-        help="cpu_devices and mesh.*, laid over what the run had",
+        help="cpu_devices and mesh.*, overriding those of the run",
     )
 
 
@@ -132,8 +134,8 @@ def add_pretrained(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pretrained",
         metavar="FOLDER",
-        help="the weights that the run began with, where its checkpoints leave frozen ones there "
-        "and they are not where they were",
+        help="the weights from which the run started, if its checkpoints omit frozen weights and "
+        "the files have moved",
     )
 
 
@@ -148,7 +150,7 @@ def add_chats(parser: argparse.ArgumentParser) -> None:
         "--bad",
         default="refuse",
         choices=("refuse", "skip"),
-        help="chats that cannot be trained on: an error, or left out and counted (%(default)s)",
+        help="unusable chats: raise an error, or skip and count them (%(default)s)",
     )
     parser.add_argument(
         "--answers",

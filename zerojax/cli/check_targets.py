@@ -35,9 +35,9 @@ from zerojax.training.equality import make_request
 from zerojax.training.run_file import plan_from_config, tokenizer_spec
 
 ROWS = 16
-"""Of a text batch that a target leaves open, and the most that is taken of a run file's."""
+"""Default rows of a text batch, and their maximum for a run file."""
 MOST_ROWS = 32
-"""The most that is taken of a script's batches, which are made for accelerators."""
+"""Maximum rows of a script's batches, which are sized for accelerators."""
 
 Parts = dict[str, Any]
 """Keyword arguments of `zerojax.training.equality.make_request`."""
@@ -117,7 +117,7 @@ def parts_by_name(target: str, name: str) -> Parts:
     if not isinstance(parts, Mapping) or not {"model", "batch"} <= set(parts) <= allowed:
         keys = sorted(parts) if isinstance(parts, Mapping) else type(parts).__name__
         raise ValueError(
-            f"{target}:{name} gives {keys}; it has to give a dict with model and batch, and may "
+            f"{target}:{name} gives {keys}; it has to return a dict with model and batch, and may "
             f"have {', '.join(sorted(allowed - {'model', 'batch'}))}"
         )
     return dict(parts)
@@ -152,7 +152,7 @@ class _Calls:
                 try:
                     bound = signature.bind(*args, **options)
                 except TypeError:
-                    return function(*args, **options)  # which says what is wrong
+                    return function(*args, **options)  # its message names the error
                 bound.apply_defaults()
                 return read(bound.arguments, steps, self.end)
             except Exception as error:
@@ -194,14 +194,14 @@ def parts_of_script(path: str, steps: int) -> Parts:
     if calls.parts:
         return calls.parts[0]
     if calls.failures and (ended is None or isinstance(ended, SystemExit)):
-        ended = calls.failures[-1]  # the script has caught it
+        ended = calls.failures[-1]  # the script caught the exception
     if ended is not None:
         if (own := as_the_scripts(ended, path)) is None:
             raise ended
         raise own from ended
     raise ValueError(
         f"{path} calls none of {', '.join(f'zerojax.{name}' for name in readers)}; name a function "
-        f"of it that gives what is to be checked: zerojax check {path}:NAME"
+        f"that returns what to check: zerojax check {path}:NAME"
     )
 
 
@@ -263,8 +263,8 @@ def _of_plan(given: Mapping[str, Any], steps: int, end: End) -> Any:
     batch = given["example_batch"]
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(batch)):
         raise ValueError(
-            "the script plans with shapes, and a check needs real rows; name a function that gives "
-            "them: zerojax check FILE.py:NAME"
+            "the script plans with shapes, and a check needs real rows; name a function that "
+            "returns them: zerojax check FILE.py:NAME"
         )
     names = ("model", "loss", "optimizer", "freeze")
     end({"batch": batch, **{name: given[name] for name in names}})

@@ -9,7 +9,7 @@ from zerojax.config.display import cut
 
 PACKAGES = ("zerojax", "pallas_kernels")
 OUT_OF_MEMORY = "out of memory"
-"""How the note begins that `zerojax.forecasting.out_of_memory` leaves on an error."""
+"""Start of the note that `zerojax.forecasting.out_of_memory` adds to an error."""
 _NOT_OF_INPUT = ("zerojax.hardware.compile_client",)
 _BAD_NAMES = (errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL)
 _BAD_PATHS = (
@@ -38,7 +38,7 @@ def explain(error: Exception) -> tuple[str | None, bool]:
     if _raising_module(error) in PACKAGES:
         if isinstance(error, ValueError | TypeError):
             return str(error), True
-        if isinstance(error, FloatingPointError | RuntimeError):  # what a run can meet on its way
+        if isinstance(error, FloatingPointError | RuntimeError):  # possible errors during a run
             return str(error), False
     return _about_machine(error), False
 
@@ -61,7 +61,7 @@ def _about_file(error: OSError) -> str:
     if error.errno is None:
         return str(error)
     reason = error.strerror or os.strerror(error.errno)
-    if reason != os.strerror(error.errno):  # a sentence of zerojax's own
+    if reason != os.strerror(error.errno):  # zerojax's own sentence
         return reason
     where = f"{cut(str(error.filename), 300)}: " if error.filename else ""
     remedy = {
@@ -99,5 +99,5 @@ def _about_machine(error: Exception) -> str | None:
         # What JAX 0.10 says when JAX_PLATFORMS names a platform it has no plugin for.
         platforms = os.environ.get("JAX_PLATFORMS")
         if platforms not in (None, "", "cpu"):
-            return f"JAX_PLATFORMS={platforms} names nothing that is installed; see `zerojax env`"
+            return f"JAX_PLATFORMS={platforms} names no installed platform; see `zerojax env`"
     return None

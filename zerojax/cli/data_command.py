@@ -52,7 +52,7 @@ def add(commands) -> None:
         type=finite,
         default=0.05,
         metavar="F",
-        help="fraction, from the end, for validation (%(default)s)",
+        help="fraction for validation, taken from the end (%(default)s)",
     )
 
 
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         return _run_chats(args)
     given = [f"--{name}" for name in _OF_CHATS if getattr(args, name) != _OF_CHATS[name]]
     if given:
-        raise ValueError(f"{given[0]} is an option of chats; add --format chat, or leave it out")
+        raise ValueError(f"{given[0]} is an option for chats; add --format chat, or leave it out")
     from zerojax.data.preparation import prepare
 
     made = prepare(

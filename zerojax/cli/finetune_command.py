@@ -42,9 +42,9 @@ exit codes: as of `zerojax train`."""
 def add(commands) -> None:
     """Declares the command."""
     parser = add_command(
-        commands, "finetune", run, "train a folder of Hugging Face on chats", _HELP
+        commands, "finetune", run, "fine-tune a Hugging Face model on chats", _HELP
     )
-    parser.add_argument("folder", metavar="FOLDER", help="weights of Hugging Face")
+    parser.add_argument("folder", metavar="FOLDER", help="folder of Hugging Face weights")
     parser.add_argument("data", metavar="DATA", help="chats")
     parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="settings of the run")
     parser.add_argument(
@@ -55,17 +55,17 @@ def add(commands) -> None:
         type=finite,
         default=3.0,
         metavar="N",
-        help="how often each chat is seen, unless steps=... is given (%(default)g)",
+        help="passes over the chats, unless steps=... is given (%(default)g)",
     )
     add_chats(parser)
     parser.add_argument(
-        "--write-only", action="store_true", help="prepare the chats, write the file, and stop"
+        "--write-only", action="store_true", help="prepare the chats, write the run file, and stop"
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Writes the run file, then trains."""
-    # Answers mistakes in the settings before JAX is imported; weights and steps come later.
+    # Reports errors in the settings before JAX is imported; weights and steps follow later.
     config = load(RunConfig, None, ["model.pretrained=FOLDER", "steps=1000000000", *args.overrides])
     _check_one_process()
     if config.cpu_devices is not None:

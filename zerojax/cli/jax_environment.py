@@ -23,8 +23,8 @@ def use_cpu_devices(number: int | None) -> None:
     if number > MAX_CPU_DEVICES:
         raise ValueError(
             f"cpu_devices={quoted(number)} is above {MAX_CPU_DEVICES}: each virtual device takes "
-            "threads and memory of this machine; use fewer, or `zerojax plan` for a mesh that is "
-            "not here"
+            "threads and memory of this machine; use fewer, or `zerojax plan` for a mesh of absent "
+            "devices"
         )
     platforms = os.environ.get("JAX_PLATFORMS", "")
     if platforms not in ("", "cpu"):
@@ -44,7 +44,7 @@ def use_cpu_devices(number: int | None) -> None:
 def use_the_cpu_alone() -> None:
     """Makes JAX start on the CPU only, for commands that need no accelerator."""
     os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's remarks on memory: the page says it
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # no XLA memory warnings: the page has them
     if "jax" in sys.modules:
         sys.modules["jax"].config.update("jax_platforms", "cpu")
 
@@ -67,6 +67,6 @@ def run_one_program_at_a_time() -> None:
     concurrent programs with collectives can each take threads that the other needs, and XLA ends a
     process that waits like this for 40 seconds. There is no environment variable for this.
     """
-    import jax  # here, since commands that do without JAX import this module
+    import jax  # here, because commands without JAX import this module
 
     jax.config.update("jax_cpu_enable_async_dispatch", False)

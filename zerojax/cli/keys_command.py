@@ -18,7 +18,7 @@ WIDTH = 96
 
 def add(commands) -> None:
     """Declares the command."""
-    parser = add_command(commands, "keys", run, "list all settings with defaults and meaning")
+    parser = add_command(commands, "keys", run, "list all settings with default and meaning")
     parser.add_argument(
         "word", metavar="WORD", nargs="?", help="only settings that contain this word"
     )

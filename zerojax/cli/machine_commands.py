@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 REQUIRED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 OPTIONAL = {
     "tokenizers": ("byte-pair vocabularies (tokenizer=bpe:2048)", "pip install tokenizers"),
-    "tensorboard": ("looking at the event files of a run", "pip install tensorboard"),
+    "tensorboard": ("viewing the event files of a run", "pip install tensorboard"),
     "wandb": ("log.wandb=PROJECT", "pip install wandb"),
     "jax-cuda13-plugin": ("NVIDIA GPUs", "pip install 'zerojax[cuda]'"),
     "nvidia-cuda-nvcc": (
@@ -47,7 +47,7 @@ VARIABLES = (
 GIB = 2**30
 _GB = 1e9
 _MIB = 2**20
-REMARK = "host and device memory are one memory here, so this is how fast it is copied, not a link"
+REMARK = "host and device share one memory here, so this is its copy rate, not a link"
 
 _BENCH_IO = """\
 Writes and reads a file below PATH past the page cache, with 1 to 8 transfers at once, with the same
@@ -83,7 +83,7 @@ def add_bench(commands) -> None:
     )
     inner = bench.add_subparsers(metavar="COMMAND", required=True)
     parser = add_command(inner, "io", bench_io, "measure the bandwidth of a disk", _BENCH_IO)
-    parser.add_argument("path", metavar="PATH", help="folder on the disk to be measured")
+    parser.add_argument("path", metavar="PATH", help="folder on the disk to measure")
     parser.add_argument(
         "--size", type=int, default=1024, metavar="MIB", help="bytes to write (%(default)s MiB)"
     )
@@ -266,7 +266,7 @@ def format_table(facts: dict[str, Any]) -> str:
 def _format_kernel(row: dict[str, Any]) -> str:
     where = f"{row['what']} on {row['devices']} x {row['device']}"
     if row["choice"] is None:
-        return f"{where}: left out, it failed in a start or ended it; zerojax tune tries it again"
+        return f"{where}: left out, it failed or ended a start; zerojax tune tries it again"
     ratio = row["seconds"] / row["other_seconds"]
     reference, other = row["ways"]
     return (
@@ -299,7 +299,7 @@ def bench_io(args: argparse.Namespace) -> int:
         raise ValueError(f"--size {args.size}: at least 1 MiB is needed")
     found = []
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*refuses O_DIRECT")  # said below, once
+        warnings.filterwarnings("ignore", message=".*refuses O_DIRECT")  # reported once, below
         for rates in measure_rates(folder, num_bytes=args.size * _MIB):
             if not args.json:
                 _print_disk(rates, folder, args.size, is_first=not found)
@@ -312,8 +312,8 @@ def bench_io(args: argparse.Namespace) -> int:
         return 0
     if not best.is_direct:
         show(
-            "this file system refuses O_DIRECT: these are rates of the page cache as much as of a "
-            "disk; another disk would tell more"
+            "this file system refuses O_DIRECT: the rates include the page cache; measure another "
+            "disk for its own rates"
         )
     plural = "" if best.num_threads == 1 else "s"
     show(f"best: {best.both / _GB:.2f} GB/s read + write, with {best.num_threads} thread{plural}")

@@ -42,7 +42,7 @@ not decide. ZEROJAX_CACHE is the folder of cached results (or off)."""
 
 MAX_DEVICES = 2**18
 MOST_UNROLLED = 64
-"""Layers that a search unrolls at most: each is compiled by itself."""
+"""Maximum layers that a search unrolls: each is compiled separately."""
 
 
 def add(commands) -> None:
@@ -74,8 +74,8 @@ def add(commands) -> None:
     parser.add_argument(
         "--search",
         action="store_true",
-        help="find zero, model, stage, expert, num_microbatches, remat that fit and cost least; "
-        "then sizes of buckets",
+        help="find zero, model, stage, expert, num_microbatches and remat that fit and cost least; "
+        "then bucket sizes",
     )
     parser.add_argument(
         "--budget",
@@ -110,9 +110,7 @@ def run(args: argparse.Namespace) -> int:
     if devices < 1:
         raise ValueError(f"--devices {devices}: at least 1 GPU is needed")
     if devices > MAX_DEVICES:
-        raise ValueError(
-            f"--devices {devices} is above {MAX_DEVICES}, the most that are planned; use fewer"
-        )
+        raise ValueError(f"--devices {devices} is above the limit of {MAX_DEVICES}; use fewer")
     if args.parameter is not None:
         use_the_cpu_alone()
         return explain(config, devices, args.parameter)

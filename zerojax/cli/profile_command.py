@@ -75,9 +75,9 @@ def run(args: argparse.Namespace) -> int:
     path, overrides = split_words(args.config, args.overrides)
     config = load(RunConfig, path, overrides)
     if args.steps < 2:
-        raise ValueError(f"--steps {args.steps}: at least 2 are needed to tell one from another")
+        raise ValueError(f"--steps {args.steps}: at least 2 are needed to compare steps")
     if args.start and args.out is not None:
-        raise ValueError(f"--out {args.out}: --start writes nothing; leave one of them away")
+        raise ValueError(f"--out {args.out}: --start writes nothing; leave one of them out")
     save = not (args.no_save or args.start)
     config = measured(config, args.steps, free_folder(args.out, config), save=save)
     if config.cpu_devices is not None:
@@ -97,7 +97,7 @@ def free_folder(out: str | None, config: RunConfig) -> Path:
     """
     if out is not None:
         if user_path(out).exists():
-            raise ValueError(f"--out {out} is there already; name a folder that is not")
+            raise ValueError(f"--out {out} exists already; name a new folder")
         return user_path(out)
     first = Path(config.run_dir) / "profile"
     return next(
@@ -112,7 +112,7 @@ def measured(config: RunConfig, steps: int, folder: Path, *, save: bool) -> RunC
     total = 3 * steps
     warmup = config.optimizer.warmup_steps
     offload = config.mesh.offload
-    if offload.on_disk:  # the run's own files are its state: others, on the same disk
+    if offload.on_disk:  # keep the run's own state files: use others, on the same disk
         own = None if offload.folder is None else str(Path(offload.folder) / folder.name)
         offload = dataclasses.replace(offload, folder=own, durable=False)
     return dataclasses.replace(
@@ -161,7 +161,7 @@ def profile(config: RunConfig, steps: int, *, as_json: bool) -> int:
     if jax.process_index() != 0:
         return 0
     page = measure(trainer, folder, steps)
-    # What was written was written to be timed.
+    # The files were only written to measure the time.
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     replace_text(folder / "profile.json", json.dumps(profile_dict(page), indent=2) + "\n")
     show(json.dumps(profile_dict(page), indent=2) if as_json else draw(page))

@@ -61,10 +61,10 @@ def add_generate(commands) -> None:
         type=float,
         default=0.8,
         metavar="T",
-        help="0 takes the likeliest token, 1 samples from the model's distribution (%(default)s)",
+        help="0 takes the most likely token, 1 samples from the model's distribution (%(default)s)",
     )
     parser.add_argument(
-        "--top-k", type=int, metavar="K", help="sample among the K likeliest tokens (all)"
+        "--top-k", type=int, metavar="K", help="sample from the K most likely tokens (all)"
     )
     parser.add_argument(
         "--seed", type=int, default=0, metavar="N", help="seed of the sampling (%(default)s)"
@@ -131,9 +131,9 @@ class ReadSettings:
     """Settings for loading a run."""
 
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
-    """Options laid over the run's own."""
+    """Options that override the run's own."""
     cpu_devices: int | None = None
-    """Virtual CPU devices to make. Not given: as many as the run had, where it ran on CPUs."""
+    """Virtual CPU devices to make; default: as many as the run had, if it ran on CPUs."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
@@ -163,7 +163,7 @@ def open_run(
     if count is not None:
         try:
             use_cpu_devices(count)
-        except RuntimeError:  # within a program whose devices are there already
+        except RuntimeError:  # called in a program whose devices exist already
             if "cpu_devices" in given:
                 raise
         else:
@@ -181,7 +181,7 @@ def _cpu_devices_of(folder: Path) -> int | None:
     try:
         record = bounded_json.load(folder / RECORD_FILE)
     except (OSError, ValueError):
-        return None  # `load_run` says what is wrong with it
+        return None  # `load_run` reports the error
     if not isinstance(record, dict) or record.get("platform") != "cpu":
         return None
     count = record.get("num_devices")

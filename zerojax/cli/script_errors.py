@@ -68,8 +68,8 @@ def as_the_scripts(error: BaseException, target: str) -> ValueError | None:
     reason = (str(error).splitlines() or [""])[0]
     return ValueError(
         f"{target} raised {type(error).__name__}{': ' * bool(reason)}{reason} before its training "
-        f"({where}); mend the script, or name a function that gives what is to be checked: "
-        f"zerojax check {target.partition(':')[0]}:NAME"
+        f"({where}); fix the script, or name a function that returns what to check: zerojax check "
+        f"{target.partition(':')[0]}:NAME"
     )
 
 

@@ -24,7 +24,7 @@ BEGUN, OVER = "the script has begun\n", "the script is over\n"
 GRACE = 5.0
 """Seconds for a child that should have ended by itself."""
 _POLL = 1.0
-_NAME_IT = "name a function that gives what is to be checked: zerojax check {}:NAME"
+_NAME_IT = "name a function that returns what to check: zerojax check {}:NAME"
 
 
 def run_in_child(command: Sequence[str], target: str, limit: float) -> int:
@@ -53,7 +53,7 @@ def run_in_child(command: Sequence[str], target: str, limit: float) -> int:
         except KeyboardInterrupt:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(GRACE)
-                return INTERRUPTED  # which it has said
+                return INTERRUPTED  # which it has reported
             raise
         finally:
             child.kill()
@@ -87,12 +87,12 @@ def _code(code: int | None, notes: str, target: str, limit: float) -> int:
     if code is None or "Timeout (" in notes:
         raise ValueError(
             f"{target} was still running after {limit:g} seconds, {_place(notes, file)}; a check "
-            "waits for its first call of zerojax, and for its end then. Give it more time with "
-            f"--time-limit, shorten what it does before its training, or {_NAME_IT.format(file)}"
+            "waits for its first call of zerojax. Give it more time with --time-limit, shorten "
+            f"what it does before its training, or {_NAME_IT.format(file)}"
         )
     raise ValueError(
-        f"{target} ended its own process ({how}) before it gave zerojax a model, as os._exit, "
-        f"os.kill or an abort does; take that out, or {_NAME_IT.format(file)}"
+        f"{target} ended its own process ({how}) before it gave zerojax a model, such as by "
+        f"os._exit, os.kill or an abort; remove that, or {_NAME_IT.format(file)}"
     )
 
 

@@ -101,7 +101,7 @@ def train(
         if jax.process_index() == 0 and to_go_on not in sentence:
             show(to_go_on, file=sys.stderr)
         return getattr(error, "exit_code", shutdown.INTERRUPTED)
-    with trainer:  # closed at the end: another run of this process may take its files
+    with trainer:  # closed at the end: another run of this process may use its files
         text = (closing or sample_and_next)(trainer, config)
     if jax.process_index() == 0:
         show(text)
@@ -127,9 +127,9 @@ def draw_sample(trainer: Any, config: RunConfig) -> str | None:
     if not file.exists():
         return None
     tokenizer = load_tokenizer(file)
-    if not prompt_ids(tokenizer, SAMPLE_PROMPT).size:  # one that leaves out line ends
+    if not prompt_ids(tokenizer, SAMPLE_PROMPT).size:  # a tokenizer without line ends
         return None
-    model = trainer.to_model()  # of a folder, its context is not that of the settings
+    model = trainer.to_model()  # a folder's context length may differ from the settings
     text = continue_text(
         model,
         tokenizer,

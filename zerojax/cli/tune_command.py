@@ -22,7 +22,7 @@ MARGIN = 0.97
 _HELP = """\
 Checks the kernels of the update and of gradient statistics against XLA's results, implementations
 of attention against each other, and slices of offloaded state of several sizes, on arrays of the
-run's sizes, and times them in turns, whatever an earlier measurement said. What is faster is kept
+run's sizes, and times them in turns, regardless of earlier measurements. What is faster is kept
 in the user's cache, where the next run on such GPUs finds it. A run with tune=auto does this by
 itself, in some ten seconds, where no answer is kept; the command takes its time.
 
@@ -43,7 +43,7 @@ def add(commands) -> None:
     )
     add_settings(parser)
     parser.add_argument(
-        "--no-steps", action="store_true", help="leave out whole steps, which take minutes"
+        "--no-steps", action="store_true", help="skip whole steps, which take minutes"
     )
 
 

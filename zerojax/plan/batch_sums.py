@@ -40,9 +40,9 @@ def check_batch_sums(
     for one in sums:
         if one.kind == "batch_sum" and one.of_model and not one.of_batch:
             raise ValueError(
-                "zerojax.batch_sum is given a value that is computed from the model and not from "
-                f"the batch, so it is the same on each of {devices} devices and its sum would be "
-                f"{devices} times it; use the value itself"
+                "zerojax.batch_sum got a value that is computed from the model and not from the "
+                f"batch: it is the same on each of {devices} devices, and its sum would be "
+                f"{devices} times too large; use the value itself"
             )
     if sums and settings.deterministic is not None:
         raise ValueError(f"zerojax.{sums[0].kind} {IN_TURN}")

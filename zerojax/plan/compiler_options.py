@@ -12,18 +12,18 @@ PREFETCH_OPTIONS = {"xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_O
 For 1.3 billion parameters on 8 H100 it takes 4 MB more. JAX 0.10 does not know it."""
 
 TWO_AT_ONCE_OPTIONS = {"xla_gpu_experimental_parallel_collective_overlap_limit": 2}
-"""Two collectives under way at once. On 64 H100 in 8 nodes all gathers of that model are then
-scheduled beside matrix products (33 % without); on one node it brings nothing and costs 206 MB.
+"""Two concurrent collectives. On 64 H100 in 8 nodes all gathers of that model are then
+scheduled beside matrix products (33 % without); on one node it gains nothing and costs 206 MB.
 Under a pipeline activations travel beside the gathers: with 1.3 billion parameters on 8 H100,
 data 2 x stage 4, three times as many products lie under each message, at 21 MB less."""
 
 
 FIXED_ROUNDING_OPTIONS = {"xla_allow_excess_precision": False}
-"""Every rounding that is written is done. XLA otherwise leaves out those to bfloat16 that are
-turned back at once, and which are depends on whether a collective lies between, so on the mesh."""
+"""Keeps every written rounding. XLA otherwise removes casts to bfloat16 that are cast back at once;
+which ones depends on whether a collective is in between, and so on the mesh."""
 
 FIXED_KERNELS_OPTIONS = {"xla_gpu_deterministic_ops": True}
-"""No kernels whose sums have no order, and none chosen by how fast they were when tried."""
+"""No kernels that sum in undefined order, and no autotuned kernels."""
 
 
 NO_KERNELS_OPTIONS = {"xla_gpu_experimental_use_collective_kernels": ""}
@@ -71,12 +71,12 @@ def choose_options(
             options |= TWO_AT_ONCE_OPTIONS
     known, dropped = compile_client.keep_known_options(mesh, options)
     if mesh.size > MOST_DEVICES and not are_here(mesh):
-        # A compiler that does not know the option has no such kernel either.
+        # A compiler without this option does not have the kernel either.
         known |= compile_client.keep_known_options(mesh, NO_KERNELS_OPTIONS)[0]
     if regather and unrolled:
         why = "layers outside of loops would all be gathered for the next microbatch as well"
         dropped |= dict.fromkeys(PREFETCH_OPTIONS, why)
     if deterministic and not are_here(mesh):
-        why = "the compile-only client has no products without trying them; GPUs get it"
+        why = "the compile-only client cannot compile products without autotuning; GPUs get it"
         dropped |= dict.fromkeys(FIXED_KERNELS_OPTIONS, why)
     return known, dropped

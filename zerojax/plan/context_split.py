@@ -54,13 +54,13 @@ def check_context(settings: MeshConfig, mesh: Mesh | AbstractMesh, model: Model,
     if not _says_so(model):
         raise ValueError(
             f"{asked} splits sequences, and the class of the {model.kind} has no method "
-            "before_cut(batch) of its own, by which a model says that its loss may be given a part "
-            "of each row; use context=1, or a reference decoder (zerojax.models.Llama, GPT2)"
+            "before_cut(batch) of its own, which declares that the loss may get a part of each "
+            "row; use context=1, or a reference decoder (zerojax.models.Llama, GPT2)"
         )
     if loss is not None:
         raise ValueError(
-            f"{asked} splits sequences, and a loss of one's own may mix tokens of a row; use "
-            "loss=None, the model's method loss(batch), or context=1"
+            f"{asked} splits sequences, and a custom loss may mix tokens of a row; use loss=None, "
+            "the model's method loss(batch), or context=1"
         )
 
 
@@ -102,8 +102,8 @@ def plan_context(
         )
     if not trace.attention_calls:
         raise ValueError(
-            f"context={devices} splits sequences, and the model never calls zerojax.attention, "
-            "which alone knows how to see the rest of a sequence; use context=1"
+            f"context={devices} splits sequences, and the model never calls zerojax.attention, the "
+            "only attention that reads the rest of a sequence from other devices; use context=1"
         )
     by_heads = all(call.heads % model == call.kv_heads % model == 0 for call in _of(trace))
     heads_axis = MODEL if model > 1 and by_heads else None
@@ -112,8 +112,8 @@ def plan_context(
     for call in _of(trace):
         if (call.queries, call.keys) != (tokens, tokens):
             raise ValueError(
-                f"context={devices} splits sequences of {tokens} tokens, and attention is asked "
-                f"for {call.queries} queries and {call.keys} keys; use context=1"
+                f"context={devices} splits sequences of {tokens} tokens, and attention is called "
+                f"with {call.queries} queries and {call.keys} keys; use context=1"
             )
         sizes = Sizes(
             rows=rows,

@@ -29,7 +29,7 @@ GATHERED, GRADIENTS, ACTIVATIONS = "gathered weights", "gradients", "activations
 PIPELINE_BUFFERS, CONSTANTS = "pipeline buffers", "constants"
 
 Tiers = dict[str, int]
-"""{tier: bytes per device}, of the tiers that hold any."""
+"""{tier: bytes per device}, only tiers that hold any."""
 
 
 def shard_bytes(tree: Any) -> int:
@@ -142,7 +142,7 @@ def role_tiers(plan: Decisions) -> dict[str, Tiers]:
     if (constants := large_constants(plan.traced.forward)) > 0:
         found[CONSTANTS] = {DEVICE: constants}
     if plan.offload is not None and plan.offload.activations:
-        # A loop over microbatches may have two buffers for them: compiled for 8 H200 it has two at
+        # A loop over microbatches may have two gradient buffers: compiled for 8 H200 it has two at
         # stage 3 and one at stage 1.
         buffers = 2 if plan.num_microbatches > 1 else 1
         found[ACTIVATIONS] = {HOST: buffers * (kept_activation_bytes(plan) or 0)}
@@ -164,9 +164,9 @@ def describe_constants(forward: ClosedJaxpr) -> list[str]:
     if not size:
         return []
     return [
-        f"constants: the loss closes over arrays of {trees.format_bytes(size)}, which lie whole on "
-        "every device at any stage. Make them parameters of the model that freeze= names: they are "
-        "split at zero=3; or give them with the batch"
+        f"constants: the loss closes over arrays of {trees.format_bytes(size)}, which are "
+        "replicated on every device at any ZeRO stage. Make them parameters of the model and name "
+        "them in freeze=: zero=3 splits them; or pass them with the batch"
     ]
 
 
@@ -327,7 +327,7 @@ def gradient_bytes(plan: Decisions, leaf: LeafPlacement) -> int:
         held = plan.placement.held_elements(leaf)
         size = _scattered_itemsize(plan)
         if leaf.node_shards is not None and _adds_up(plan):
-            # Those of one microbatch, in the dtype of what is read, before they are in the sum.
+            # Gradients of one microbatch, in the dtype of the read weights, before they are added.
             dtypes = plan.precision.compute_dtype, plan.precision.reduce_dtype
             size += jnp.promote_types(*dtypes).itemsize
         return held * size

@@ -41,7 +41,7 @@ class Axis:
 
 AXIS_TABLE = (
     # Outermost first: neighbours along the last axis are the closest devices, so that tensor
-    # parallelism, which talks most, gets the fastest links, and replicas are the groups furthest
+    # parallelism, which sends most, gets the fastest links, and replicas are the groups furthest
     # apart (nodes).
     Axis(name=REPLICA, splits="batch", shards_state=False, manual=True),
     Axis(name=DATA, splits="batch", shards_state=True, manual=True),
@@ -69,11 +69,11 @@ AXES = names_of(AXIS_TABLE)
 DATA_AXES = names_of(AXIS_TABLE, splits="batch")
 """Axes over which the rows of a batch are split."""
 STATE_AXES = names_of(AXIS_TABLE, shards_state=True)
-"""Axes over which ZeRO shards every parameter, where they have more than one device; those of
-experts not over `expert`, which their own dimension of experts is split over."""
+"""Axes over which ZeRO shards every parameter, where they have more than one device. Parameters of
+experts are not sharded over `expert`, which splits their dimension of experts."""
 PASS_AXES = tuple(axis.name for axis in AXIS_TABLE if axis.splits in ("batch", "sequence"))
-"""Axes whose devices compute other tokens with the same weights: losses and gradients are summed
-over them."""
+"""Axes whose devices compute different tokens with the same weights: losses and gradients are
+summed over them."""
 MANUAL_AXES = names_of(AXIS_TABLE, manual=True)
 """Axes that are manual in every pass. `stage` is one of them also where it has one device: JAX's
 debug callbacks take one automatic axis at most."""

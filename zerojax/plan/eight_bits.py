@@ -62,18 +62,18 @@ def describe_eight_bits(program: ClosedJaxpr, precision: Precision) -> list[str]
     share, (kept, again) = eight_bit_share(program), kept_inputs(program)
     if not share:
         return []
-    lines = [f"{share:.0%} of the FLOPs of products are of 8-bit floats"]
+    lines = [f"{share:.0%} of the FLOPs of products use 8-bit floats"]
     wide = jnp.dtype(precision.compute_dtype)
     if kept:
         lines.append(
-            "inputs of 8-bit products that wait for the backward pass take "
-            f"{trees.format_bytes(kept)} in place of {trees.format_bytes(kept * wide.itemsize)} in "
-            f"{wide.name}, of all layers and one microbatch of a data shard"
+            f"inputs of 8-bit products saved for the backward pass take {trees.format_bytes(kept)} "
+            f"in place of {trees.format_bytes(kept * wide.itemsize)} in {wide.name}, of all layers "
+            "and one microbatch of a data shard"
         )
     elif again:
         lines.append(
-            "no input of an 8-bit product waits for the backward pass, which computes layers again "
-            "(remat), so that 8 bits save no memory there"
+            "no input of an 8-bit product is saved for the backward pass, which recomputes layers "
+            "(remat), so 8 bits save no memory there"
         )
     return lines
 
@@ -94,14 +94,14 @@ def describe_wire(
             return []
         return [
             f"{len(could)} parameters (such as {could[0].name}, {elements:,} elements in all) are "
-            "used as 8-bit floats alone and gathered wider; wire.weights=fp8 would send 8 bits of "
-            "them, for the same bits of every result"
+            "used only as 8-bit floats but gathered in a wider dtype; wire.weights=fp8 would send "
+            "them in 8 bits, with bitwise equal results"
         ]
     if not could:
         return ["wire.weights=fp8 changes nothing: no parameter in 8 bits is gathered for each use"]
     return [
-        f"wire.weights=fp8: {len(could)} of {len(on_use)} parameters that are gathered where they "
-        f"are read ({elements:,} elements) are rounded to 8 bits before they are sent, not behind; "
+        f"wire.weights=fp8: {len(could)} of {len(on_use)} parameters that are gathered on use "
+        f"({elements:,} elements) are rounded to 8 bits before they are sent instead of after; "
         "gradients and all results are the same"
     ]
 

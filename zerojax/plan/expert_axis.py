@@ -72,7 +72,7 @@ def plan_experts(
     if not calls.count:
         raise ValueError(
             f"{asked} splits experts, and the loss calls no zerojax.experts; use expert=1, or "
-            "compute the experts by zerojax.experts"
+            "compute the experts with zerojax.experts"
         )
     declared = _declared(model, shapes, stacks, asked)
     check_expert_calls(calls, declared, asked)
@@ -95,8 +95,8 @@ def _declared(
     patterns = bound_attribute(model, ATTRIBUTE)
     if not patterns:
         raise ValueError(
-            f"{asked} splits experts, and the {model.kind} has no attribute {ATTRIBUTE}, by which "
-            "a model says which parameters they are: regular expressions on names, such as "
+            f"{asked} splits experts, and the {model.kind} has no attribute {ATTRIBUTE}, which "
+            "names its expert parameters: regular expressions on names, such as "
             "(r'experts/(gate|up|down)$',); add it to the class, or use expert=1"
         )
     rows = {name: stacks.get(name, (name,)) for name in shapes}
@@ -131,14 +131,14 @@ def check_expert_calls(calls: ExpertCalls, declared: Iterable[str], asked: str) 
         )
     if calls.computed:
         raise ValueError(
-            f"{asked}: zerojax.experts is given weights of shape {list(calls.computed[0])} that "
-            "are computed, and not a parameter as it is stored; give it parameters, or use expert=1"
+            f"{asked}: zerojax.experts got computed weights of shape {list(calls.computed[0])} "
+            "instead of a stored parameter; give it parameters, or use expert=1"
         )
     if calls.conditional is not None:
         raise ValueError(
-            f"{asked}: zerojax.experts is called inside `{calls.conditional}`, which not every "
-            "device may enter as often, and devices would wait for each other; call it outside, or "
-            "use expert=1"
+            f"{asked}: zerojax.experts is called inside `{calls.conditional}`, which devices may "
+            "enter a different number of times, so they would wait for each other forever; call it "
+            "outside, or use expert=1"
         )
 
 
@@ -152,6 +152,6 @@ def describe_experts(mesh: Mesh | AbstractMesh, placement: Placement) -> list[st
     return [
         f"expert={devices}: each device has {' or '.join(str(n // devices) for n in numbers)} of "
         f"{' or '.join(map(str, numbers))} experts, of {len(leaves)} parameters, ZeRO-sharded over "
-        f"data={mesh.shape[DATA]} alone; rows travel to their experts and back by all-to-all, in "
-        "as many rounds as the fullest expert needs"
+        f"data={mesh.shape[DATA]} alone; rows are sent to their experts and back by all-to-all, in "
+        "as many rounds as the expert with most rows needs"
     ]

@@ -54,7 +54,7 @@ def expert_costs(plan: Decisions) -> ExpertCosts | None:
     leaves = plan.placement.leaves
     stored = plan.abstract_stored
     arrays = [stored["frozen" if leaves[name].frozen else "params"][name] for name in names]
-    # Forward once, and again in the backward pass, whose own products are two for each of these.
+    # One product in the forward pass, recomputed in the backward pass, which has two of its own.
     passes = 1 + TRAINING_FACTOR
     a_pass = plan.num_microbatches * num_data_shards(plan.mesh) / plan.mesh.size
     further = passes * a_pass * further_round_flops(plan.traced.forward)
@@ -134,14 +134,12 @@ def expert_lines(costs: Mapping[str, Any]) -> list[str]:
             "by each device per step"
         )
     more = (
-        f"{costs['further_flops']:.3g} FLOP more on it, {costs['further_share']:.1%} of the step's"
+        f"{costs['further_flops']:.3g} more FLOPs on it, {costs['further_share']:.1%} of the step's"
     )
     if costs["products"] != "batched":  # a plan's trace has one round of them
         more = "at most a quarter of the products of the first round more on it"
     if sent or costs["products"] == "batched":
-        lines.append(
-            f"one further round in every layer, which equal loads do not take: {sent}{more}"
-        )
+        lines.append(f"one further round in every layer, not needed with equal loads: {sent}{more}")
     lines.append(_of_products(costs))
     return lines
 

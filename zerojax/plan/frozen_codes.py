@@ -83,7 +83,7 @@ def check_codes(
     if not reads_lazily:
         raise ValueError(
             f"{asked} decodes a kernel where the model reads it, and a pair of functions has no "
-            "such place: all would be decoded as apply starts; give an nnx or linen module, "
+            "such point: all would be decoded when apply starts; give an nnx or linen module, "
             f"{remedy}"
         )
     if mesh.shape[meshes.STAGE] > 1:
@@ -93,13 +93,13 @@ def check_codes(
         )
     if settings.offload.params == HOST:
         raise ValueError(
-            f"{asked} with offload.params={HOST}: layers that come from the host are not decoded; "
+            f"{asked} with offload.params={HOST}: layers streamed from the host cannot be decoded; "
             f"leave offload.params out, {remedy}"
         )
     if settings.deterministic is not None:
         raise ValueError(
-            f"{asked} with deterministic={settings.deterministic!r}: that every mesh computes one "
-            f"set of bits is not shown for decoded weights; leave deterministic out, {remedy}"
+            f"{asked} with deterministic={settings.deterministic!r}: decoded weights are not shown "
+            f"to give the same bits on every mesh; leave deterministic out, {remedy}"
         )
 
 

@@ -34,8 +34,8 @@ def check_gradient_wire(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> None
     asked = f"wire.gradients={settings.wire.gradients}" if is_coded else "wire.exact"
     if is_coded and settings.zero == 0:
         raise ValueError(
-            f"{asked} is for gradients of which each device keeps its shard of the sum, and with "
-            "zero=0 each keeps all; use zero=1, 2 or 3, or wire.gradients=reduce"
+            f"{asked} is for gradients that are scattered, and with zero=0 every device keeps "
+            "whole ones; use zero=1, 2 or 3, or wire.gradients=reduce"
         )
     check_no_other_way(asked, "sums gradients", settings, mesh)
 
@@ -63,12 +63,12 @@ def with_gradient_wire(
 
     def wired(name: str, leaf: LeafPlacement) -> LeafPlacement:
         if leaf.access is Access.LOOK_UP:
-            return leaf  # rows of it travel
+            return leaf  # only its rows are sent
         if name in exact:
             return dataclasses.replace(leaf, gradient_in_full=True)
         if bits is None or leaf.zero_dim is None or leaf.frozen:
             return leaf
-        # What nodes gather by themselves is added up in a node as it is, and coded between nodes.
+        # Gradients of node-gathered parameters are summed uncoded in a node, coded between nodes.
         in_node = 1 if leaf.node_shards else shards_in_node(mesh, leaf.zero_axes, settings.node)
         return dataclasses.replace(leaf, gradient_codes=GradientCodes(bits, in_node))
 
@@ -117,7 +117,7 @@ def describe_gradient_wire(
     lines = []
     if full:
         lines.append(
-            f"wire.exact: gradients of {len(full)} parameters (such as {full[0].name}) travel in "
+            f"wire.exact: gradients of {len(full)} parameters (such as {full[0].name}) are sent in "
             "float32"
         )
     if settings.wire.gradients not in BITS:
@@ -129,9 +129,9 @@ def describe_gradient_wire(
     assert codes is not None
     others = sum(trees.num_elements(leaf.shape) for leaf in leaves if leaf not in coded)
     lines.append(
-        f"{asked}: gradients of {len(coded)} of {len(leaves)} parameters travel as integers of "
+        f"{asked}: gradients of {len(coded)} of {len(leaves)} parameters are sent as integers of "
         f"{codes.bits} bits with a scale for {BLOCKS[codes.bits]} and are added up in float32, "
-        f"{_levels(coded, placement)}; losses are near those of exact sums, not equal; "
+        f"{_levels(coded, placement)}; losses are close to those of exact sums, not equal; "
         f"{others:,} elements are sent as before"
     )
     if mesh.shape[REPLICA] > 1:

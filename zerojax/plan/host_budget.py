@@ -24,11 +24,11 @@ from zerojax.runtime.memory import PINNED_LIMIT, SPARE, Room, free_disk, least_r
 
 GIB = 2**30
 DEFAULT_PINNED_GIB = 64
-"""XLA's, where the variable is not set."""
+"""XLA's default, in GiB."""
 STEP = 0.05
-"""Of shares that are proposed."""
+"""Step of proposed shares."""
 POOL = 1.05
-"""What is asked of the pool over what is put into it: its pieces are not packed without gaps."""
+"""Ratio of pool size to its content, because blocks are not packed without gaps."""
 
 
 def host_bytes(plan: Plan) -> int:
@@ -81,7 +81,7 @@ def check_host_memory(plan: Plan, room: Room | None) -> None:
       ValueError: see `check_offload`.
     """
     needed = host_bytes(plan)
-    if room is None:  # this system does not say
+    if room is None:  # unknown on this system
         return
     there = int(room.free * SPARE)
     if needed <= there:
@@ -120,7 +120,7 @@ def _shares_that_fit(plan: Plan, needed: int, there: int) -> dict[str, float] | 
     """Returns the largest host share with which a plan fits, in steps of 5 %; None if none does."""
     config, layout = plan.settings.offload, plan.offload
     assert layout is not None
-    if config.update_in_backward:  # which wants all slices in one tier
+    if config.update_in_backward:  # needs all slices in one tier
         return None
     near, now = config.shares.get(DEVICE, 0.0), config.shares.get(HOST, 0.0)
     rest = needed - _of_state(plan, layout)
@@ -172,8 +172,8 @@ def check_pinned_limit(plan: Plan, environ: Mapping[str, str]) -> None:
     wanted = math.ceil(pinned * POOL / GIB)
     raise ValueError(
         f"offload keeps {format_bytes(pinned)} in pinned host memory, and XLA takes at most "
-        f"{limit} GiB of it ({origin}); set {PINNED_LIMIT}={wanted} before JAX starts "
-        "its devices: in the shell, or in os.environ above the first use of jax"
+        f"{limit} GiB of it ({origin}); set {PINNED_LIMIT}={wanted} before JAX starts its devices: "
+        "in the shell, or in os.environ before the first use of jax"
     )
 
 

@@ -110,7 +110,7 @@ def _has_any(node: Any, names: Mapping[str, Any]) -> bool:
 def _joined(node: Mapping[str, Any], stack: str, names: tuple[str, ...]) -> Tree:
     missing = [name for name in names if name not in node]
     if missing:
-        raise RowsDifferError(f"{stack}: {missing[0]} has no place where {names[0]} has one")
+        raise RowsDifferError(f"{stack}: {missing[0]} is missing where {names[0]} is present")
     first = jax.tree.structure(node[names[0]])
     for name in names:
         if jax.tree.structure(node[name]) != first:

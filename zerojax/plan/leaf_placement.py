@@ -29,8 +29,8 @@ Rules = Sequence[tuple[str, Sequence[str | None]]]
 
 
 FULL_ENOUGH = 1_000_000
-"""Elements from which a bucket ends where a layer of a list does: equal layers then lie in equal
-buckets, and what is computed of their slices compiles once and not for each layer. A bucket of
+"""Minimum elements for a bucket to end where a layer of a list ends: equal layers then have equal
+buckets, and computations on their slices compile once instead of for each layer. A bucket of
 fewer elements takes as long as an empty one."""
 
 
@@ -45,7 +45,7 @@ class Access(enum.Enum):
     """Gathered once per step; its gradient is scattered inside the backward pass."""
     GATHER_ON_USE = "gather on use"
     """Gathered where the model reads it and again in the backward pass, which scatters its gradient
-    on the spot."""
+    immediately."""
     LOOK_UP = "look up"
     """Never gathered: its rows are sent to where they are needed, and their gradients back."""
 

@@ -78,15 +78,14 @@ def _check_metric(name: Any, value: Any) -> None:
         )
     if name in BUILT_IN_METRICS or name.startswith(BUILT_IN_PREFIXES):
         raise ValueError(
-            f"the loss returned a metric named {name!r}, which is a number that every run has of "
-            f"its own; give it another name, such as 'my_{name}'"
+            f"the loss returned a metric named {name!r}, which is a number that zerojax logs "
+            f"itself; give it another name, such as 'my_{name}'"
         )
     pair = isinstance(value, tuple) and len(value) == 2
     if not all(map(_is_scalar, value if pair else [value])):
         raise ValueError(
-            f"the loss returned {_words(value)} as metric {name!r}; a metric is a scalar, which is "
-            "a mean over the rows that the loss saw, such as x.mean(), or a pair of scalars (sum, "
-            "weight)"
+            f"the loss returned {_words(value)} as metric {name!r}; a metric is a scalar, the mean "
+            "over the rows of this call, such as x.mean(), or a pair of scalars (sum, weight)"
         )
 
 
@@ -117,11 +116,11 @@ def check_weight(trace: ModelTrace, placement: Placement) -> None:
     touched = [name for i, name in enumerate(names) if found >> i & 1]
     more = f" and {len(touched) - 1} more" if len(touched) > 1 else ""
     raise ValueError(
-        f"the second value that the loss returns is computed from trained parameters "
-        f"({touched[0]}{more}), and a pair is (sum, weight): the sum over the batch is divided by "
-        "the weight, through which no gradient goes. For numbers to be logged, as has_aux=True "
-        'returns them, give them names: return loss, {"accuracy": accuracy}. For a weight that '
-        "counts as a constant: return loss_sum, jax.lax.stop_gradient(weight)"
+        "the second value that the loss returns is computed from trained parameters "
+        f"({touched[0]}{more}), and a pair means (sum, weight): the sum over the batch is divided "
+        "by the weight, and no gradient flows through the weight. To log numbers, as has_aux=True "
+        'returns them, give them names: return loss, {"accuracy": accuracy}. For a constant '
+        "weight: return loss_sum, jax.lax.stop_gradient(weight)"
     )
 
 
@@ -144,34 +143,34 @@ def choose_batch_weight(
     rules = marks_of_own_rules(program, marks, as_they_are=True)
     if not rules:
         return None, []
-    # Such rules keep scales in the state, which follow whatever size gradients have. While they
+    # Such rules keep scales in the state, which adapt to the size of gradients. While they
     # are unknown, in the first step, gradients of a mean over many tokens are 0 in 8 bits.
     if all(rules):
         return None, [
-            "derivatives of the model's own (jax.custom_vjp) that keep their scales in the "
-            "model's state are given gradients of the summed loss, which their scales follow"
+            "derivatives of the model's own (jax.custom_vjp) with scales in the model's state get "
+            "gradients of the summed loss, to which their scales adapt"
         ]
     found, why = find_batch_weight(trace, len(names)), ""
     if found is None:
-        why = "the weight is drawn at random or needs the model or all pieces of the batch"
+        why = "the weight is random, or depends on the model or on all pieces of the batch"
     elif settings.offload.update_in_backward:
-        why = "offload.update_in_backward updates layers meanwhile"
+        why = "offload.update_in_backward updates layers during the backward pass"
     elif settings.deterministic is not None and found.needs_batch:
-        why = "deterministic='mesh' adds weights up in an order of its own"
-    what = "derivatives of the model's own (jax.custom_vjp) are given gradients of"
+        why = "deterministic='mesh' sums weights in its own order"
+    what = "derivatives of the model's own (jax.custom_vjp) get gradients of"
     if why:
         return None, [
-            f"{what} the summed loss, not of the mean: {why}. A rule that is not linear, as one "
-            "that clips, sees larger values than on one device with a mean; zerojax.check tells "
-            "whether one is not, with its line"
+            f"{what} the summed loss, not of the mean: {why}. A rule that is not linear, such as "
+            "clipping, sees larger values than on one device with a mean; zerojax.check finds such "
+            "a rule and names its line"
         ]
     reasons = [f"{what} the mean over the whole batch"]
     if not all(marks_of_own_rules(program, [*[0] * len(names), *[1] * num_batch])):
         reasons.append(
-            "a derivative of the model's own (jax.custom_vjp) of parameters alone is given the "
+            "a derivative of the model's own (jax.custom_vjp) of parameters alone gets the "
             "gradient of one device's rows of one microbatch, before it is summed: a rule that is "
-            "not linear, as one that clips, does something else on other numbers of devices. "
-            "Change gradients in the optimizer instead: optimizer=optax.chain(...)"
+            "not linear, such as clipping, gives other results on other numbers of devices. Change "
+            "gradients in the optimizer instead: optimizer=optax.chain(...)"
         )
     return found, reasons
 
@@ -281,14 +280,14 @@ def check_divisor(
         return
     if isinstance(loss, Total):
         is_pair = split_result(trace.result).weight is not None
-        # Elements of a piece may be as many as rows of the batch: 4 rows of 8 where there are 32.
+        # A piece may have as many elements as the batch has rows: 4 rows of 8 where there are 32.
         may_be_size = math.isclose(abs(weight), all_rows * abs(loss.scale or 0.0), rel_tol=1e-2)
         is_mean = loss.is_plain_mean(rows, weight) and not may_be_size
         if is_mean or loss.is_sum(rows, weight if is_pair else None):
             return
     try:
         whole = _scales(*_loss_and_weight(trace_of(batch), params, extras, batch))
-    except Exception:  # the loss is written for these rows alone, and nothing can be told
+    except Exception:  # the loss supports only this number of rows, so nothing is known
         return
     if whole is None or len(whole) != len(piece):
         return
@@ -297,11 +296,11 @@ def check_divisor(
         if not math.isclose(factor, 1, rel_tol=0.1):
             what = "the loss" if len(whole) == 1 else "a term of the loss"
             raise ValueError(
-                "the loss adds up the rows that it is given and divides by a number that does not "
-                f"go with them. It is called for each of {number} pieces of {rows} rows (data "
-                f"shards x num_microbatches), and all of them make {factor:.4g} times {what} of "
-                "the whole batch on one device. Divide by what is there, as losses.mean() does, or "
-                "return the sum and what to divide it by: return jnp.sum(losses), losses.size. "
+                "the loss adds up its rows and divides by a number that does not scale with them. "
+                f"It is called for each of {number} pieces of {rows} rows (data shards x "
+                f"num_microbatches), and their mean is {factor:.4g} times {what} of the whole "
+                "batch on one device. Divide by the number of rows, as losses.mean() does, or "
+                "return the sum and its divisor: return jnp.sum(losses), losses.size. "
                 "zerojax.check names the line"
             )
 
@@ -357,7 +356,7 @@ def part_with_mixed_rows(
     )
     if not isinstance(parts.weight, Total | Fixed | None):
         return "the weight of the loss"
-    # Of equal weights, a term without rows is in the mean of the pieces what it is in each.
+    # With equal weights, a term without rows has the same value in each piece and in the mean.
     if not (isinstance(parts.loss, Total) or (_is_equal(parts.weight) and is_affine(parts.loss))):
         return "the loss"
     for name, value in parts.metrics.items():
@@ -408,14 +407,14 @@ def check_step_counts(
         place = len(params) + names.index(name)
         if getattr(state[name], "input", None) != place:
             raise ValueError(
-                f"{name} is a StepCount, and the loss gives it a value that is not its old one "
-                "plus a number of its own rows: those of microbatches and devices would not add "
-                "up. Add to it: self.count[...] += jnp.sum(is_counted, axis=0, dtype=jnp.int32)"
+                f"{name} is a StepCount, and the loss sets it to a value other than its old one "
+                "plus a count of its own rows, so the counts of microbatches and devices cannot be "
+                "summed. Add to it: self.count[...] += jnp.sum(is_counted, axis=0, dtype=jnp.int32)"
             )
         if not isinstance(state[rule.target], Fixed):
             raise ValueError(
-                f"the loss writes {rule.target}, which is made of {name} once per step, after all "
-                "passes; write what it depends on into the rule of that StepCount"
+                f"the loss writes {rule.target}, which is computed from {name} once per step, "
+                "after all passes; put that computation into the rule of that StepCount"
             )
 
 
@@ -432,40 +431,39 @@ def check_pieces(pieces: BatchPieces, num_shards: int, num_microbatches: int) ->
     for kind in sorted(pieces.rows_over_batch):
         over_rows = "jnp.sum" if kind == "batch_sum" else "jnp.mean"
         raise ValueError(
-            f"zerojax.{kind} is given an array that still has the {pieces.num_rows} rows of one "
-            "device, and would mix the first row of each device, the second of each, and so on; "
-            f"go over these rows first: zerojax.{kind}({over_rows}(x, axis=0))"
+            f"zerojax.{kind} got an array that still has the {pieces.num_rows} rows of one device, "
+            "and would add the first rows of all devices, the second rows, and so on; reduce over "
+            f"these rows first: zerojax.{kind}({over_rows}(x, axis=0))"
         )
     cut = f"{number} pieces of {pieces.num_rows} rows (data shards x num_microbatches)"
     if pieces.is_sum and number > 1:
         raise ValueError(
-            f"the loss is a sum over the rows that it is given, not their mean, and it is called "
-            f"for each of {cut}: their mean is a {number}th of the sum over the batch, so loss and "
-            "gradients would depend on the number of devices. Return the mean over the rows, or "
-            "the sum and what to divide it by: return jnp.sum(losses), losses.size. "
-            "zerojax.check names the line"
+            f"the loss is a sum over its rows, not their mean, and it is called for each of {cut}: "
+            f"their mean is a {number}th of the sum over the batch, so loss and gradients would "
+            "depend on the number of devices. Return the mean over the rows, or the sum and its "
+            "divisor: return jnp.sum(losses), losses.size. zerojax.check names the line"
         )
     if pieces.is_ratio and number > 1:
         warn_user(
-            f"the loss divides by a number that depends on the rows that it is given, and is "
-            f"called for each of {cut}: the mean of such quotients is not the quotient over the "
-            "batch where the divisors differ, as masks do. Return both instead of dividing: "
-            "return loss_sum, weight. zerojax.check shows by how much it differs",
+            "the loss divides by a number that depends on its rows, and is called for each of "
+            f"{cut}: the mean of such quotients is not the quotient over the batch where the "
+            "divisors differ, as with masks. Return both instead of dividing: return loss_sum, "
+            "weight. zerojax.check shows by how much it differs",
             RuntimeWarning,
         )
     if pieces.is_product and num_shards > 1:
         warn_user(
-            "the loss has a term that is a product of means over the rows that it is given, as the "
-            f"loss that balances a mixture of experts, and is called for each of {cut}: the mean "
-            "of such products is not the product of the means over the batch. Take the means over "
-            "the whole batch: zerojax.batch_mean(jnp.mean(x, axis=0)). zerojax.check shows by how "
-            "much it differs",
+            "the loss has a term that is a product of means over its rows, such as the "
+            f"load-balancing loss of a mixture of experts, and is called for each of {cut}: the "
+            "mean of such products is not the product of the means over the batch. Take the means "
+            "over the whole batch: zerojax.batch_mean(jnp.mean(x, axis=0)). zerojax.check shows by "
+            "how much it differs",
             RuntimeWarning,
         )
     if pieces.compares_rows and number > 1:
         warn_user(
             "the loss compares the rows of the batch with each other, as a contrastive loss does, "
-            f"and is called for each of {cut}: a row is compared with those of its piece alone, "
+            f"and is called for each of {cut}: a row is compared only with rows of its own piece, "
             "in training and in evaluation. For a number of rows that is the same on any devices, "
             "make arrays of shape [groups, rows of a group, ...] and take the mean of the loss of "
             "each group: jax.vmap(loss_of_group)(batch).mean(). zerojax.check shows by how much it "
@@ -475,27 +473,27 @@ def check_pieces(pieces: BatchPieces, num_shards: int, num_microbatches: int) ->
     if pieces.undefined and num_shards > 1:
         name, dtype = min(pieces.undefined.items())
         raise ValueError(
-            f"the model's state {name} ({dtype}) depends on the rows of the batch, and not as a "
-            f"count does, which is its old value plus a sum over rows: each of {num_shards} shards "
-            "of the batch would have another value. Add to it, as in state + jnp.sum(...), or keep "
-            "it in floating point, of which the mean over the shards is taken, or return the "
-            f"number from the loss as a metric: return loss, {{{name.split('/')[-1]!r}: value}}. "
-            "zerojax.check names the line"
+            f"the model's state {name} ({dtype}) depends on the rows of the batch, and is not a "
+            f"count (its old value plus a sum over rows): each of {num_shards} shards of the batch "
+            "would have another value. Add to it, as in state + jnp.sum(...), or keep it in "
+            "floating point, which is averaged over the shards, or return the number from the loss "
+            f"as a metric: return loss, {{{name.split('/')[-1]!r}: value}}. zerojax.check names "
+            "the line"
         )
 
 
 def describe_pieces(pieces: BatchPieces) -> list[str]:
     """Describes sums in the loss, and with one piece also what would be refused with more."""
     lines = [
-        f"the metric {name!r} is a sum over the rows of one microbatch on one data shard, and what "
-        "is reported is the mean of these sums; with what it is a share of it is divided once, "
-        f"over the whole batch: {{{name!r}: (x.sum(), x.size)}}"
+        f"the metric {name!r} is a sum over the rows of one microbatch on one data shard, and the "
+        "reported value is the mean of these sums; with a divisor it is divided once, over the "
+        f"whole batch: {{{name!r}: (x.sum(), x.size)}}"
         for name in pieces.summed_metrics
     ]
     if pieces.is_sum:
         lines.append(
             "the loss is a sum over the rows of the batch: it is refused on more devices or with "
-            "more microbatches, where its mean over pieces would be another number"
+            "more microbatches, because its mean over pieces would differ"
         )
     if pieces.is_product:
         lines.append(
@@ -505,7 +503,7 @@ def describe_pieces(pieces: BatchPieces) -> list[str]:
         )
     if pieces.undefined:
         lines.append(
-            f"the model's state {min(pieces.undefined)} depends on the rows of the batch and is no "
-            "count: it is refused on more data shards"
+            f"the model's state {min(pieces.undefined)} depends on the rows of the batch and is "
+            "not a count: it is refused on more data shards"
         )
     return lines

@@ -325,7 +325,7 @@ def _make_traced(settings: MeshConfig, mesh: Mesh | AbstractMesh, given: _Given)
         try:
             return _decide(task, seen, rolling.given_up(error), given, reasons)
         except Exception as unrolled:
-            # Both fail: where the settings need a loop, what the loop lacks is the answer.
+            # Both fail: where the settings need a loop, report why there is none.
             raise (error if needs_loop else unrolled) from None
 
 

@@ -36,7 +36,7 @@ from zerojax.runtime.memory import nearest_folder
 
 UPDATE, WEIGHTS = "update of the state", "weights"
 ATTAINED = 0.5
-"""Share of a card's peak at which products are taken to run, where time is set against a link."""
+"""Assumed share of a card's peak for products, where their time is compared with a link's."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -245,13 +245,13 @@ def hiding(plan: Decisions, gpu: Gpu, rates: TierRates | None = None) -> Hiding 
         return None
     rates = rates or rates_of(gpu, plan.settings.offload.folder)
     layout = plan.offload
-    # In the backward pass layers are updated beside the products of the following ones.
+    # In the backward pass a layer is updated while the next layers are computed.
     streaming = layout is not None and layout.update_in_backward
     update = [part for part in moved if part.what == UPDATE and not streaming]
     beside = [part for part in moved if part.what in (WEIGHTS, GRADIENTS)]
     beside += [part for part in moved if part.what == UPDATE and streaming]
     growing = [part for part in moved if part.what == ACTIVATIONS]
-    # The devices of a machine share its disk, and each has a link of its own.
+    # The devices of a machine share its disk; each has its own link.
     touched = 2 * file_bytes(plan, min(plan.mesh.size, gpu.node_devices))
     disk_seconds = None if rates.disk is None and touched else touched / (rates.disk or math.inf)
     update_link = _seconds(rates, update)

@@ -15,17 +15,17 @@ from zerojax.optim import Optimizer
 from zerojax.plan.decisions import Decisions
 
 CALLS = 2
-"""Kinds of calls of attention that are measured, those with the most products first."""
+"""Number of attention call kinds to measure, those with the most products first."""
 NO_MORE_MEMORY = {
     "xla": ("chunked", "mosaic_gpu"),
     "chunked": ("mosaic_gpu",),
     "cudnn": ("mosaic_gpu",),
 }
-"""What `auto` takes for attention -> what holds no more."""
+"""{implementation that `auto` chooses for attention: alternatives that need no more memory}."""
 HOLD_MORE = ("muon",)
-"""Kernels that hold more than XLA's fusions: Muon's the directions of all matrices at once."""
+"""Kernels that need more memory than XLA's fusions: Muon's holds the directions of all matrices."""
 SIZES = (SLICE_ELEMENTS // 4, SLICE_ELEMENTS * 2)
-"""Elements of a slice of offloaded state, at most, that are tried beside `SLICE_ELEMENTS`."""
+"""Other slice sizes of offloaded state to try, in elements at most, besides `SLICE_ELEMENTS`."""
 
 
 def why_closed(plan: Decisions) -> str | None:
@@ -38,8 +38,8 @@ def why_closed(plan: Decisions) -> str | None:
     if open_kernels(plan) or open_calls(plan) or why_slices_are_fixed(plan) is None:
         return None
     return (
-        f"kernels={settings.kernels} asks for them, and neither attention nor slices of state are "
-        "left open; use kernels=auto"
+        f"kernels={settings.kernels} sets them, and neither attention nor slices of state are left "
+        "open; use kernels=auto"
     )
 
 
@@ -97,16 +97,16 @@ def why_slices_are_fixed(plan: Decisions) -> str | None:
     """Returns why the size of slices is not an open choice, or None if it is."""
     config = plan.settings.offload
     if not sizes_of_slices(plan):
-        return "no optimizer state waits on the host"
+        return "no optimizer state is on the host"
     if config.slice_elements is not None:
-        return f"offload.slice_elements={config.slice_elements} asks for it"
+        return f"offload.slice_elements={config.slice_elements} sets it"
     if config.on_disk:
         return "files keep the slices with which they were written"
     if config.update_in_backward:
         return "with offload.update_in_backward a slice is a layer"
     stored = (plan.precision.param_dtype, plan.precision.moments_dtype)
     if any(np.dtype(dtype) != np.float32 for dtype in stored):
-        return "state in 16 bits is rounded at random, slice by slice"
+        return "16-bit state is rounded stochastically, slice by slice"
     return None
 
 
@@ -131,5 +131,7 @@ def describe_open_choices(plan: Decisions) -> list[str]:
         parts.append(
             f"slices of state on the host (at most {SLICE_ELEMENTS:,} elements, or {sizes})"
         )
-    told = "timed on the GPUs of a run before its first step (tune: auto), here as named first: "
+    told = (
+        "measured on the GPUs of a run before step 1 (tune: auto), planned with the first named: "
+    )
     return [told + "; ".join(parts)]

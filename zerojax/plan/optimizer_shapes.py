@@ -102,9 +102,9 @@ def _describe(changed: Mapping[str, LeafPlacement], why: str) -> str:
     name, leaf = next(iter(changed.items()))
     moved = [name for name, leaf in changed.items() if leaf.has_rows]
     line = (
-        f"the optimizer's update is not proven to go element by element ({why}), so it runs on "
-        f"arrays of their true shapes: {len(changed)} are stored padded or in another order, such "
-        f"as {name} {list(leaf.shape)} as {list(leaf.stored_shape)}"
+        f"the optimizer's update is not proven to be elementwise ({why}), so it runs on arrays of "
+        f"their true shapes: {len(changed)} are stored padded or in another order, such as {name} "
+        f"{list(leaf.shape)} as {list(leaf.stored_shape)}"
     )
     if moved:
         line += (
@@ -124,7 +124,7 @@ class _Forms:
         mesh: Mesh | AbstractMesh,
     ) -> None:
         self._leaves = leaves
-        # Of the true shape, too: the compiler splits what does not divide as if it were padded, so
+        # Also for the true shape: the compiler splits uneven dimensions as if they were padded, so
         # that each device has the same part of both.
         self._lies = {name: NamedSharding(mesh, leaf.stored_spec) for name, leaf in leaves.items()}
         self._rows = {
@@ -182,8 +182,8 @@ def _fit_keywords(
         )
         raise ValueError(
             "the optimizer's update returns other shapes than the gradients and the state that it "
-            f"is given ({what}); transformations of gradients of single examples have no place "
-            "here, and others return updates like the parameters and a state like that of init"
+            f"is given ({what}); transformations of per-example gradients are not supported, and "
+            "others return updates like the parameters and a state like that of init"
         )
     return fitted, found
 

@@ -27,7 +27,7 @@ from zerojax.plan.state_layout import PipelineLayout
 Arrays = Mapping[str, Any]
 
 METHODS = ("uniform", "parameters", "flops")
-"""By count, or by costs: which costs those are is the caller's."""
+"""Methods by count or by cost; the caller provides the costs."""
 
 
 def plan_pipeline(
@@ -260,7 +260,7 @@ def _balance(
     best, found = None, ()
     for first in range(1, num_layers - num_parts + 2):
         middle_parts = num_parts - 2
-        # Two parts leave no choice for the last; else it has what leaves the middle one layer each.
+        # With two parts the last gets the rest; otherwise it leaves each middle part one layer.
         least = 1 if middle_parts else num_layers - first
         for last in range(least, num_layers - first - middle_parts + 1):
             middle = _even(num_layers - first - last, middle_parts) if middle_parts else ()

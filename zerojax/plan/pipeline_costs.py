@@ -21,7 +21,7 @@ HEAD_FACTOR = 3
 """The last virtual stage does the head's forward and backward in its F slot."""
 
 EMBED_BACKWARD_FACTOR = 3
-"""Forward, done again, and backward of the embedding, behind the first virtual stage's B."""
+"""Recomputed forward, and backward of the embedding, after the first virtual stage's B."""
 
 
 def slot_costs(layout: PipelineLayout) -> Costs:
@@ -139,7 +139,7 @@ def executed_flops(layout: PipelineLayout) -> float:
     others the longest.
     """
     times, chunk = slot_costs(layout).of(layout.schedule), layout.chunk_rows * layout.layer_flops
-    chunk *= layout.schedule.num_chunks  # of which the times are those of one
+    chunk *= layout.schedule.num_chunks  # slot times are those of one
     total = 0.0
     for run in layout.table.runs:
         tick = sum(times[kind] for kind in _kinds(run)) * chunk

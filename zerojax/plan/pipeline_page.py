@@ -15,10 +15,10 @@ from zerojax.plan.schedules.schedule_table import format_cell
 from zerojax.plan.state_layout import PipelineLayout
 
 MAX_CELLS = 20_000
-"""Ticks x stages of the largest table that goes into the dictionary."""
+"""Limit of ticks x stages for a table in the dictionary."""
 
 MAX_STAGE_ROWS = 16
-"""Stages that have a row each; of more the middle is left out."""
+"""Maximum stages with one row each; beyond it the middle is left out."""
 
 ZERO_SENTENCES = (
     "zero=0: gradients are summed over data once per step, behind the last tick",

@@ -177,7 +177,7 @@ def place_parameters(
             over = f"{' x '.join(zero_axes)} {shards}"
             over = f"{shards} virtual shards" if rules.virtual_shards else over
             taken = axes if expert_dim is None else _with_experts(axes, expert_dim)
-            # Of a table that is looked up each device has columns, for the same work on all.
+            # A lookup table is split by columns, so that all devices do the same work.
             first = stack_dims if name not in rules.lookups else 1
             zero_dim, padded, reason = _zero_dim(shape, taken, first, shards, over, codes)
             reasons += [reason] if reason else []
@@ -236,7 +236,9 @@ def _access(
             "gathered once per step"
         )
     reason = (
-        None if reads_lazily else "functions have no point of use: all are gathered as apply starts"
+        None
+        if reads_lazily
+        else "a pair of functions has no point of use: all are gathered when apply starts"
     )
     return Access.GATHER_ON_USE, reason
 
@@ -355,13 +357,13 @@ def place_model(
         if not jnp.issubdtype(leaf.dtype, jnp.floating)
     }
     barriers, read_shapes = dict(trace.barriers), dict(trace.read_shapes)
-    # Read whole, but what is read goes nowhere but into the loop, which slices it.
+    # Read whole, but used only by the loop, which slices it.
     early = [name for name in stacked if params[name].shape in read_shapes.get(name, ())]
     barriers |= dict.fromkeys(early, "is read before the loop over layers")
     read_shapes |= {name: frozenset([params[name].shape[1:]]) for name in early}
     virtual_shards = settings.virtual_shards if settings.deterministic else None
     if virtual_shards is not None:
-        again = "is read more than once, and its sums have to be of one order"
+        again = "is read more than once, and its sums need a fixed order"
         repeated = dict.fromkeys(_read_repeatedly(params, trace), again)
         barriers = repeated | barriers
     rules = settings.rules

@@ -31,10 +31,10 @@ from zerojax.plan.placement import Placement, straight_pieces, unrolled
 from zerojax.plan.state_layout import OffloadLayout
 
 _NAMES = 3
-"""Of a reason that several parameters share, so many are named."""
+"""Number of parameters named per shared reason."""
 
 WIDTH = 98
-"""Of the section; a forecast's page puts two spaces before it."""
+"""Column width of the section, without a forecast page's two-space indent."""
 NAMES = {DEVICE: "device", HOST: "host", NVME: "disk"}
 ROLE, CELL = 18, 11
 

@@ -79,9 +79,9 @@ def describe_deterministic(settings: MeshConfig, num_microbatches: int) -> list[
         f"of which computes {num_microbatches} of {count} virtual shards, one after the other"
     ]
     if settings.zero >= 2:
-        lines.append("gradients of each virtual shard are exchanged by themselves")
+        lines.append("gradients of each virtual shard are exchanged separately")
     elif num_microbatches > 1:
-        lines.append("gradients travel as float32 sums, once per step")
+        lines.append("gradients are sent as float32 sums, once per step")
     return lines
 
 
@@ -120,7 +120,7 @@ def describe_model(
         lines.append(f"{_some(unread, 'parameters')} never read by the loss")
     if switched := getattr(model, "switched", ()):
         names = ", ".join(switched)
-        lines.append(f"{names}: set by the mode, training or evaluation, where a call does not")
+        lines.append(f"{names}: set by the mode, training or evaluation, unless a call sets them")
     averaged = [
         name
         for name, leaf in extras.items()
@@ -136,14 +136,14 @@ def describe_model(
         )
     if counted:
         lines.append(
-            f"{_some(sorted(counted), 'arrays')} carried besides parameters as counts: what the "
-            "shards of the batch add to them is added up"
+            f"{_some(sorted(counted), 'arrays')} carried besides parameters as counts: the "
+            "additions of all shards of the batch are summed"
         )
     if model.step_rules:
         targets = sorted(rule.target for rule in model.step_rules.values())
         lines.append(
-            f"{_some(targets, 'arrays')} made anew once per step, by a rule of the model, of what "
-            f"all passes counted in {_some(sorted(model.step_rules), 'arrays')}"
+            f"{_some(targets, 'arrays')} recomputed once per step, by a rule of the model, from "
+            f"the counts of all passes in {_some(sorted(model.step_rules), 'arrays')}"
         )
     if model.overwritten:
         lines.append(
@@ -168,10 +168,10 @@ def _describe_gathers(placement: Placement, trace: ModelTrace) -> list[str]:
     once = sum(leaf.access is Access.GATHER_ONCE for leaf in leaves)
     rest = f"; {once} {'are' if once > 1 else 'is'} gathered once per step and kept" if once else ""
     if not on_use:
-        return [f"no parameter is gathered where it is read{rest}"] if once else []
+        return [f"no parameter is gathered on use{rest}"] if once else []
     lines = [
-        f"{len(on_use)} of {len(placement.leaves)} parameters are gathered where they are read and "
-        f"again in the backward pass, which keeps none of them{rest}"
+        f"{len(on_use)} of {len(placement.leaves)} parameters are gathered on use in the forward "
+        f"pass and again in the backward pass; none is kept between{rest}"
     ]
     together = unrolled(placement, straight_pieces(trace.jaxpr.jaxpr))
     if together:
@@ -225,7 +225,7 @@ def describe_frozen(
     many = f"{len(floats)} frozen parameters are" if len(floats) > 1 else "1 frozen parameter is"
     line = f"{many} stored in {kept.name} and computed with in {computed.name}"
     if any(params[name].dtype.itemsize > kept.itemsize for name in frozen):
-        line += f": the model's own bits below {kept.name} are gone, also from exports"
+        line += f": the model's extra precision beyond {kept.name} is lost, in exports too"
         if kept == jnp.float16:
             line += f", and what is beyond {jnp.finfo(kept).max:,.0f} is infinite"
         line += "; freeze_dtype=fp32 keeps them"
@@ -233,8 +233,8 @@ def describe_frozen(
 
 
 WIDE_ENOUGH = 0.1
-"""Share of the FLOPs from which float32 products are said; attention's own are below at most
-lengths."""
+"""Share of the FLOPs above which float32 products are reported; attention's own are below it at
+most lengths."""
 
 
 def _describe_wide(trace: ModelTrace, batch: Any, precision: Precision) -> list[str]:
@@ -283,7 +283,7 @@ def describe_update(
     chosen = choices["update"]
     on_gpu = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform in ("gpu", "cuda", "rocm")
     lines, stacks = [], params.keys() & set(stacks)
-    # That no kernel runs says something where one could.
+    # Report a missing kernel only where one could run.
     if on_gpu or chosen.implementation != "xla":
         lines.append(f"optimizer update by {chosen.implementation}: {chosen.reason}")
         measured = isinstance(tx, Optimizer) and tx.begin is not None

@@ -46,8 +46,8 @@ def check_no_other_way(
     for other, is_there in others.items():
         if is_there:
             raise ValueError(
-                f"{asked} with {other} is not supported, which {what} in a way of its own; leave "
-                "one of them out"
+                f"{asked} with {other} is not supported, because the latter {what} in its own way; "
+                "leave one of them out"
             )
 
 
@@ -159,13 +159,13 @@ def check_wire(settings: MeshConfig, eight_bits: Collection[str]) -> None:
     asked = f"wire.weights={settings.wire.weights}"
     if settings.zero != 3:
         raise ValueError(
-            f"{asked} is for weights that are gathered where they are read, and with "
-            f"zero={settings.zero} none is; use zero=3, or wire.weights=compute"
+            f"{asked} is for weights that are gathered on use, and with zero={settings.zero} none "
+            "is; use zero=3, or wire.weights=compute"
         )
     if not eight_bits:
         raise ValueError(
-            f"{asked} sends what a model uses as 8-bit floats alone, and this model uses no "
-            "parameter so: give a reference model matmul_dtype='fp8', or use wire.weights=compute"
+            f"{asked} is for parameters that a model uses only as 8-bit floats, and this model has "
+            "none: give a reference model matmul_dtype='fp8', or use wire.weights=compute"
         )
 
 
@@ -184,8 +184,8 @@ def check_elementwise(settings: MeshConfig, tx: Any) -> None:
     kernel = getattr(tx, "kernel", None)
     what = f"the optimizer {kernel}" if kernel else "a plain optax transformation"
     raise ValueError(
-        f"deterministic='mesh' needs an update that goes element by element, and {what} may look "
-        "at whole shards, which other meshes cut otherwise; use zerojax.adamw, lion or sgd"
+        f"deterministic='mesh' needs an elementwise update, and {what} may use whole shards, which "
+        "differ between meshes; use zerojax.adamw, lion or sgd"
     )
 
 
@@ -252,7 +252,7 @@ def check_arguments(loss: Callable[..., Any]) -> None:
     """
     try:
         signature = inspect.signature(loss)
-    except (TypeError, ValueError):  # not every callable has one
+    except (TypeError, ValueError):  # not every callable has a signature
         return
     try:
         signature.bind(None, None)
@@ -329,6 +329,6 @@ def _frame_of_user(error: BaseException) -> traceback.FrameSummary:
         for frame in frames
         if models in frame.filename or not any(part in frame.filename for part in libraries)
     ]
-    # Also `contextlib`, through which this very frame is reached, is not a user's.
+    # Frames of `contextlib`, which calls this frame, are not the user's either.
     theirs = [frame for frame in theirs if not frame.filename.endswith("contextlib.py")]
     return (theirs or frames)[-1]

@@ -34,9 +34,9 @@ from zerojax.plan.stacked_updates import over_stacks
 
 Structs = Mapping[str, Any]
 MIN_TURNS = 4
-"""Fewer layers compile in little time, and as a loop they cost what a loop costs."""
+"""Fewer layers compile fast, and a loop has its own cost."""
 _LENGTH = 240
-"""Characters of an error in a reason."""
+"""Maximum characters of an error in a reason."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,7 +98,7 @@ def choose_rolling(
         return Rolling()
     try:
         return _choose(model, trace, params, wishes)
-    except Exception as error:  # any doubt leaves the model as it is
+    except Exception as error:  # on any error the model stays unrolled
         return Rolling(reasons=(f"layers: not rolled: {describe_error(error)}",))
 
 
@@ -160,8 +160,8 @@ def _choose_remat(loop: Loop, wishes: Wishes, params: Structs) -> tuple[str, str
         return "model", ""
     sizes = [trees.format_bytes(x) for x in (fewer, kept, weights)]
     return ELEMENTWISE, (
-        f"; the backward pass computes elementwise results again: it keeps {sizes[0]}, not "
-        f"{sizes[1]}, beside {sizes[2]} of weights (roll_remat=model keeps them)"
+        f"; the backward pass recomputes elementwise results: it keeps {sizes[0]}, not {sizes[1]}, "
+        f"beside {sizes[2]} of weights (roll_remat=model keeps them)"
     )
 
 
@@ -188,7 +188,7 @@ def _why_not_worth(loop: Loop, wishes: Wishes) -> str | None:
     """
     settings = wishes.settings
     if loop.count < _fewest_turns(wishes):
-        return f"{loop.count} turns, fewer than {_fewest_turns(wishes)}"
+        return f"{loop.count} iterations, fewer than {_fewest_turns(wishes)}"
     remat = settings.roll_remat
     by_layer = (
         settings.zero == 3

@@ -33,8 +33,8 @@ def check_secondary(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> None:
         return
     if settings.zero != 3:
         raise ValueError(
-            f"{_ASKED} is for weights that are gathered where they are read, and with "
-            f"zero={settings.zero} none is; use zero=3, or wire.secondary=false"
+            f"{_ASKED} is for weights that are gathered on use, and with zero={settings.zero} none "
+            "is; use zero=3, or wire.secondary=false"
         )
     check_no_other_way(_ASKED, "gathers weights", settings, mesh)
     over = state_axes(mesh.shape)
@@ -50,8 +50,8 @@ def check_secondary(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> None:
     if members == 1:
         raise ValueError(
             f"{_ASKED} needs the same number of shards in each node, at least 2, and the {shards} "
-            f"over {' x '.join(over)} do not lie so; use wire.secondary=false, or say with "
-            "mesh.node how many devices a node has"
+            f"over {' x '.join(over)} are not distributed like that; use wire.secondary=false, or "
+            "say with mesh.node how many devices a node has"
         )
 
 
@@ -79,7 +79,7 @@ def describe_secondary(settings: MeshConfig, placement: Placement) -> Sequence[s
     leaves = placement.leaves.values()
     found = [leaf for leaf in leaves if leaf.node_shards is not None]
     if not found:
-        return [f"{_ASKED} changes nothing: no parameter is gathered where it is read"]
+        return [f"{_ASKED} changes nothing: no parameter is gathered on use"]
     members, shards = found[0].node_shards, placement.num_shards(found[0])
     assert members is not None
     elements = sum(trees.num_elements(leaf.shape) for leaf in found)

@@ -58,10 +58,10 @@ def check_one_bit(
             3: "stage 3 would save the 2 bytes of a weight beside them",
         }[settings.zero]
         raise ValueError(
-            f"{one_bit.name} with zero={settings.zero} is not supported: what a device's signs "
-            "leave out is of its own whole momentum, 4 bytes per parameter that no sharding "
-            f"divides, beside 16/{devices} = {16 / devices:.2g} of masters, moments and errors "
-            f"that stage 1 shards already, and {gain}; use zero=0 or 1"
+            f"{one_bit.name} with zero={settings.zero} is not supported: the residual error of a "
+            "device's signs belongs to its own whole momentum, 4 bytes per parameter that no "
+            f"sharding divides, beside 16/{devices} = {16 / devices:.2g} of masters, moments and "
+            f"errors that stage 1 shards already, and {gain}; use zero=0 or 1"
         )
     others = {
         **{f"{axis}={mesh.shape[axis]}": mesh.shape[axis] > 1 for axis in AXES if axis != DATA},
@@ -80,9 +80,9 @@ def check_one_bit(
             )
     if not precision.has_masters or precision.moments_dtype != jnp.float32:
         raise ValueError(
-            f"{one_bit.name} with bfloat16 parameters or moments is not supported: what signs "
-            "leave out is added up over steps and would be lost in bfloat16; use param_dtype and "
-            "moments_dtype float32"
+            f"{one_bit.name} with bfloat16 parameters or moments is not supported: the residual "
+            "errors of signs accumulate over steps and would be lost in bfloat16; use param_dtype "
+            "and moments_dtype float32"
         )
 
 
@@ -230,8 +230,9 @@ def describe_one_bit(
         f"of {len(trained)} parameters as signs with a scale for 256: "
         f"{format_bytes(signs_sent(placement))} per step and device, {format_bytes(total)} in "
         f"all{weights}",
-        f"{one_bit.name} keeps what signs leave out, {format_bytes(4 * rows * (devices + 1))} on "
-        "each device; on another number of devices it begins at zero",
+        f"{one_bit.name} keeps the residual errors of signs, "
+        f"{format_bytes(4 * rows * (devices + 1))} on each device; on another number of devices "
+        "they begin at zero",
     ]
     if one_bit.per_layer:
         shards = sum(trees.num_elements(leaf.stored_shape) for leaf in signed.values())
@@ -242,9 +243,9 @@ def describe_one_bit(
         )
     if one_bit.options.clip_norm is not None:
         lines.append(
-            f"clip_norm={one_bit.options.clip_norm:g} after step {one_bit.freeze_step} is a limit "
-            "of the root mean square over devices of the norm of each one's gradient, since none "
-            "knows the norm of their mean"
+            f"clip_norm={one_bit.options.clip_norm:g} after step {one_bit.freeze_step} limits the "
+            "root mean square over devices of their gradient norms, since no device knows the norm "
+            "of the mean gradient"
         )
     return lines
 

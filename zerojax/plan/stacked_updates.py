@@ -64,7 +64,7 @@ def over_stacks(
     def update(updates: Any, state: Tree, params: Any = None, **extra: Any) -> tuple[Any, Tree]:
         if not _is_stacked(updates, stacks):
             return inner.update(updates, state, params, **extra)
-        if "layers" in extra:  # rows are arrays of their own here, and have no layers
+        if "layers" in extra:  # rows are separate arrays here, without a layer dimension
             extra["layers"] = frozenset(extra["layers"]) - stacks.keys()
         fixed = {name: x for name, x in extra.items() if not _is_arrays(x)}
         arrays = {name: x for name, x in extra.items() if name not in fixed}

@@ -32,9 +32,9 @@ from zerojax.plan.state_layout import OffloadLayout, SlicedLeaf
 
 Tree = Any
 ONE_BIT = "one_bit"
-"""The part of a state, and of names in checkpoints, that sending signs of momentum keeps."""
+"""Key of the signed-momentum data in a state and in checkpoint names."""
 COPIES = "copies"
-"""The part of both that `wire.weights=delta_int8` and `delta_int4` keep."""
+"""Key of the weight copies of `wire.weights=delta_int8` and `delta_int4` in both."""
 
 
 class TrainState(TypedDict):

@@ -22,7 +22,7 @@ from zerojax.config.mesh import DEVICE, HOST, NVME, OffloadConfig
 from zerojax.plan.schedules import ExecutorTable, Schedule
 
 MASTER = "master"
-"""What `OffloadLayout.arrays` calls the float32 weights."""
+"""Name of the float32 weights in `OffloadLayout.arrays`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from zerojax.plan.placement import Placement
 
 _ASKED = "lookup=owners"
 _ONE_DEVICE = tuple(axis for axis in AXES if axis not in DATA_AXES or axis == EXPERT)
-"""Axes along which nothing may be split."""
+"""Axes that must have size 1."""
 
 
 def check_lookup(settings: MeshConfig, mesh: Mesh | AbstractMesh, precision: Any) -> None:
@@ -117,11 +117,11 @@ def plan_lookups(
         if why is None:
             asked[name] = rows
             lines.append(
-                f"{_ASKED}: {name} is never gathered, nor is its gradient: rows travel, "
+                f"{_ASKED}: {name} is never gathered, nor is its gradient: rows are sent, "
                 f"{costs.words(mesh.shape[DATA])}"
             )
         else:
-            lines.append(f"{_ASKED}: {name} is gathered all the same: {why}")
+            lines.append(f"{_ASKED}: {name} is still gathered: {why}")
     return Lookups(asked, tuple(lines))
 
 
@@ -134,7 +134,7 @@ class _Costs:
 
     def words(self, devices: int) -> str:
         sent = [format_bytes(x * (devices - 1) / devices) for x in (self.looked_up, self.gathered)]
-        return f"{sent[0]} sent by each device in a step in place of {sent[1]}"
+        return f"{sent[0]} sent by each device in a step instead of {sent[1]}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +152,7 @@ class _Sent:
     def costs(
         self, shape: tuple[int, ...], asked: Asked, zero: int, num_microbatches: int
     ) -> _Costs:
-        # The backward pass needs nothing of the table, so at stage 3 it is gathered once, too.
+        # The backward pass does not read the table, so at stage 3 it is gathered only once, too.
         gathers, scatters = (num_microbatches if zero >= stage else 1 for stage in (3, 2))
         rows = (asked.rows + asked.again) * self.there + asked.rows * self.back
         return _Costs(

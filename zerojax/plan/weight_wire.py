@@ -36,7 +36,7 @@ from zerojax.plan.refusals import check_no_other_way
 
 _ASKED = "wire.weights=int8"
 DELTA_BITS = {"delta_int8": 8, "delta_int4": 4}
-"""{`wire.weights`: bits of a code of what changed}."""
+"""{`wire.weights` value: bits of a code of a change}."""
 _GATHERED = (Access.GATHER_ONCE, Access.GATHER_ONCE_SCATTER_EARLY, Access.GATHER_ON_USE)
 
 
@@ -67,8 +67,8 @@ def _check_deltas(settings: MeshConfig, mesh: Mesh | AbstractMesh, tx: Any) -> N
         )
     if settings.zero == 3:
         raise ValueError(
-            f"{asked} is for a copy of the weights that every device keeps, and with zero=3 none "
-            "does; use zero=1 or 2, or wire.weights=int8"
+            f"{asked} is for a copy of the weights that every device keeps, and with zero=3 there "
+            "is none; use zero=1 or 2, or wire.weights=int8"
         )
     others = {
         f"deterministic={settings.deterministic}": settings.deterministic is not None,
@@ -132,10 +132,10 @@ def _describe_deltas(
     others = sum(math.prod(leaf.shape) for leaf in leaves if leaf.delta_codes is None)
     return [
         f"{asked}: every device keeps {len(coded)} of {len(leaves)} parameters in {dtype.name} "
-        f"({format_bytes(kept)}), the same bits on all; what they lack to the masters is sent once "
-        f"per step as integers of {bits} bits with a scale for {BLOCKS[bits]}, and what a code "
-        f"misses is in the next one; losses are near those of exact weights, not equal; {others:,} "
-        "elements are sent as before"
+        f"({format_bytes(kept)}), the same bits on all; their difference to the masters is sent "
+        f"once per step as integers of {bits} bits with a scale for {BLOCKS[bits]}, and the error "
+        "of a code is part of the next one; losses are close to those of exact weights, not equal; "
+        f"{others:,} elements are sent as before"
     ]
 
 
@@ -156,6 +156,6 @@ def describe_weight_wire(
     where = "fetched from other nodes" if between else "gathered"
     return [
         f"{_ASKED}: {len(coded)} of {len(leaves)} parameters are {where} as integers of 8 bits "
-        f"with a scale for {BLOCKS[8]}; masters are exact, losses are near those of exact weights, "
-        f"not equal; {others:,} elements are sent as before"
+        f"with a scale for {BLOCKS[8]}; masters are exact, losses are close to those of exact "
+        f"weights, not equal; {others:,} elements are sent as before"
     ]

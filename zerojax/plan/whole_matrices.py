@@ -23,7 +23,7 @@ from zerojax.plan.placement import Placement, axes_of_dims
 from zerojax.plan.state import TrainState
 
 DIRECTION_BYTES = 4
-"""Of one element on the wire: float32."""
+"""Bytes of one sent element: float32."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -137,8 +137,9 @@ def describe_matrices(
         )
         lines.append(
             f"{tx.kernel}: {count} matrices, {len(dealt)} class{'es' if len(dealt) > 1 else ''} of "
-            f"equal ones, are dealt out over {', '.join(axes)} and multiplied by one device each: "
-            f"{format_bytes(sent)} sent in float32; {useful:.0%} of the products are not of padding"
+            f"equal ones, are distributed over {', '.join(axes)} and multiplied by one device "
+            f"each: {format_bytes(sent)} sent in float32; {useful:.0%} of the products are not "
+            "padding"
         )
     whole = {
         name: number for one in classes if not one.exchanges for name, number in one.counts.items()

@@ -238,7 +238,7 @@ def _times_used(plan: Decisions, leaf: LeafPlacement) -> tuple[float, float, flo
         last = "weight" if layout.schedule.splits_backward else "backward"
         scatters = ticks_of(layout, last) / chunks
     if lazily:
-        # With the stash `input` the backward slots begin with a forward pass.
+        # With the stash `input` backward slots start with a recomputed forward pass.
         again = 2 if layout.table.stash == "input" else 1
         forward = ticks_of(layout, "forward") / chunks
         backward = again * (ticks_of(layout, "backward") + ticks_of(layout, "weight")) / chunks

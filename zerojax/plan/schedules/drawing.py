@@ -18,7 +18,7 @@ COLOURS = {"F": "#4c78a8", "B": "#e45756", "W": "#54a24b"}
 MEANINGS = {"F": "forward", "B": "backward", "W": "gradient of the weights"}
 LANE, GAP, LEFT, TOP = 28, 6, 70, 54
 SMALLEST_BOX = 22.0
-"""Width in pixels of the cheapest operation; less only beside one that costs over 10 times it."""
+"""Width in pixels of the cheapest operation; less if another one costs over 10 times as much."""
 
 
 def chunk_letter(chunk: int) -> str:

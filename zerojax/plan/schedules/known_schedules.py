@@ -44,20 +44,20 @@ SCHEDULES = {
     "1f1b": "one forward and one backward in every tick; memory does not grow with microbatches",
     "gpipe": "all forwards, then all backwards; every stage holds all microbatches",
     "interleaved": "1f1b with several chunks on each stage; the smallest bubble in step",
-    "zb_h1": "1f1b with the gradient of the weights as an operation of its own",
-    "zb_v": "the same, two chunks folded like a V; all stages hold equally much",
+    "zb_h1": "1f1b with the gradient of the weights as a separate operation",
+    "zb_v": "the same, two chunks folded like a V; all stages hold the same memory",
     "1f1b_classic": "1f1b as published, for comparison; half of its slots idle in step",
 }
 """Name -> one line on what it is good for."""
 
 MAX_OPERATIONS = 50_000
-"""Most forwards in one table; more would be a table nobody can compile."""
+"""Maximum forwards in one table; larger tables cannot be compiled in practice."""
 
 MAX_STAGES = 256
-"""Most stages in one table, which grows with their square."""
+"""Maximum stages in one table, which grows with their square."""
 
 _EXAMPLE = "`zerojax schedule 1f1b --stages 4 --microbatches 8 --csv mine.csv`"
-"""The command that writes a table to begin with."""
+"""The command that writes an example table."""
 
 _WITH_CHUNKS = re.compile(r"(\w+)\((\d+)\)")
 
@@ -289,7 +289,7 @@ def build_1f1b_classic(num_stages: int, num_microbatches: int) -> Schedule:
             order.append(("B", microbatch))
         orders.append(order)
     ticks: dict[tuple[str, int, int], int] = {}
-    # The table is read off by letting every stage go through its order as early as it can.
+    # The table follows from every stage running its order as early as possible.
     free = [0] * p
     while any(orders):
         for stage, order in enumerate(orders):
@@ -440,7 +440,7 @@ def read_csv(path: str | Path) -> Schedule:
     facts, lines = _split_facts(path, text)
     numbered = list(_read_rows(path, lines))
     if not numbered:
-        line = "0,F0,." if lines else "F0,."  # below a heading, or without one
+        line = "0,F0,." if lines else "F0,."  # after a heading, or without one
         raise ScheduleError(
             f"{path}: no ticks; write one line for each, with a cell for each stage, such as "
             f"{line} ({_EXAMPLE} writes a whole table)"

@@ -234,7 +234,7 @@ def _write_operation(
         columns["backward_first"][place] = is_first
     for buffer, found in slots.items():
         if buffer == "input" and kind != "F" and stash != "input":
-            continue  # the input has been given up by then
+            continue  # the input is freed by then
         if buffer == "gradient" and kind == "F" and not is_last:
             continue
         if item in found:
@@ -257,8 +257,8 @@ def _write_message(
     if stage == event.stage:
         direction = "local"
     else:
-        # In a loop activations always go to the right, gradients to the left; in a V the second
-        # chunk turns them round. With two stages both are the same neighbour: keep them apart.
+        # In a loop activations always move right and gradients left; in a V the second
+        # chunk reverses both. With two stages both are the same neighbour: keep them apart.
         goes_right = (kind == "F") != (schedule.placement == "v" and chunk == 1)
         direction = "right" if goes_right else "left"
     item = target, microbatch

@@ -32,7 +32,7 @@ class Costs:
             if not (math.isfinite(value) and value >= 0):
                 raise ScheduleError(f"cost {name}={value} must be a number from 0; use 1,1,1")
         if self.forward + self.backward + self.weight == 0:
-            raise ScheduleError("costs 0,0,0 leave nothing to simulate; use 1,1,1")
+            raise ScheduleError("costs 0,0,0 make every operation free; use 1,1,1")
 
     def of(self, schedule: Schedule) -> dict[str, float]:
         """Returns {kind of operation: its time in this table, one chunk}."""
@@ -51,17 +51,17 @@ class Simulation:
 
     num_ticks: int
     time: float
-    """With all stages in step: a slot that any stage uses takes its time on every stage."""
+    """Time in lockstep: a slot that any stage uses takes its time on every stage."""
     bubble: float
-    """1 - work / time, in step; work is what a stage computes, the same for all stages."""
+    """1 - work / time, in lockstep; work is the computation of a stage, equal for all stages."""
     asynchronous_time: float
-    """Where every stage starts an operation of its column as soon as its input is there."""
+    """Time if every stage starts an operation of its column as soon as its input arrives."""
     asynchronous_bubble: float
     """1 - work / asynchronous_time: what the papers count."""
     in_flight: tuple[int, ...]
     """Per stage, see `count_in_flight`."""
     num_messages: int
-    """Activations and gradients that travel between different stages."""
+    """Activations and gradients sent between different stages."""
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
