@@ -241,7 +241,7 @@ def test_a_sum_and_a_weight_of_the_whole_batch():
     assert_equal(run(loss=whole_pair, zero=2, steps=6).losses, plain_losses(pair_loss))
     plan = plan_of(loss=functools.partial(whole_pair, rule=clipped))
     assert plan.traced.batch_weight is None
-    assert any("needs the model or all pieces of the batch" in reason for reason in plan.reasons)
+    assert any("the model or on all pieces of the batch" in reason for reason in plan.reasons)
 
 
 RULES = [("experts", (None, None, None, "model")), ("scale", (None, "model"))]

@@ -185,7 +185,7 @@ def test_the_limit_is_over_when_training_begins(tmp_path, monkeypatch):
     [
         ([__file__, "--time-limit", "0"], "--time-limit 0: give seconds from 1"),
         ([__file__, "--time-limit", "1000000"], "to 86400"),
-        (["configs/tiny_shakespeare.yaml", "--time-limit", "9"], "limits a script"),
+        (["configs/tiny_shakespeare.yaml", "--time-limit", "9"], "limits scripts"),
     ],
 )
 def test_a_time_limit_that_cannot_be(words, message, capsys, monkeypatch):

@@ -109,7 +109,7 @@ def test_a_function_of_a_script_gives_the_parts(tmp_path):
     assert set(parts) == {"model", "batch", "loss"}
     with pytest.raises(ValueError, match="has no 'other'"):
         check_targets.parts_by_name(str(path), "other")
-    with pytest.raises(ValueError, match="has to give a dict with model and batch"):
+    with pytest.raises(ValueError, match="a dict with model and batch"):
         check_targets.parts_by_name(str(path), "np")
 
 

@@ -400,7 +400,7 @@ def test_what_a_program_does_besides_is_refused():
     for way, words in {
         "scaled": "goes into `mul`",
         "conditional": "called inside `cond`",
-        "constant": "that are computed",
+        "constant": "computed weights",
         "mapped": "kernel is declared in expert_parameters and ",
         "idle": "other_kernel is declared in expert_parameters and ",
     }.items():

@@ -147,7 +147,7 @@ def test_pages_say_it():
     costs = expert_costs(plan)
     for text in (" ".join(table.split()), page):
         assert "experts, of one device: parameters" in text
-        assert "one further round in every layer, which equal loads do not take:" in text
+        assert "one further round in every layer, not needed with equal loads:" in text
     assert f"{costs.further_share:.1%} of the step's" in table
     assert "experts by formula:" in page
     assert found.traffic.exchange_formula_bytes == costs.exchange

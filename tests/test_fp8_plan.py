@@ -64,7 +64,7 @@ def test_the_plan_says_what_waits_in_8_bits():
     said = " ".join(plan_of().reasons)
     kept = LAYERS * TOKENS * WIDTH * 7
     assert f"take {kept / 1024:.1f} KiB in place of {2 * kept / 1024:.1f} KiB in bfloat16" in said
-    assert "% of the FLOPs of products are of 8-bit floats" in said
+    assert "% of the FLOPs of products use 8-bit floats" in said
     assert "8 bits save no memory" in " ".join(plan_of(remat="full").reasons)
     assert "8-bit" not in " ".join(plan_of(matmul_dtype=None).reasons)
 
@@ -161,7 +161,7 @@ def test_the_page_of_a_forecast_says_so():
     small, wide, older = forecast("h100"), forecast("h100", None), forecast("a100-80gb")
     page = small.page()
     assert "in 8 bits at their own peak" in page
-    assert "inputs of 8-bit products that wait for the backward pass take" in page
+    assert "inputs of 8-bit products saved for the backward pass take" in page
     assert "kernels that are gathered in 8 bits send" in page
     assert small.estimate.compute_seconds < 0.8 * wide.estimate.compute_seconds
     assert small.estimate.flops == wide.estimate.flops

@@ -228,7 +228,7 @@ def test_the_plan_says_what_is_sent_in_8_bits_and_what_could_be():
         return " ".join(plan.reasons)
 
     assert "wire.weights=fp8: 6 of 7 parameters" in said(zero=3, wire=EIGHT)
-    assert "wire.weights=fp8 would send 8 bits of them" in said(zero=3)
+    assert "wire.weights=fp8 would send them in 8 bits" in said(zero=3)
     assert "wire.weights" not in said(zero=2)
     assert "wire.weights=fp8 changes nothing" in said(zero=3, wire=EIGHT, devices=1)
 

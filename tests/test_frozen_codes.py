@@ -343,7 +343,7 @@ def test_what_cannot_be_coded_is_refused_with_a_remedy(options, message):
 
 
 def test_functions_have_no_place_to_decode_in():
-    with pytest.raises(ValueError, match=r"a pair of functions has no such place.*nnx or linen"):
+    with pytest.raises(ValueError, match=r"a pair of functions has no such point.*nnx or linen"):
         plan_for(
             (init_functions, apply_functions),
             precision=NF4,

@@ -404,8 +404,8 @@ def test_each_device_has_columns_and_the_plan_says_what_it_sends():
     assert leaf.asked == Asked(rows=64)
     # 7 of 8 parts of 64 rows of 64 bytes, there and back, for a gather and a scatter of the table.
     assert (
-        f"lookup=owners: {TABLE} is never gathered, nor is its gradient: rows travel, 7.0 KiB sent "
-        "by each device in a step in place of 70.0 KiB"
+        f"lookup=owners: {TABLE} is never gathered, nor is its gradient: rows are sent, 7.0 KiB "
+        "sent by each device in a step instead of 70.0 KiB"
     ) in plan.reasons
     page = plan.explain(TABLE)
     assert "look up, 64 rows as float32[16]" in page

@@ -323,7 +323,11 @@ def test_a_loss_that_is_not_finite_changes_nothing(in_backward):
     ("model", "options", "message"),
     [
         (small(layers=4), {"mesh": {"stage": 2}}, "cannot be combined with stage=2"),
-        (Recurrent, {"loss": regression_loss, "batch": regression_batch}, "needs what pipeline"),
+        (
+            Recurrent,
+            {"loss": regression_loss, "batch": regression_batch},
+            "needs layers that pipeline",
+        ),
         (reference_model("gpt2", matmul_dtype="fp8"), {}, "cannot be combined with 8-bit products"),
     ],
     ids=["stages", "no layer loop", "8-bit products"],
@@ -337,7 +341,7 @@ def test_a_model_that_cannot_stream_is_refused(model, options, message):
 @pytest.mark.parametrize(
     ("offload", "options", "message"),
     [
-        ({}, {"num_microbatches": 2}, "num_microbatches=2 cannot be added up"),
+        ({}, {"num_microbatches": 2}, "num_microbatches=2 cannot be accumulated"),
         ({}, {"optimizer": make_optimizer(1.0)}, "clipped to clip_norm=1; use clip_norm=None"),
         ({}, {"precision": "fp16"}, "use precision bf16 or fp32"),
         ({"opt_state": {"device": 0.5, "host": 0.5}}, {}, "use offload.opt_state: host, or device"),

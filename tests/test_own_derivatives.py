@@ -121,7 +121,7 @@ def test_a_rule_that_clips_sees_gradients_of_the_mean(loss, options):
     start = plan_for((init, apply), loss=loss, batch=batch_of, devices=1)
     params = {name: np.asarray(x) for name, x in init_state(start, 0)["params"].items()}
     np.testing.assert_allclose(found, plainly(loss, params), rtol=2e-5)
-    assert any("are given gradients of the mean" in reason for reason in plan.reasons)
+    assert any("get gradients of the mean" in reason for reason in plan.reasons)
 
 
 @pytest.mark.thorough
@@ -146,9 +146,9 @@ def of_the_model(model, batch):
 @pytest.mark.parametrize(
     ("loss", "options", "why"),
     [
-        (drawn, {}, "the weight is drawn at random or needs the model"),
-        (of_the_model, {}, "the weight is drawn at random or needs the model"),
-        (masked, FIXED, "adds weights up in an order of its own"),
+        (drawn, {}, "the weight is random, or depends on the model"),
+        (of_the_model, {}, "the weight is random, or depends on the model"),
+        (masked, FIXED, "sums weights in its own order"),
     ],
 )
 def test_where_the_weight_is_not_known_before_it_is_said(loss, options, why):
@@ -174,7 +174,7 @@ def test_what_a_rule_gives_is_still_of_the_batch():
         return clipped(jnp.tanh(clipped(x @ params["layers"][0])) @ params["head"])
 
     plan = plan_for((init, chained), loss=mean, batch=batch_of)
-    assert any("are given gradients of the mean" in reason for reason in plan.reasons)
+    assert any("get gradients of the mean" in reason for reason in plan.reasons)
     assert not any("of parameters alone" in reason for reason in plan.reasons)
 
 
@@ -205,7 +205,7 @@ def test_a_rule_that_clips_beside_8_bit_products_sees_gradients_of_the_mean(num_
     found = []
     for options in ({"devices": 1}, {"zero": 3, "num_microbatches": num_microbatches}):
         plan = scaled(True, **options)
-        assert any("are given gradients of the mean" in reason for reason in plan.reasons)
+        assert any("get gradients of the mean" in reason for reason in plan.reasons)
         state, batch = init_state(plan, 0), jax.device_put(batch_of(0), plan.batch_sharding)
         found.append(float(build_step(plan)(state, batch)[1]["grad_norm"]))
     np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
@@ -215,7 +215,7 @@ def test_a_rule_of_parameters_alone_is_told():
     def clips_a_kernel(params, x):
         return apply({**params, "head": clipped(params["head"] * 2)}, x)
 
-    wanted = "of parameters alone is given the gradient of one device's rows"
+    wanted = "of parameters alone gets the gradient of one device's rows"
     for function, told in ((clips_a_kernel, True), (apply, False)):
         plan = plan_for((init, function), loss=mean, batch=batch_of, zero=3)
         assert any(wanted in reason for reason in plan.reasons) is told
@@ -224,7 +224,9 @@ def test_a_rule_of_parameters_alone_is_told():
 def test_8_bit_products_alone_follow_the_size_of_gradients():
     plan = scaled(False)
     assert plan.traced.batch_weight is None
-    assert any("gradients of the summed loss, which their scales follow" in r for r in plan.reasons)
+    assert any(
+        "gradients of the summed loss, to which their scales adapt" in r for r in plan.reasons
+    )
 
 
 @pytest.mark.thorough

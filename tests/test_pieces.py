@@ -97,7 +97,7 @@ BATCH_SIZES = {  # that of one device, whatever rows there are
 
 @pytest.mark.parametrize("loss", BATCH_SIZES.values(), ids=BATCH_SIZES)
 def test_a_sum_over_rows_that_is_divided_by_a_constant_batch_size_is_refused(loss):
-    with pytest.raises(ValueError, match=r"16 pieces of 2 rows .* make 0\.0625 times (the|a term)"):
+    with pytest.raises(ValueError, match=r"16 pieces of 2 rows .* is 0\.0625 times (the|a term)"):
         plan_of(loss, num_microbatches=2)
     plan_of(loss, devices=1)
 
@@ -121,7 +121,7 @@ def test_a_loss_of_other_arguments_is_refused():
 
 def test_a_mean_with_the_number_of_rows_as_its_weight_is_refused():
     loss = lambda model, batch: (jnp.mean(squares(model, batch)), len(batch["x"]))  # noqa: E731
-    with pytest.raises(ValueError, match="8 pieces of 4 rows .* make 8 times the loss"):
+    with pytest.raises(ValueError, match="8 pieces of 4 rows .* is 8 times the loss"):
         plan_of(loss)
 
 

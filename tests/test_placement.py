@@ -181,7 +181,7 @@ def test_what_cannot_be_gathered_on_use_is_gathered_once(zero):
 
 def test_functions_are_listed_since_all_is_gathered_as_they_start():
     (reason,) = place({"w": (8, 8)}, lazily=False)["w"].reasons
-    assert reason == "functions have no point of use: all are gathered as apply starts"
+    assert reason == "a pair of functions has no point of use: all are gathered when apply starts"
 
 
 def test_frozen_parameters_are_sharded_and_integers_are_whole():

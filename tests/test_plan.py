@@ -409,7 +409,7 @@ def test_the_table_says_which_weights_live_together():
     rows = [line for line in page.splitlines() if line.startswith("layers/")]
     assert sum(line.endswith("gather on use, all at once") for line in rows) == 6
     assert "6 of these are read outside of loops, so that the compiler may gather all" in page
-    assert "6 of 12 parameters are gathered where they are read and again in the backward" in page
+    assert "6 of 12 parameters are gathered on use in the forward pass and again" in page
     assert "6 parameters (layers/0/bias, layers/1/bias, layers/2/bias, ...): fewer elements" in page
     assert "all at once" not in rolled
     assert "outside of loops" not in rolled

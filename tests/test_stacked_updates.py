@@ -125,7 +125,7 @@ def test_names_are_grouped_and_come_back() -> None:
 
 def test_a_missing_row_is_refused_by_name() -> None:
     tree = {name: x for name, x in values(0).items() if name != "layers/3/bias"}
-    with pytest.raises(RowsDifferError, match="layers/3/bias has no place"):
+    with pytest.raises(RowsDifferError, match="layers/3/bias is missing"):
         group_rows(tree, STACKS)
 
 

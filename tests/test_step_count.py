@@ -152,7 +152,7 @@ def test_evaluation_changes_nothing():
 def test_the_plan_says_what_is_made_anew():
     reasons = " ".join(plan_for(Sorter, batch=regression_batch).reasons)
     assert "history" in reasons
-    assert "made anew once per step" in reasons
+    assert "recomputed once per step" in reasons
 
 
 @pytest.mark.thorough
@@ -195,11 +195,11 @@ class WritesTarget(Sorter):
 
 @pytest.mark.parametrize("model", [Overwrites, CountsPasses, SumsTwice])
 def test_what_is_no_count_of_a_pass_is_refused(model):
-    refused("winners is a StepCount, and the loss gives it a value that is not its old one", model)
+    refused("winners is a StepCount, and the loss sets it to a value other than its old one", model)
 
 
 def test_a_pass_does_not_write_what_counts_change():
-    refused("writes history, which is made of winners once per step", WritesTarget)
+    refused("writes history, which is computed from winners once per step", WritesTarget)
 
 
 def sorter(value=None, **changes):

@@ -197,7 +197,9 @@ def test_losses_are_those_of_one_device(way):
 def test_each_layer_is_gathered_by_itself_at_stage_3():
     mesh = make_mesh({"data": 8})
     plan = make_plan(t5, mesh, example_batch=batch(0), zero=3, persistence_threshold=0)
-    whole = "26 of 26 parameters are gathered where they are read and again in the backward pass"
+    whole = (
+        "26 of 26 parameters are gathered on use in the forward pass and again in the backward pass"
+    )
     assert any(reason.startswith(whole) for reason in plan.reasons), plan.reasons
 
 

@@ -144,7 +144,7 @@ def test_the_command_refuses_what_leaves_nothing_to_measure(capsys: pytest.Captu
     assert "nothing to measure: the devices are no NVIDIA GPUs" in capsys.readouterr().err
     assert main(["tune", *TINY, "kernels=xla", "model.attention=chunked"]) == 2
     told = capsys.readouterr().err
-    assert "kernels=xla asks for them, and neither attention nor slices of state" in told
+    assert "kernels=xla sets them, and neither attention nor slices of state" in told
     assert main(["tune", *TINY, "tune=off"]) == 2
     assert "tune=off; use tune=auto" in capsys.readouterr().err
 
@@ -408,7 +408,7 @@ def test_a_page_names_both_where_nothing_can_be_measured(capsys: pytest.CaptureF
     assert main(page) in (0, 3)
     told = " ".join(capsys.readouterr().out.split())
     assert (
-        "timed on the GPUs of a run before its first step (tune: auto), here as named first: "
+        "measured on the GPUs of a run before step 1 (tune: auto), planned with the first named: "
         "gradient statistics and update by adamw (xla, for each of 12 arrays, or mosaic_gpu, once "
         "for many, of about as many bytes); attention of 4 x 4096 tokens to 4096, 40 heads of "
         "128, 40 of keys, bfloat16, causal (cudnn, or mosaic_gpu); slices of state on the host (at "

@@ -148,8 +148,8 @@ def test_the_steps_of_a_tuned_plan_have_the_bits_of_the_plan(
 
 
 NOT_ASKED = {
-    "no optimizer state waits": {"opt_state": "device", "activations": "host"},
-    "slice_elements=256 asks": {**HOST, "slice_elements": 256},
+    "no optimizer state is on": {"opt_state": "device", "activations": "host"},
+    "slice_elements=256 sets": {**HOST, "slice_elements": 256},
     "files keep the slices": {**HOST, "opt_state": {"host": 0.5, "nvme": 0.5}, "folder": "unused"},
     "a slice is a layer": {**HOST, "params": "host", "update_in_backward": True},
 }
@@ -167,7 +167,7 @@ def test_what_leaves_nothing_to_choose_is_not_measured(why: str, kept: KeptChoic
 @pytest.mark.parametrize("option", ["param_dtype", "moments_dtype"])
 def test_what_is_rounded_at_random_is_not_measured(option: str) -> None:
     plan = plan_of(HOST, precision=Precision(**{option: "bfloat16"}))
-    assert "rounded at random" in str(tuned_plan.why_slices_are_fixed(plan))
+    assert "rounded stochastically" in str(tuned_plan.why_slices_are_fixed(plan))
 
 
 @pytest.mark.usefixtures("on_gpus")

@@ -174,8 +174,8 @@ def test_names_that_are_exact_travel_in_float32():
         "out/w": ("all-to-all", "uint8"),
     }
     said = " ".join(plan.reasons)
-    assert "wire.exact: gradients of 1 parameters (such as in/b) travel in float32" in said
-    assert "wire.gradients=int4: gradients of 2 of 3 parameters travel as integers of 4" in said
+    assert "wire.exact: gradients of 1 parameters (such as in/b) are sent in float32" in said
+    assert "wire.gradients=int4: gradients of 2 of 3 parameters are sent as integers of 4" in said
 
 
 @pytest.mark.thorough
@@ -222,7 +222,7 @@ def test_devices_of_one_process_are_one_node():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"zero": 0}, "with zero=0 each keeps all; use zero=1, 2 or 3"),
+        ({"zero": 0}, "with zero=0 every device keeps whole ones; use zero=1, 2 or 3"),
         ({"deterministic": "mesh"}, "with deterministic=mesh is not supported"),
         ({"node": 3}, "node=3 does not divide the 8 devices"),
         ({"wire": {"gradients": "int8", "exact": ["nothing"]}}, "'nothing' matches none of the 3"),

@@ -43,11 +43,11 @@ ZEROJAX_DEBUG=1 shows the traceback of an error."""
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command.
 
-    In a process that has joined others a failure ends the process here and now, since the others
-    wait for it in a collective.
+    In a process that has joined others a failure exits the process immediately, because the others
+    would wait for it in a collective.
 
     Args:
-      argv: the words after `zerojax`; None takes them from the process.
+      argv: the arguments after `zerojax`; None takes them from the process.
 
     Returns:
       The exit code, see `zerojax.runtime.shutdown`.
@@ -72,7 +72,7 @@ def _run(argv: Sequence[str] | None) -> int:
     except KeyboardInterrupt as error:
         show("\nzerojax: interrupted", file=sys.stderr)
         return exit_code_of(error)
-    except BrokenPipeError:  # the reader, such as `head`, has left
+    except BrokenPipeError:  # the reading process, such as `head`, has ended
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         return FAILED
     except Exception as error:
@@ -80,7 +80,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of every command; `args.command(args)` carries it out."""
+    """Returns the parser of every command; `args.command(args)` runs it."""
     parser = Parser(
         prog="zerojax",
         description="Train JAX models with ZeRO, pipelines, tensor parallelism and offload.",
@@ -111,11 +111,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _complain(error: Exception) -> int:
-    """One sentence for what a user can fix; the traceback for a defect, or when asked for."""
+    """Prints one sentence for a user error; the traceback for a defect, or if requested."""
     sentence, is_bad_input = explain(error)
     if sentence is None or os.environ.get("ZEROJAX_DEBUG", "0") not in ("", "0"):
         show("".join(traceback.format_exception(error)), file=sys.stderr, end="")
     if sentence is None:
-        sentence = f"{type(error).__name__}: this is a defect of zerojax, not of your input"
+        sentence = f"{type(error).__name__}: this is a bug in zerojax, not in your input"
     show(f"zerojax: error: {shorten(sentence)}", file=sys.stderr)
     return BAD_INPUT if is_bad_input else FAILED

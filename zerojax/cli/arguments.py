@@ -1,4 +1,4 @@
-"""Common parts of the command line: the parser, shared arguments, and the words that are typed."""
+"""Defines common parts of the command line: the parser, shared arguments, and command names."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from zerojax.config.loader import user_path
 
 
 class Parser(argparse.ArgumentParser):
-    """Complains in one line, naming the nearest word, and says where the help is."""
+    """Argument parser whose one-line errors name the nearest word and the help command."""
 
     def parse_args(self, args=None, namespace=None):
-        """As argparse does, but KEY=VALUE words may also stand behind options."""
+        """Parses like argparse, but KEY=VALUE words may also follow options."""
         found, rest = self.parse_known_args(args, namespace)
         if rest and hasattr(found, "overrides") and not any(w.startswith("-") for w in rest):
             found.overrides, rest = [*found.overrides, *rest], []
@@ -54,11 +54,11 @@ def add_command(
     """Declares a command.
 
     Args:
-      commands: what `add_subparsers` returned.
-      name: what is typed.
-      command: carries it out and returns the exit code; it becomes `args.command`.
-      help_line: what it does, from a lower-case verb on.
-      epilog: more of it, with examples.
+      commands: the result of `add_subparsers`.
+      name: the command's name.
+      command: runs it and returns the exit code; it becomes `args.command`.
+      help_line: its purpose, starting with a lower-case verb.
+      epilog: more help, with examples.
     """
     parser = commands.add_parser(
         name,
@@ -73,7 +73,7 @@ def add_command(
 
 
 def finite(text: str) -> float:
-    """The number of an option; argparse refuses infinity and NaN by the option's name."""
+    """Returns the number of an option; argparse reports infinity and NaN with the option's name."""
     number = float(text)
     if not math.isfinite(number):
         raise argparse.ArgumentTypeError(f"{text} is not a finite number")
@@ -83,11 +83,16 @@ def finite(text: str) -> float:
 def add_settings(parser: argparse.ArgumentParser) -> None:
     """Declares CONFIG.yaml and KEY=VALUE, the settings of a run."""
     parser.add_argument("config", metavar="CONFIG.yaml", nargs="?", help="YAML file of settings")
-    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="settings laid over it")
+    parser.add_argument(
+        "overrides", metavar="KEY=VALUE", nargs="*", help="overrides of these settings"
+    )
 
 
 def split_words(config: str | None, overrides: list[str]) -> tuple[str | None, list[str]]:
-    """CONFIG may be left out: a first word with `=` in it that is not a file is an override."""
+    """Returns (CONFIG or None, overrides).
+
+    CONFIG is optional: a first word with `=` that is not a file is an override.
+    """
     if config is not None and "=" in config and not user_path(config).exists():
         return None, [config, *overrides]
     return config, overrides
@@ -99,23 +104,23 @@ def add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def add_run_settings(parser: argparse.ArgumentParser) -> None:
-    """Declares KEY=VALUE and --step for a run that is read back."""
+    """Declares KEY=VALUE and --step for commands that load a run."""
     parser.add_argument(
         "--step",
         type=step_or_name,
         metavar="STEP",
-        help="a saved step, or the name of a kept one, such as best (the newest)",
+        help="a saved step, or the name of a kept step, such as best (default: the newest)",
     )
     parser.add_argument(
         "overrides",
         metavar="KEY=VALUE",
         nargs="*",
-        help="cpu_devices and mesh.*, laid over what the run had",
+        help="cpu_devices and mesh.*, overriding those of the run",
     )
 
 
 def add_weights(parser: argparse.ArgumentParser) -> None:
-    """Declares --weights, for what reads a trained model."""
+    """Declares --weights for commands that load a trained model."""
     parser.add_argument(
         "--weights",
         choices=("trained", "ema"),
@@ -125,17 +130,17 @@ def add_weights(parser: argparse.ArgumentParser) -> None:
 
 
 def add_pretrained(parser: argparse.ArgumentParser) -> None:
-    """Declares --pretrained, for what reads frozen weights that a checkpoint does not hold."""
+    """Declares --pretrained for commands that need frozen weights missing from a checkpoint."""
     parser.add_argument(
         "--pretrained",
         metavar="FOLDER",
-        help="the weights that the run began with, where its checkpoints leave frozen ones there "
-        "and they are not where they were",
+        help="the weights from which the run started, if its checkpoints omit frozen weights and "
+        "the files have moved",
     )
 
 
 def add_chats(parser: argparse.ArgumentParser) -> None:
-    """Declares --template, --bad and --answers, for what reads chats."""
+    """Declares --template, --bad and --answers for commands that read chats."""
     parser.add_argument(
         "--template",
         metavar="FILE",
@@ -145,7 +150,7 @@ def add_chats(parser: argparse.ArgumentParser) -> None:
         "--bad",
         default="refuse",
         choices=("refuse", "skip"),
-        help="chats that cannot be trained on: an error, or left out and counted (%(default)s)",
+        help="unusable chats: raise an error, or skip and count them (%(default)s)",
     )
     parser.add_argument(
         "--answers",
@@ -156,12 +161,12 @@ def add_chats(parser: argparse.ArgumentParser) -> None:
 
 
 def step_or_name(word: str) -> int | str:
-    """A step as a number, or the name under which one is kept."""
+    """Returns a step as a number, or the name of a kept step."""
     return int(word) if word.isdecimal() and len(word) < 20 else word
 
 
 def command_name() -> str:
-    """What to type for this `zerojax`: its name where the shell finds it, else where it lies.
+    """Returns how to call this `zerojax`: its name if it is on PATH, else its location.
 
     `make train` runs inside a virtual environment that is not on the user's PATH.
     """
@@ -175,6 +180,6 @@ def command_name() -> str:
 
 
 def _short(path: Path) -> str:
-    """Relative to the working folder where the path is below it."""
+    """Returns the path relative to the working folder, if it is below it."""
     here = Path.cwd()
     return os.path.relpath(path, here) if path.is_relative_to(here) else str(path)

@@ -1,4 +1,4 @@
-"""`zerojax check`: proof that a model trains the same on any devices, and its report."""
+"""`zerojax check`: checks that a model trains the same on any number of devices, and reports."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ TARGET is one of
   train.py:parts    a function (or dict) of a script or module: the arguments of zerojax.check, as
                     in {"model": ..., "batch": ..., "loss": ..., "optimizer": ...}
   package.file:parts
-  CONFIG.yaml       a run file, with KEY=VALUE laid over it: model.num_layers=2
+  CONFIG.yaml       a run file, with KEY=VALUE overrides: model.num_layers=2
 
-A script runs in a process of its own, and has --time-limit seconds until it reaches its training.
+A script runs in a separate process, and has --time-limit seconds until it reaches its training.
 
 examples:
   zerojax check configs/tiny_shakespeare.yaml model.num_layers=2
@@ -50,13 +50,13 @@ its training, 4 runs differ or the model is refused.
 In Python: zerojax.check(model, batch, loss=..., optimizer=...)."""
 
 MAX_STEPS = 1000
-"""Of each run: all their batches are in memory."""
+"""Maximum steps of each run, whose batches are all in memory."""
 
 
 def add(commands) -> None:
     """Declares the command."""
     parser = add_command(
-        commands, "check", run, "prove that a model trains the same on any devices", _HELP
+        commands, "check", run, "check that a model trains the same on any number of devices", _HELP
     )
     parser.add_argument("target", metavar="TARGET", help="script, script:NAME or run file")
     parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="settings of a run file")
@@ -76,20 +76,20 @@ def add(commands) -> None:
         "--time-limit",
         type=int,
         metavar="SECONDS",
-        help=f"for a script until its training begins ({TIME_LIMIT})",
+        help=f"for a script until its training starts ({TIME_LIMIT})",
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.add_argument("--notes", help=argparse.SUPPRESS)  # of the child, for its parent
+    parser.add_argument("--notes", help=argparse.SUPPRESS)  # file of the child, read by its parent
 
 
 def run(args: argparse.Namespace) -> int:
-    """Checks with virtual CPU devices, a script or a function in a child process.
+    """Runs the check on virtual CPU devices; a script or a function runs in a child process.
 
     Returns:
-      0 all agree, 4 they do not; what the child says.
+      0 all agree, 4 they do not; or the child's exit code.
 
     Raises:
-      ValueError: a target or a number that cannot be. FileNotFoundError: no such file.
+      ValueError: an invalid target or number. FileNotFoundError: no such file.
     """
     target, _, name = args.target.partition(":")
     is_file = target.endswith((".py", ".yaml", ".yml"))
@@ -98,7 +98,8 @@ def run(args: argparse.Namespace) -> int:
     is_run_file = target.endswith((".yaml", ".yml"))
     if args.overrides and not is_run_file:
         raise ValueError(
-            f"{args.overrides[0]}: KEY=VALUE changes a run file, and {args.target} is none"
+            f"{args.overrides[0]}: KEY=VALUE changes a run file, and {args.target} is not a run "
+            "file"
         )
     if not is_file and not name:
         raise ValueError(
@@ -112,9 +113,9 @@ def run(args: argparse.Namespace) -> int:
     limits = {"--devices": (args.devices, MAX_CPU_DEVICES), "--steps": (args.steps, MAX_STEPS)}
     for option, (number, most) in limits.items():
         if number > most:
-            raise ValueError(f"{option} {number} is above {most}, the most that are run; use fewer")
+            raise ValueError(f"{option} {number} is above the limit of {most}; use fewer")
     if args.time_limit is not None and is_run_file:
-        raise ValueError(f"--time-limit {args.time_limit} limits a script, and {target} is none")
+        raise ValueError(f"--time-limit {args.time_limit} limits scripts; {target} is not one")
     limit = TIME_LIMIT if args.time_limit is None else args.time_limit
     if not 1 <= limit <= LONGEST:
         raise ValueError(f"--time-limit {limit}: give seconds from 1 to {LONGEST}")
@@ -125,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _command(args: argparse.Namespace) -> list[str]:
-    """The same command for the child, but for the name of its notes."""
+    """Returns the same command for the child, without the name of its notes file."""
     numbers = {"devices": args.devices, "steps": args.steps, "time-limit": args.time_limit}
     options = [f"--{name}={number}" for name, number in numbers.items() if number is not None]
     flags = [f"--{name}" for name in ("thorough", "strict", "json") if getattr(args, name)]
@@ -135,8 +136,8 @@ def _command(args: argparse.Namespace) -> list[str]:
 
 def _start_on_the_cpu(devices: int) -> None:
     use_the_cpu_alone()
-    os.environ["ZEROJAX_NUM_PROCESSES"] = "1"  # what a script joins would wait for the others
-    # Programs that are compiled for three steps: compiling is most of the time.
+    os.environ["ZEROJAX_NUM_PROCESSES"] = "1"  # a script that joins processes would wait for them
+    # Programs run for three steps, so compiling takes most of the time.
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     if "jax" not in sys.modules:
         use_cpu_devices(devices)
@@ -147,7 +148,7 @@ def check(args: argparse.Namespace, target: str, name: str, limit: float) -> int
     """Checks the model of a target and prints the result.
 
     Args:
-      limit: seconds until there is something to check.
+      limit: seconds until the target must have provided something to check.
 
     Returns:
       0 all agree, 4 they do not.
@@ -160,11 +161,11 @@ def check(args: argparse.Namespace, target: str, name: str, limit: float) -> int
 
     run_one_program_at_a_time()
     options = {"steps": args.steps, "thorough": args.thorough, "strict": args.strict}
-    # What a script prints is not the result.
+    # The output of a script is not the result.
     with until_training(args.notes, limit), contextlib.redirect_stdout(sys.stderr):
         parts = read_target(target, name, overrides=args.overrides, steps=args.steps)
         devices = min(args.devices, len(jax.devices("cpu")))
-        with told_as_the_scripts(args.target):  # its batches may come from a function
+        with told_as_the_scripts(args.target):  # a function may make its batches
             request = make_request(**parts, devices=devices, **options)
     with Progress(quiet=args.json) as progress:
         result = check_here(request, progress)

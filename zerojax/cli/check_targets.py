@@ -1,6 +1,7 @@
-"""Targets of `zerojax check`: model, batches and optimizer of a run file, a function or a script.
+"""Loads targets of `zerojax check`: the model, batches and optimizer to check.
 
-Of a script they are the arguments of its first call of zerojax. Imports JAX.
+A target is a run file, a function or a script. Of a script they are the arguments of its first call
+of zerojax. Imports JAX.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from zerojax.training.equality import make_request
 from zerojax.training.run_file import plan_from_config, tokenizer_spec
 
 ROWS = 16
-"""Of a text batch that a target leaves open, and the most that is taken of a run file's."""
+"""Default rows of a text batch, and their maximum for a run file."""
 MOST_ROWS = 32
-"""The most that is taken of a script's batches, which are made for accelerators."""
+"""Maximum rows of a script's batches, which are sized for accelerators."""
 
 Parts = dict[str, Any]
 """Keyword arguments of `zerojax.training.equality.make_request`."""
@@ -44,16 +45,16 @@ End = Callable[[Parts], NoReturn]
 
 
 def read_target(target: str, name: str, *, overrides: list[str], steps: int) -> Parts:
-    """What a target gives to a check.
+    """Returns the parts of a target to check.
 
     Args:
       target: path of a run file or script, or the dotted name of a module.
       name: of a function or mapping in it; "" for a run file and for a script that is run.
-      overrides: KEY=VALUE laid over a run file.
+      overrides: KEY=VALUE that override a run file.
       steps: of each run of the check.
 
     Raises:
-      ValueError: the target gives no model.
+      ValueError: the target provides no model.
     """
     if target.endswith((".yaml", ".yml")):
         return parts_of_run_file(target, overrides, steps)
@@ -71,7 +72,7 @@ def _fewer_rows(batch: Any) -> Any:
 
 
 def parts_of_run_file(path: str, overrides: list[str], steps: int) -> Parts:
-    """Model, text and optimizer of a run file, in batches of a few rows."""
+    """Returns the model, text and optimizer of a run file, in batches of a few rows."""
     config = load(RunConfig, path, overrides)
     config = dataclasses.replace(config, mesh=MeshConfig(), num_microbatches=1)
     plan = plan_from_config(config, 1)
@@ -96,10 +97,10 @@ def parts_of_run_file(path: str, overrides: list[str], steps: int) -> Parts:
 
 
 def parts_by_name(target: str, name: str) -> Parts:
-    """What a function or a mapping of a script or module gives.
+    """Returns the parts that a function or a mapping of a script or module provides.
 
     Raises:
-      ValueError: no such name, or it gives something else.
+      ValueError: no such name, or it provides something else.
     """
     with told_as_the_scripts(f"{target}:{name}"):
         if target.endswith(".py"):
@@ -116,21 +117,21 @@ def parts_by_name(target: str, name: str) -> Parts:
     if not isinstance(parts, Mapping) or not {"model", "batch"} <= set(parts) <= allowed:
         keys = sorted(parts) if isinstance(parts, Mapping) else type(parts).__name__
         raise ValueError(
-            f"{target}:{name} gives {keys}; it has to give a dict with model and batch, and may "
+            f"{target}:{name} gives {keys}; it has to return a dict with model and batch, and may "
             f"have {', '.join(sorted(allowed - {'model', 'batch'}))}"
         )
     return dict(parts)
 
 
 class _Captured(BaseException):
-    """Ends a script at its first call of zerojax; an `except Exception` does not catch it."""
+    """Exception that ends a script at its first call of zerojax; `except Exception` misses it."""
 
 
 class _Calls:
-    """What the calls of a script gave; it stays known where the script catches everything.
+    """Record of a script's calls, which survives if the script catches everything.
 
     Attributes:
-      parts: of each call; failures: what zerojax said of calls that gave none.
+      parts: of each call; failures: errors of calls without usable parts.
     """
 
     def __init__(self) -> None:
@@ -138,12 +139,12 @@ class _Calls:
         self.failures: list[Exception] = []
 
     def end(self, parts: Parts) -> NoReturn:
-        """Keeps what a call gave, and ends the script."""
+        """Records the parts of a call, and ends the script."""
         self.parts.append(parts)
         raise _Captured
 
     def stand_in(self, function: Callable[..., Any], read: Callable[..., Any], steps: int) -> Any:
-        """Stands for a function of zerojax, whose arguments are read."""
+        """Replaces a function of zerojax by one that reads its arguments."""
         signature = inspect.signature(function)
 
         def call(*args: Any, **options: Any) -> Any:
@@ -151,7 +152,7 @@ class _Calls:
                 try:
                     bound = signature.bind(*args, **options)
                 except TypeError:
-                    return function(*args, **options)  # which says what is wrong
+                    return function(*args, **options)  # its message names the error
                 bound.apply_defaults()
                 return read(bound.arguments, steps, self.end)
             except Exception as error:
@@ -162,14 +163,14 @@ class _Calls:
 
 
 def parts_of_script(path: str, steps: int) -> Parts:
-    """What a script gives to its first `train`, `make_plan` or engine step, where it is stopped.
+    """Returns the parts in a script's first `train`, `make_plan` or engine step, which ends it.
 
     Args:
-      path: of the script, which runs as `python SCRIPT` would run it.
-      steps: so many batches are taken.
+      path: of the script, which runs as with `python SCRIPT`.
+      steps: number of batches to take.
 
     Raises:
-      ValueError: the script ended without such a call, or raised something before it.
+      ValueError: the script ended without such a call, or raised an error before it.
     """
     calls = _Calls()
     readers = {
@@ -193,20 +194,20 @@ def parts_of_script(path: str, steps: int) -> Parts:
     if calls.parts:
         return calls.parts[0]
     if calls.failures and (ended is None or isinstance(ended, SystemExit)):
-        ended = calls.failures[-1]  # the script has caught it
+        ended = calls.failures[-1]  # the script caught the exception
     if ended is not None:
         if (own := as_the_scripts(ended, path)) is None:
             raise ended
         raise own from ended
     raise ValueError(
         f"{path} calls none of {', '.join(f'zerojax.{name}' for name in readers)}; name a function "
-        f"of it that gives what is to be checked: zerojax check {path}:NAME"
+        f"that returns what to check: zerojax check {path}:NAME"
     )
 
 
 @contextlib.contextmanager
 def _run_as_script(path: str) -> Iterator[None]:
-    """`sys.argv` and `sys.path` as Python sets them for a script."""
+    """Sets `sys.argv` and `sys.path` as Python does for a script."""
     folder = str(Path(path).resolve().parent)
     with mock.patch.object(sys, "argv", [path]), mock.patch.object(sys, "path", [*sys.path]):
         sys.path.insert(0, folder)
@@ -262,8 +263,8 @@ def _of_plan(given: Mapping[str, Any], steps: int, end: End) -> Any:
     batch = given["example_batch"]
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(batch)):
         raise ValueError(
-            "the script plans with shapes, and a check needs real rows; name a function that gives "
-            "them: zerojax check FILE.py:NAME"
+            "the script plans with shapes, and a check needs real rows; name a function that "
+            "returns them: zerojax check FILE.py:NAME"
         )
     names = ("model", "loss", "optimizer", "freeze")
     end({"batch": batch, **{name: given[name] for name in names}})
@@ -279,7 +280,7 @@ def _of_engine(given: Mapping[str, Any], steps: int, end: End) -> Any:
 
 
 class _Engine:
-    """Stands for an engine until its first step, which brings a batch."""
+    """Stand-in for an engine until its first step, which provides a batch."""
 
     def __init__(self, parts: Parts, end: End):
         self._parts, self._end = parts, end
@@ -292,7 +293,7 @@ class _Engine:
 
 
 def _optimizer_of(config: Any, given: Mapping[str, Any]) -> Any:
-    """The optimizer of a DeepSpeed configuration, or the one that a call was given."""
+    """Returns the optimizer of a DeepSpeed configuration, or the one passed to the call."""
     says = deepspeed.Given(
         optimizer=given["optimizer"],
         steps=given["steps"],

@@ -50,8 +50,8 @@ exit codes: 0 it worked, 1 it failed (verify: damage was found), 2 the input was
 
 
 def add(commands) -> None:
-    """Declares the command and those below it."""
-    parser = add_command(commands, "checkpoint", run, "look at, check, export, delete", _HELP)
+    """Declares the command and its sub-commands."""
+    parser = add_command(commands, "checkpoint", run, "list, verify, export or delete steps", _HELP)
     actions = parser.add_subparsers(metavar="ACTION", dest="action", required=True)
     _add_list(actions)
     _add_verify(actions)
@@ -75,12 +75,12 @@ def _add_json(parser: Parser) -> None:
 
 
 def _add_list(actions) -> None:
-    parser = _add(actions, "list", "the saved steps, and what stopped saves have left")
+    parser = _add(actions, "list", "list the saved steps, and remains of interrupted saves")
     _add_json(parser)
 
 
 def _add_verify(actions) -> None:
-    parser = _add(actions, "verify", "read a step whole and compare it with what was saved")
+    parser = _add(actions, "verify", "read a whole step and compare it with its checksums")
     parser.add_argument("step", metavar="STEP", nargs="?", type=int, help="default: the newest")
     parser.add_argument("--all", action="store_true", help="every saved step")
     add_pretrained(parser)
@@ -92,7 +92,7 @@ def _add_export(actions) -> None:
     parser.add_argument(
         "places", metavar="[STEP] OUT", nargs="+", help="a step or a kept name (best), a new folder"
     )
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), help="default: as it was saved")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), help="default: the saved dtype")
     parser.add_argument(
         "--format",
         choices=("zerojax", "hugging_face", "peft"),
@@ -103,7 +103,7 @@ def _add_export(actions) -> None:
     add_weights(parser)
     add_pretrained(parser)
     parser.add_argument(
-        "--shard-gb", type=finite, default=5.0, metavar="GB", help="size of one file at most (5)"
+        "--shard-gb", type=finite, default=5.0, metavar="GB", help="maximum size of one file (5)"
     )
 
 
@@ -114,16 +114,16 @@ def _add_prune(actions) -> None:
     parser.add_argument(
         "--damaged",
         action="store_true",
-        help="also damaged steps and what stopped saves left, while a whole step stays",
+        help="also damaged steps and remains of interrupted saves, if a whole step stays",
     )
-    parser.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
+    parser.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carries out one of the actions."""
+    """Runs one of the actions."""
     import jax
 
-    jax.config.update("jax_platforms", "cpu")  # takes no accelerator from a run
+    jax.config.update("jax_platforms", "cpu")  # leaves accelerators to running jobs
     return _ACTIONS[args.action](args)
 
 
@@ -198,7 +198,7 @@ def _as_json(one: SavedStep) -> dict[str, Any]:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns to the right, the last one to the left."""
+    """Formats columns right-aligned, the last one left-aligned."""
     widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]) - 1)]
     lines = []
     for *cells, last in rows:
@@ -272,8 +272,8 @@ def _export(args: argparse.Namespace) -> int:
     *steps, out = args.places
     if len(steps) > 1:
         raise CheckpointError(
-            f"export {args.run} {' '.join(args.places)}: give RUN, a step or a kept name if "
-            "it is not to be the newest, and a new folder"
+            f"export {args.run} {' '.join(args.places)}: give RUN, a step or kept name (default: "
+            "the newest), and a new folder"
         )
     if args.shard_gb <= 0:
         raise CheckpointError(f"--shard-gb {args.shard_gb}: more than 0 is needed")
@@ -304,7 +304,7 @@ def _export(args: argparse.Namespace) -> int:
         f"{files}, config.json{with_} are in {done.folder}"
     )
     if tokenizer is None:
-        show("no tokenizer was found beside the checkpoints, so none is in it")
+        show("no tokenizer was found beside the checkpoints, so none was exported")
     return OK
 
 

@@ -1,4 +1,4 @@
-"""Errors that a user can correct, each as one line."""
+"""Explains errors that a user can correct, each as one line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from zerojax.config.display import cut
 
 PACKAGES = ("zerojax", "pallas_kernels")
 OUT_OF_MEMORY = "out of memory"
-"""How the note begins that `zerojax.forecasting.out_of_memory` leaves on an error."""
+"""Start of the note that `zerojax.forecasting.out_of_memory` adds to an error."""
 _NOT_OF_INPUT = ("zerojax.hardware.compile_client",)
 _BAD_NAMES = (errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL)
 _BAD_PATHS = (
@@ -22,11 +22,11 @@ _BAD_PATHS = (
 
 
 def explain(error: Exception) -> tuple[str | None, bool]:
-    """The sentence for `error` and whether the input was at fault.
+    """Returns the sentence for `error` and whether the input was wrong.
 
-    An error that zerojax raises on purpose carries its own sentence. One that comes out of another
-    library is a defect of zerojax, except for the few that any program can meet: files, memory, a
-    missing accelerator. For a defect the sentence is None, so that the traceback is shown.
+    Errors that zerojax raises on purpose contain their own sentence. Errors from another library
+    are a defect of zerojax, except for the few that any program can have: files, memory, a missing
+    accelerator. For a defect the sentence is None, so that the traceback is shown.
     """
     if isinstance(error, OSError):
         return _about_file(error), isinstance(error, _BAD_PATHS) or error.errno in _BAD_NAMES
@@ -38,7 +38,7 @@ def explain(error: Exception) -> tuple[str | None, bool]:
     if _raising_module(error) in PACKAGES:
         if isinstance(error, ValueError | TypeError):
             return str(error), True
-        if isinstance(error, FloatingPointError | RuntimeError):  # what a run can meet on its way
+        if isinstance(error, FloatingPointError | RuntimeError):  # possible errors during a run
             return str(error), False
     return _about_machine(error), False
 
@@ -48,7 +48,7 @@ def _is_ours(kind: type) -> bool:
 
 
 def _raising_module(error: Exception) -> str:
-    """The import package whose code raised `error`."""
+    """Returns the import package whose code raised `error`."""
     trace = error.__traceback__
     if trace is None:
         return ""
@@ -61,7 +61,7 @@ def _about_file(error: OSError) -> str:
     if error.errno is None:
         return str(error)
     reason = error.strerror or os.strerror(error.errno)
-    if reason != os.strerror(error.errno):  # a sentence of zerojax's own
+    if reason != os.strerror(error.errno):  # zerojax's own sentence
         return reason
     where = f"{cut(str(error.filename), 300)}: " if error.filename else ""
     remedy = {
@@ -73,7 +73,7 @@ def _about_file(error: OSError) -> str:
 
 
 def _about_import(error: ImportError) -> str | None:
-    """A package that is not installed; a broken import inside zerojax is a defect."""
+    """Returns a sentence for a missing package; a broken import inside zerojax is a defect."""
     if (error.name or "").split(".")[0] in PACKAGES:
         return None
     return (
@@ -99,5 +99,5 @@ def _about_machine(error: Exception) -> str | None:
         # What JAX 0.10 says when JAX_PLATFORMS names a platform it has no plugin for.
         platforms = os.environ.get("JAX_PLATFORMS")
         if platforms not in (None, "", "cpu"):
-            return f"JAX_PLATFORMS={platforms} names nothing that is installed; see `zerojax env`"
+            return f"JAX_PLATFORMS={platforms} names no installed platform; see `zerojax env`"
     return None

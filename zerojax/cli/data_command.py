@@ -1,4 +1,4 @@
-"""`zerojax data prepare`: texts and chats to files of tokens."""
+"""`zerojax data prepare`: converts texts and chats to files of tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _WAYS = {
 
 
 def add(commands) -> None:
-    """Declares the command and what is below it."""
+    """Declares the command and its sub-commands."""
     data = commands.add_parser("data", help="make token files", description="Make token files.")
     inner = data.add_subparsers(metavar="COMMAND", required=True)
     parser = add_command(inner, "prepare", run, "tokenise text into token files", _HELP)
@@ -52,17 +52,17 @@ def add(commands) -> None:
         type=finite,
         default=0.05,
         metavar="F",
-        help="fraction, from the end, for validation (%(default)s)",
+        help="fraction for validation, taken from the end (%(default)s)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the token files and says what is in them and how to train on them."""
+    """Writes the token files and prints their contents and the command to train on them."""
     if args.format == "chat":
         return _run_chats(args)
     given = [f"--{name}" for name in _OF_CHATS if getattr(args, name) != _OF_CHATS[name]]
     if given:
-        raise ValueError(f"{given[0]} is an option of chats; add --format chat, or leave it out")
+        raise ValueError(f"{given[0]} is an option for chats; add --format chat, or leave it out")
     from zerojax.data.preparation import prepare
 
     made = prepare(
@@ -104,7 +104,7 @@ def _run_chats(args: argparse.Namespace) -> int:
 
 
 def lines_of_chats(made) -> list[str]:
-    """What `prepare_chats` has made, for people."""
+    """Describes the result of `prepare_chats`."""
     share = 100 * made.num_asked / made.num_tokens
     apart = (
         f", {made.num_validation_texts:,} of them to validate with"

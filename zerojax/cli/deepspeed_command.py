@@ -1,4 +1,4 @@
-"""`zerojax deepspeed` and `zerojax elastic`: keys of DeepSpeed, and its elastic batches."""
+"""`zerojax deepspeed` and `zerojax elastic`: explain DeepSpeed keys and elastic batches."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 _EXPLAIN = """\
-A line for every key of the file: honoured (means here what it means in DeepSpeed), mapped (the same
-end by other means), compiler (XLA decides), or refused, each with why. Nothing is run.
+A line for every key of the file: honoured (same meaning as in DeepSpeed), mapped (supported
+through a different mechanism), compiler (XLA decides), or refused, each with why. Nothing is run.
 
 examples:
   zerojax deepspeed explain ds_config.json
@@ -45,7 +45,7 @@ def add_elastic(commands) -> None:
         commands,
         "elastic",
         choose,
-        "choose a batch that stays valid when devices come and go",
+        "choose a batch that is valid for many numbers of devices",
         _ELASTIC,
     )
     add_settings(parser)
@@ -57,18 +57,18 @@ def add_deepspeed(commands) -> None:
     """Declares `zerojax deepspeed` and the two commands below it."""
     deepspeed = commands.add_parser(
         "deepspeed",
-        help="tell what a ds_config.json means here",
-        description="Tell what a ds_config.json means here.",
+        help="explain how zerojax interprets a ds_config.json",
+        description="Explain how zerojax interprets a ds_config.json.",
     )
     inner = deepspeed.add_subparsers(metavar="COMMAND", required=True)
     parser = add_command(
-        inner, "explain", explain, "say what becomes of every key of a ds_config.json", _EXPLAIN
+        inner, "explain", explain, "explain every key of a ds_config.json", _EXPLAIN
     )
     parser.add_argument(
         "file", metavar="FILE", help="JSON, hjson, or the base64 of either, as text"
     )
     parser.add_argument(
-        "--devices", type=int, metavar="N", help="GPUs of the run, which decide the batch"
+        "--devices", type=int, metavar="N", help="GPUs of the run, which determine the batch"
     )
     parser.add_argument(
         "--steps", type=int, metavar="N", help='length of the run, where the file has "auto"'
@@ -78,14 +78,16 @@ def add_deepspeed(commands) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print it as JSON")
     parser = add_command(
-        inner, "keys", list_keys, "list every key of DeepSpeed and what becomes of it"
+        inner, "keys", list_keys, "list every key of DeepSpeed and how zerojax handles it"
     )
-    parser.add_argument("word", metavar="WORD", nargs="?", help="only keys that mention it")
-    parser.add_argument("--markdown", action="store_true", help="as docs/ds_config_keys.md has it")
+    parser.add_argument("word", metavar="WORD", nargs="?", help="only keys that contain this word")
+    parser.add_argument(
+        "--markdown", action="store_true", help="print it as docs/ds_config_keys.md"
+    )
 
 
 def choose(args: argparse.Namespace) -> int:
-    """Prints the batch of the settings, whatever batch they name besides."""
+    """Prints the elastic batch of the settings; other batch settings are ignored."""
     path, overrides = split_words(args.config, args.overrides)
     config = load(RunConfig, path, [*overrides, "elasticity.enabled=false"])
     batch = config.elasticity.choose_batch(config.mesh.devices_per_shard)
@@ -99,11 +101,11 @@ def choose(args: argparse.Namespace) -> int:
 
 
 def _table(batch: ElasticBatch, counts: list[int]) -> str:
-    """The batch, and a line for each of these numbers of devices."""
+    """Formats the batch, and a line for each of these numbers of devices."""
     known = batch.device_counts
     lines = [
         f"batch      {batch.global_batch_size} rows, the same on every number of devices",
-        f"devices    {len(known)} numbers from {known[0]} to {known[-1]} can cut it",
+        f"devices    {len(known)} possible numbers from {known[0]} to {known[-1]}",
         "",
         f"{'devices':>9}{'rows per shard':>16}{'microbatches':>14}{'rows each':>11}",
     ]
@@ -115,7 +117,7 @@ def _table(batch: ElasticBatch, counts: list[int]) -> str:
 
 
 def explain(args: argparse.Namespace) -> int:
-    """Prints the page, whatever is refused; the exit code says whether something is."""
+    """Prints the whole page; the exit code says whether a setting is refused."""
     from zerojax.training import deepspeed
 
     for name in ("devices", "steps", "hidden_size"):

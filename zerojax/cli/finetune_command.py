@@ -1,4 +1,4 @@
-"""`zerojax finetune`: from a folder of weights and a file of chats to a trained run."""
+"""`zerojax finetune`: trains from a folder of weights and a file of chats."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ exit codes: as of `zerojax train`."""
 def add(commands) -> None:
     """Declares the command."""
     parser = add_command(
-        commands, "finetune", run, "train a folder of Hugging Face on chats", _HELP
+        commands, "finetune", run, "fine-tune a Hugging Face model on chats", _HELP
     )
-    parser.add_argument("folder", metavar="FOLDER", help="weights of Hugging Face")
+    parser.add_argument("folder", metavar="FOLDER", help="folder of Hugging Face weights")
     parser.add_argument("data", metavar="DATA", help="chats")
     parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="settings of the run")
     parser.add_argument(
@@ -55,17 +55,17 @@ def add(commands) -> None:
         type=finite,
         default=3.0,
         metavar="N",
-        help="how often each chat is seen, unless steps=... is given (%(default)g)",
+        help="passes over the chats, unless steps=... is given (%(default)g)",
     )
     add_chats(parser)
     parser.add_argument(
-        "--write-only", action="store_true", help="prepare the chats, write the file, and stop"
+        "--write-only", action="store_true", help="prepare the chats, write the run file, and stop"
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Writes the run file, then trains."""
-    # Answers mistakes in the settings before JAX is imported; weights and steps come later.
+    # Reports errors in the settings before JAX is imported; weights and steps follow later.
     config = load(RunConfig, None, ["model.pretrained=FOLDER", "steps=1000000000", *args.overrides])
     _check_one_process()
     if config.cpu_devices is not None:
@@ -99,10 +99,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_one_process() -> None:
-    """Refuses one of several processes, which would all prepare the same chats.
+    """Raises in one of several processes, which would all prepare the same chats.
 
     Raises:
-      ValueError: says how it is done.
+      ValueError: names the remedy.
     """
     group = process_group_of(os.environ)
     if group is not None and group.num_processes > 1:
@@ -114,13 +114,13 @@ def _check_one_process() -> None:
 
 
 def default_run_dir(folder: str, data: str) -> str:
-    """runs/FOLDER-DATA by their last names."""
+    """Returns runs/FOLDER-DATA from their last path components."""
     names = (user_path(folder).absolute().name, user_path(data).absolute().stem)
     return f"runs/{'-'.join(name for name in names if name) or 'finetuned'}"
 
 
 def closing(trainer: Any, config: RunConfig) -> str:
-    """What can be done with the trained weights."""
+    """Returns the commands that use the trained weights."""
     del trainer
     run, zerojax = shlex.quote(config.run_dir), command_name()
     export, merged = f"{zerojax} checkpoint export {run}", shlex.quote(f"{config.run_dir}/merged")

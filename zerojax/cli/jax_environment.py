@@ -1,4 +1,4 @@
-"""Environment with which JAX starts: platform, virtual CPU devices and pinned host memory."""
+"""Sets JAX's start environment: platform, virtual CPU devices and pinned host memory."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from zerojax.runtime.memory import PINNED_LIMIT, least_room, pinned_limit_for
 
 
 def use_cpu_devices(number: int | None) -> None:
-    """Makes JAX start with `number` virtual CPU devices; None leaves it as it is.
+    """Makes JAX start with `number` virtual CPU devices; None changes nothing.
 
     Raises:
-      ValueError: too many, or JAX_PLATFORMS asks for another kind of device.
-      RuntimeError: JAX has started with another number already.
+      ValueError: too many, or JAX_PLATFORMS names another kind of device.
+      RuntimeError: JAX has already started with another number.
     """
     if number is None:
         return
     if number > MAX_CPU_DEVICES:
         raise ValueError(
             f"cpu_devices={quoted(number)} is above {MAX_CPU_DEVICES}: each virtual device takes "
-            "threads and memory of this machine; use fewer, or `zerojax plan` for a mesh that is "
-            "not here"
+            "threads and memory of this machine; use fewer, or `zerojax plan` for a mesh of absent "
+            "devices"
         )
     platforms = os.environ.get("JAX_PLATFORMS", "")
     if platforms not in ("", "cpu"):
@@ -42,18 +42,18 @@ def use_cpu_devices(number: int | None) -> None:
 
 
 def use_the_cpu_alone() -> None:
-    """Nothing is run on an accelerator, so none has to be free, nor to work."""
+    """Makes JAX start on the CPU only, for commands that need no accelerator."""
     os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's remarks on memory: the page says it
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # no XLA memory warnings: the page has them
     if "jax" in sys.modules:
         sys.modules["jax"].config.update("jax_platforms", "cpu")
 
 
 def allow_pinned_memory(offload: OffloadConfig) -> None:
-    """Lets XLA take as much pinned host memory as there is, where a run offloads anything.
+    """Raises XLA's limit of pinned host memory to all of it, for a run with offload.
 
-    XLA reads its limit, 64 GiB unless it is told, when JAX starts its devices. A limit that is set
-    already stays; `zerojax.plan.host_budget` refuses a run for which it is too small.
+    XLA reads its limit, 64 GiB by default, when JAX starts its devices. A limit that is already set
+    stays; `zerojax.plan.host_budget` refuses a run for which it is too small.
     """
     limit = None if offload.is_off else pinned_limit_for(least_room())
     if limit is not None:
@@ -61,12 +61,12 @@ def allow_pinned_memory(offload: OffloadConfig) -> None:
 
 
 def run_one_program_at_a_time() -> None:
-    """For virtual CPU devices; after JAX is imported, before it starts its devices.
+    """Disables concurrent programs on virtual CPU devices.
 
-    Virtual devices share threads. Two programs with collectives that run at once can each take some
-    of the threads the other needs, and XLA ends a process that waits so for 40 seconds. There is no
-    environment variable for this.
+    Call it after JAX is imported, before JAX starts its devices. Virtual devices share threads. Two
+    concurrent programs with collectives can each take threads that the other needs, and XLA ends a
+    process that waits like this for 40 seconds. There is no environment variable for this.
     """
-    import jax  # here, since commands that do without JAX import this module
+    import jax  # here, because commands without JAX import this module
 
     jax.config.update("jax_cpu_enable_async_dispatch", False)

@@ -1,4 +1,4 @@
-"""`zerojax keys`: the settings of a run with types, defaults and reasons."""
+"""`zerojax keys`: lists the settings of a run with types, defaults and reasons."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WIDTH = 96
 
 def add(commands) -> None:
     """Declares the command."""
-    parser = add_command(commands, "keys", run, "list all settings with defaults and meaning")
+    parser = add_command(commands, "keys", run, "list all settings with default and meaning")
     parser.add_argument(
         "word", metavar="WORD", nargs="?", help="only settings that contain this word"
     )
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def all_keys(cls: type = settings.RunConfig, prefix: str = "") -> Iterator[tuple[str, object, str]]:
-    """(key as it is written on the command line, default, text) of every setting."""
+    """Yields (key as written on the command line, default, text) of every setting."""
     texts, defaults = documented_fields(cls), cls()
     for field in dataclasses.fields(cls):
         default = getattr(defaults, field.name)
@@ -48,7 +48,7 @@ def all_keys(cls: type = settings.RunConfig, prefix: str = "") -> Iterator[tuple
 
 
 def documented_fields(cls: type) -> dict[str, str]:
-    """Field name -> the text under it in the source, on one line."""
+    """Returns {field name: the text below it in the source, on one line}."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
     assert isinstance(tree, ast.ClassDef)
     texts: dict[str, str] = {}
@@ -62,7 +62,7 @@ def documented_fields(cls: type) -> dict[str, str]:
 
 
 def format_value(value: object) -> str:
-    """A default as one would type it."""
+    """Returns a default as a user would type it."""
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""`zerojax launch`: a command in several processes that form one run."""
+"""`zerojax launch`: runs a command in several processes that form one run."""
 
 from __future__ import annotations
 
@@ -43,43 +43,46 @@ def add(commands) -> None:
         "--cpu-devices",
         type=int,
         metavar="K",
-        help="virtual CPU devices of each process, to try things without GPUs",
+        help="virtual CPU devices per process, for tests without GPUs",
     )
     parser.add_argument(
         "--max-restarts",
         type=int,
         default=0,
         metavar="R",
-        help="start all again after a failure, at most so often (%(default)s)",
+        help="maximum number of restarts after a failure (%(default)s)",
     )
     parser.add_argument(
         "--grace",
         type=finite,
         default=3.0,
         metavar="S",
-        help="seconds that the others have after a failure before they are killed (%(default)g)",
+        help="seconds before the other processes are killed after a failure (%(default)g)",
     )
     parser.add_argument(
-        "--nnodes", type=int, default=1, metavar="M", help="hosts that take part (%(default)s)"
+        "--nnodes", type=int, default=1, metavar="M", help="number of hosts (%(default)s)"
     )
     parser.add_argument(
-        "--node-rank", type=int, default=0, metavar="I", help="which of them this is, from 0"
+        "--node-rank", type=int, default=0, metavar="I", help="index of this host, from 0"
     )
     parser.add_argument(
         "--coordinator",
         metavar="HOST:PORT",
-        help="of several hosts: where the launcher of host 0 waits for the others",
+        help="with several hosts: address at which the launcher of host 0 waits for the others",
     )
     parser.add_argument(
         "--token-file",
         metavar="PATH",
-        help="of several hosts: a file that all see, with the secret of their launchers",
+        help="with several hosts: a shared file with the secret of their launchers",
     )
     parser.add_argument(
-        "--show-all", action="store_true", help="also print what is known to be noise"
+        "--show-all", action="store_true", help="also print known harmless warnings"
     )
     parser.add_argument(
-        "words", metavar="-- COMMAND ...", nargs=argparse.REMAINDER, help="what each process runs"
+        "words",
+        metavar="-- COMMAND ...",
+        nargs=argparse.REMAINDER,
+        help="command that each process runs",
     )
 
 
@@ -102,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
         show_all=args.show_all,
     )
     check_gpus(job, os.environ)
-    command_line(job)  # says what cannot be launched before anything is
+    command_line(job)  # raises before any process starts
     return launch(job)
 
 

@@ -1,4 +1,4 @@
-"""`zerojax env` and `zerojax bench`: packages, devices and measured bandwidths of this machine."""
+"""`zerojax env` and `zerojax bench`: show packages and devices, and measure bandwidths."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 REQUIRED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 OPTIONAL = {
     "tokenizers": ("byte-pair vocabularies (tokenizer=bpe:2048)", "pip install tokenizers"),
-    "tensorboard": ("looking at the event files of a run", "pip install tensorboard"),
+    "tensorboard": ("viewing the event files of a run", "pip install tensorboard"),
     "wandb": ("log.wandb=PROJECT", "pip install wandb"),
     "jax-cuda13-plugin": ("NVIDIA GPUs", "pip install 'zerojax[cuda]'"),
     "nvidia-cuda-nvcc": (
@@ -47,7 +47,7 @@ VARIABLES = (
 GIB = 2**30
 _GB = 1e9
 _MIB = 2**20
-REMARK = "host and device memory are one memory here, so this is how fast it is copied, not a link"
+REMARK = "host and device share one memory here, so this is its copy rate, not a link"
 
 _BENCH_IO = """\
 Writes and reads a file below PATH past the page cache, with 1 to 8 transfers at once, with the same
@@ -77,13 +77,13 @@ def add_env(commands) -> None:
 
 
 def add_bench(commands) -> None:
-    """Declares `zerojax bench` and the two commands below it."""
+    """Declares `zerojax bench` and its two sub-commands."""
     bench = commands.add_parser(
         "bench", help="measure this machine", description="Measure this machine."
     )
     inner = bench.add_subparsers(metavar="COMMAND", required=True)
     parser = add_command(inner, "io", bench_io, "measure the bandwidth of a disk", _BENCH_IO)
-    parser.add_argument("path", metavar="PATH", help="folder on the disk to be measured")
+    parser.add_argument("path", metavar="PATH", help="folder on the disk to measure")
     parser.add_argument(
         "--size", type=int, default=1024, metavar="MIB", help="bytes to write (%(default)s MiB)"
     )
@@ -101,14 +101,14 @@ def add_bench(commands) -> None:
 
 
 def show_environment(args: argparse.Namespace) -> int:
-    """Prints the table, or the facts as JSON. Nothing that is missing makes it fail."""
+    """Prints the table, or the facts as JSON. Missing facts are no error."""
     facts = redact(collect())
     show(json.dumps(facts, indent=2) if args.json else format_table(facts))
     return 0
 
 
 def collect() -> dict[str, Any]:
-    """Everything that `zerojax env` shows, as JSON-able values."""
+    """Returns everything that `zerojax env` shows, as JSON-compatible values."""
     from zerojax.hardware import compile_client
 
     devices, failure = describe_devices()
@@ -127,7 +127,7 @@ def collect() -> dict[str, Any]:
 
 
 def version_of(package: str) -> str | None:
-    """Installed version; None when it is not installed."""
+    """Returns the installed version, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -135,7 +135,7 @@ def version_of(package: str) -> str | None:
 
 
 def describe_host() -> dict[str, Any]:
-    """Cores this process may use, memory and free disk, in bytes."""
+    """Returns the cores this process may use, memory and free disk, in bytes."""
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     room = least_room()
     return {
@@ -151,7 +151,7 @@ def describe_host() -> dict[str, Any]:
 
 
 def describe_devices() -> tuple[list[dict[str, Any]], str | None]:
-    """What JAX starts with, grouped by kind, and why it could not start."""
+    """Returns JAX's devices, grouped by kind, and the error if JAX could not start."""
     import jax
 
     from zerojax.hardware.local_devices import has_pinned_host
@@ -181,7 +181,7 @@ def describe_devices() -> tuple[list[dict[str, Any]], str | None]:
 
 
 def describe_kernels() -> list[dict[str, Any]]:
-    """What was measured on GPUs by starts from this cache, and what is not tried again."""
+    """Returns the GPU measurements in this cache, and what is not tried again."""
     from zerojax.training.tuning import KeptChoices
 
     kept = KeptChoices.of_user()
@@ -200,7 +200,7 @@ def describe_kernels() -> list[dict[str, Any]]:
 
 
 def _has_names(key: dict[str, Any]) -> bool:
-    """Whether a key says what is shown of it; a file may be of another version."""
+    """Returns whether a key has all shown fields; the file may be from another version."""
     ways = key.get("ways")
     texts = [key.get("what"), key.get("device"), *(ways if isinstance(ways, list) else [])]
     numbers = [key.get("devices"), key.get("elements")]
@@ -217,7 +217,7 @@ def _of_key(key: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_advice(devices: list[dict[str, Any]], failure: str | None) -> list[str]:
-    """One line for everything that could be better, with what to do."""
+    """Returns one line per possible improvement, with the remedy."""
     advice = []
     if failure:
         advice.append(f"JAX could not start its devices: {failure}")
@@ -235,7 +235,7 @@ def find_advice(devices: list[dict[str, Any]], failure: str | None) -> list[str]
 
 
 def format_table(facts: dict[str, Any]) -> str:
-    """The facts for people, two columns."""
+    """Formats the facts as two columns of text."""
     host = facts["host"]
     rows = [("zerojax", facts["zerojax"]), ("python", facts["python"])]
     rows += [(name, version or "MISSING") for name, version in facts["packages"].items()]
@@ -266,7 +266,7 @@ def format_table(facts: dict[str, Any]) -> str:
 def _format_kernel(row: dict[str, Any]) -> str:
     where = f"{row['what']} on {row['devices']} x {row['device']}"
     if row["choice"] is None:
-        return f"{where}: left out, it failed in a start or ended it; zerojax tune tries it again"
+        return f"{where}: left out, it failed or ended a start; zerojax tune tries it again"
     ratio = row["seconds"] / row["other_seconds"]
     reference, other = row["ways"]
     return (
@@ -299,7 +299,7 @@ def bench_io(args: argparse.Namespace) -> int:
         raise ValueError(f"--size {args.size}: at least 1 MiB is needed")
     found = []
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*refuses O_DIRECT")  # said below, once
+        warnings.filterwarnings("ignore", message=".*refuses O_DIRECT")  # reported once, below
         for rates in measure_rates(folder, num_bytes=args.size * _MIB):
             if not args.json:
                 _print_disk(rates, folder, args.size, is_first=not found)
@@ -312,8 +312,8 @@ def bench_io(args: argparse.Namespace) -> int:
         return 0
     if not best.is_direct:
         show(
-            "this file system refuses O_DIRECT: these are rates of the page cache as much as of a "
-            "disk; another disk would tell more"
+            "this file system refuses O_DIRECT: the rates include the page cache; measure another "
+            "disk for its own rates"
         )
     plural = "" if best.num_threads == 1 else "s"
     show(f"best: {best.both / _GB:.2f} GB/s read + write, with {best.num_threads} thread{plural}")
@@ -336,7 +336,7 @@ def _print_disk(rates: DiskRates, folder: Path, size: int, *, is_first: bool) ->
 def _disk_dict(
     folder: Path, found: Sequence[DiskRates], best: DiskRates, disk: str, kept: Path | None
 ) -> dict[str, object]:
-    """Rates in bytes per second."""
+    """Returns the rates as a dictionary, in bytes per second."""
     return {
         "folder": str(folder),
         "disk": disk,
@@ -348,7 +348,7 @@ def _disk_dict(
 
 
 def bench_link(args: argparse.Namespace) -> int:
-    """Prints a line for each size, and what is kept of them; or all as JSON."""
+    """Prints a line for each size, and which result is stored; or all as JSON."""
     import jax
 
     from zerojax.hardware.local_devices import SIZES, measure_link, shares_host_memory

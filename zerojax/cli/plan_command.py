@@ -1,4 +1,4 @@
-"""`zerojax plan`: the forecast of a run, the explanation of one parameter, or the cheapest plan."""
+"""`zerojax plan`: forecasts a run, explains one parameter, or searches for the cheapest plan."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ not decide. ZEROJAX_CACHE is the folder of cached results (or off)."""
 
 MAX_DEVICES = 2**18
 MOST_UNROLLED = 64
-"""Layers that a search unrolls at most: each is compiled by itself."""
+"""Maximum layers that a search unrolls: each is compiled separately."""
 
 
 def add(commands) -> None:
@@ -74,8 +74,8 @@ def add(commands) -> None:
     parser.add_argument(
         "--search",
         action="store_true",
-        help="find zero, model, stage, expert, num_microbatches, remat that fit and cost least; "
-        "then sizes of buckets",
+        help="find zero, model, stage, expert, num_microbatches and remat that fit and cost least; "
+        "then bucket sizes",
     )
     parser.add_argument(
         "--budget",
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     """Reads the settings, then plans.
 
     Raises:
-      ValueError: a setting, card or number that cannot be.
+      ValueError: an invalid setting, card or number.
     """
     path, overrides = split_words(args.config, args.overrides)
     config = load(RunConfig, path, overrides)
@@ -110,9 +110,7 @@ def run(args: argparse.Namespace) -> int:
     if devices < 1:
         raise ValueError(f"--devices {devices}: at least 1 GPU is needed")
     if devices > MAX_DEVICES:
-        raise ValueError(
-            f"--devices {devices} is above {MAX_DEVICES}, the most that are planned; use fewer"
-        )
+        raise ValueError(f"--devices {devices} is above the limit of {MAX_DEVICES}; use fewer")
     if args.parameter is not None:
         use_the_cpu_alone()
         return explain(config, devices, args.parameter)
@@ -148,16 +146,16 @@ def plan(
     budget: float | None,
     words: list[str],
 ) -> int:
-    """Prints the forecast of a run, or with a `budget` what the search has found.
+    """Prints the forecast of a run, or with a `budget` the result of the search.
 
     Args:
-      words: CONFIG and KEY=VALUE as they were given, for the commands to go on with.
+      words: CONFIG and KEY=VALUE as typed, for the suggested commands.
 
     Returns:
       0 it fits, 1 it does not, 3 only formulas are known and they do not decide it.
 
     Raises:
-      ValueError: settings that cannot be. CompileError: the compiler refused the step.
+      ValueError: invalid settings. CompileError: the compiler refused the step.
     """
     from zerojax.forecasting import forecast
     from zerojax.forecasting.forecast_page import forecast_dict, forecast_page
@@ -192,7 +190,7 @@ def explain(config: RunConfig, devices: int, name: str) -> int:
       0.
 
     Raises:
-      ValueError: settings that cannot be, or no such parameter.
+      ValueError: invalid settings, or no such parameter.
     """
     from zerojax.training.run_file import plan_from_config
 
@@ -209,10 +207,10 @@ def _search(
     budget: float,
     words: list[str],
 ) -> int:
-    """The search compiles with the fast options, which give the same memory in less time.
+    """Searches with the fast compiler options, which give the same memory in less time.
 
-    Where nothing fits it looks once more, with the optimizer's state in host memory, for what is
-    left of the budget.
+    If nothing fits it searches once more, with the optimizer's state in host memory, within the
+    remaining budget.
     """
     from zerojax.forecasting.search import (
         REMATS,
@@ -310,7 +308,7 @@ def _with_buckets(
     budget: float,
     quiet: bool,
 ) -> SearchResult:
-    """The result with sizes of buckets for its choice, in what is left of the budget."""
+    """Returns the result with bucket sizes for its choice, found within the remaining budget."""
     from zerojax.forecasting import forecast
     from zerojax.forecasting.search import search_buckets
     from zerojax.training.run_file import plan_from_config
@@ -337,7 +335,7 @@ def _with_buckets(
 
 
 def can_unroll(config: RunConfig) -> bool:
-    """Whether a search may unroll the loop over layers; experts run in a loop of their own."""
+    """Returns whether a search may unroll the loop over layers; experts run in their own loop."""
     from zerojax.models.unrolling import why_never_unrolled
 
     below_stage_3 = dataclasses.replace(config.mesh, zero=0, stage=1)
@@ -346,7 +344,7 @@ def can_unroll(config: RunConfig) -> bool:
 
 
 def with_candidate(config: RunConfig, candidate: Candidate) -> RunConfig:
-    """The settings of a run with those of a candidate laid over them."""
+    """Returns the settings of a run, overridden by those of a candidate."""
     return dataclasses.replace(
         config,
         mesh=dataclasses.replace(

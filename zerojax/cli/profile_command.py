@@ -1,4 +1,4 @@
-"""`zerojax profile`: a short measured run and its report."""
+"""`zerojax profile`: measures a short run and prints its report."""
 
 from __future__ import annotations
 
@@ -70,14 +70,14 @@ def run(args: argparse.Namespace) -> int:
     """Reads the settings, then measures.
 
     Raises:
-      ValueError: a setting or number that cannot be.
+      ValueError: an invalid setting or number.
     """
     path, overrides = split_words(args.config, args.overrides)
     config = load(RunConfig, path, overrides)
     if args.steps < 2:
-        raise ValueError(f"--steps {args.steps}: at least 2 are needed to tell one from another")
+        raise ValueError(f"--steps {args.steps}: at least 2 are needed to compare steps")
     if args.start and args.out is not None:
-        raise ValueError(f"--out {args.out}: --start writes nothing; leave one of them away")
+        raise ValueError(f"--out {args.out}: --start writes nothing; leave one of them out")
     save = not (args.no_save or args.start)
     config = measured(config, args.steps, free_folder(args.out, config), save=save)
     if config.cpu_devices is not None:
@@ -90,14 +90,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def free_folder(out: str | None, config: RunConfig) -> Path:
-    """A folder that is not there yet, so that nothing is resumed.
+    """Returns a folder that does not exist yet, so that nothing is resumed.
 
     Raises:
-      ValueError: the one that was asked for is there.
+      ValueError: the requested folder exists.
     """
     if out is not None:
         if user_path(out).exists():
-            raise ValueError(f"--out {out} is there already; name a folder that is not")
+            raise ValueError(f"--out {out} exists already; name a new folder")
         return user_path(out)
     first = Path(config.run_dir) / "profile"
     return next(
@@ -108,11 +108,11 @@ def free_folder(out: str | None, config: RunConfig) -> Path:
 
 
 def measured(config: RunConfig, steps: int, folder: Path, *, save: bool) -> RunConfig:
-    """The same run, short: steps to warm up, as many that are measured, as many that are traced."""
+    """Returns the same run, shortened: equally many warm-up, measured and traced steps."""
     total = 3 * steps
     warmup = config.optimizer.warmup_steps
     offload = config.mesh.offload
-    if offload.on_disk:  # the run's own files are its state: others, on the same disk
+    if offload.on_disk:  # keep the run's own state files: use others, on the same disk
         own = None if offload.folder is None else str(Path(offload.folder) / folder.name)
         offload = dataclasses.replace(offload, folder=own, durable=False)
     return dataclasses.replace(
@@ -140,7 +140,7 @@ def measured(config: RunConfig, steps: int, folder: Path, *, save: bool) -> RunC
 
 
 def profile(config: RunConfig, steps: int, *, as_json: bool) -> int:
-    """Runs `config`, of which a third of the steps is traced, and prints the page."""
+    """Runs `config` with a third of its steps traced, and prints the page."""
     import jax
 
     from zerojax.forecasting.profiling import draw, profile_dict
@@ -161,7 +161,7 @@ def profile(config: RunConfig, steps: int, *, as_json: bool) -> int:
     if jax.process_index() != 0:
         return 0
     page = measure(trainer, folder, steps)
-    # What was written was written to be timed.
+    # The files were only written to measure the time.
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     replace_text(folder / "profile.json", json.dumps(profile_dict(page), indent=2) + "\n")
     show(json.dumps(profile_dict(page), indent=2) if as_json else draw(page))
@@ -169,7 +169,7 @@ def profile(config: RunConfig, steps: int, *, as_json: bool) -> int:
 
 
 def profile_start(config: RunConfig, *, as_json: bool) -> int:
-    """Runs one step of `config`, and prints where the seconds until its end went."""
+    """Runs one step of `config`, and prints where the seconds until its end were spent."""
     import jax
 
     from zerojax.runtime.distributed import join_processes
@@ -201,7 +201,7 @@ def profile_start(config: RunConfig, *, as_json: bool) -> int:
 
 
 def measure(trainer: Any, folder: Path, steps: int) -> StepProfile:
-    """The profile of a run that is over, from its files and its compiled step."""
+    """Returns the profile of a finished run, from its files and its compiled step."""
     from zerojax.forecasting import profiling
     from zerojax.forecasting.hlo.program import read_program
     from zerojax.models.flops import count_program_flops

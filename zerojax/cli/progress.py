@@ -1,4 +1,4 @@
-"""Progress of long commands, on stderr."""
+"""Shows the progress of long commands on stderr."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ WIDTH = 100
 
 
 class Progress:
-    """One line that is written anew twice a second on a terminal; elsewhere the first line alone.
+    """A line that is updated twice a second on a terminal; elsewhere only its first text.
 
-    Use it as a context manager and call it with what is being done, in a few words.
+    Use it as a context manager and call it with a few words about the current work.
     """
 
     def __init__(self, *, quiet: bool, stream: TextIO | None = None):
-        """`quiet`: says nothing; `stream`: None takes stderr."""
+        """Sets `quiet`, which prints nothing, and `stream`; None takes stderr."""
         self._stream = sys.stderr if stream is None else stream
         self._quiet = quiet
         self._live = not quiet and self._stream.isatty()

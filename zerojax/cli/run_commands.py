@@ -1,4 +1,4 @@
-"""`zerojax generate`, `eval` and `report`: text, loss and report of a trained model."""
+"""`zerojax generate`, `eval` and `report`: print text, loss and report of a trained model."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ def add_generate(commands) -> None:
         type=float,
         default=0.8,
         metavar="T",
-        help="0 takes the likeliest token, 1 samples from the model's distribution (%(default)s)",
+        help="0 takes the most likely token, 1 samples from the model's distribution (%(default)s)",
     )
     parser.add_argument(
-        "--top-k", type=int, metavar="K", help="sample among the K likeliest tokens (all)"
+        "--top-k", type=int, metavar="K", help="sample from the K most likely tokens (all)"
     )
     parser.add_argument(
         "--seed", type=int, default=0, metavar="N", help="seed of the sampling (%(default)s)"
@@ -104,7 +104,7 @@ def generate(args: argparse.Namespace) -> int:
 
 
 def evaluate(args: argparse.Namespace) -> int:
-    """Prints the loss; of text also perplexity and bits per token."""
+    """Prints the loss; for text also perplexity and bits per token."""
     if args.batches is not None and args.batches < 1:
         raise ValueError(f"--batches {args.batches}: at least 1 is needed")
     loaded = open_run(args.run, args.overrides, args.step, args.weights, args.pretrained)
@@ -128,12 +128,12 @@ def report(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ReadSettings:
-    """Settings of a run that is read back."""
+    """Settings for loading a run."""
 
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
-    """Options laid over the run's own."""
+    """Options that override the run's own."""
     cpu_devices: int | None = None
-    """Virtual CPU devices to make. Not given: as many as the run had, where it ran on CPUs."""
+    """Virtual CPU devices to make; default: as many as the run had, if it ran on CPUs."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
@@ -146,7 +146,7 @@ def open_run(
     weights: Literal["trained", "ema"] = "trained",
     pretrained: str | None = None,
 ) -> Any:
-    """The `LoadedRun` in a folder.
+    """Returns the `LoadedRun` of a folder.
 
     Args:
       run: the folder.
@@ -154,7 +154,7 @@ def open_run(
       step, weights, pretrained: as `zerojax.load_run` takes them.
 
     Raises:
-      ConfigError: an unknown key or a wrong value; else what `zerojax.load_run` raises.
+      ConfigError: an unknown key or a wrong value; otherwise the errors of `zerojax.load_run`.
     """
     settings = load_dataclass(ReadSettings, None, overrides)
     given = {part for word in overrides for part in word.partition("=")[0].strip().split(".")}
@@ -163,7 +163,7 @@ def open_run(
     if count is not None:
         try:
             use_cpu_devices(count)
-        except RuntimeError:  # within a program whose devices are there already
+        except RuntimeError:  # called in a program whose devices exist already
             if "cpu_devices" in given:
                 raise
         else:
@@ -177,11 +177,11 @@ def open_run(
 
 
 def _cpu_devices_of(folder: Path) -> int | None:
-    """How many CPU devices a run had; None where it ran on others, or does not say."""
+    """Returns a run's number of CPU devices; None if it ran on other devices or does not say."""
     try:
         record = bounded_json.load(folder / RECORD_FILE)
     except (OSError, ValueError):
-        return None  # `load_run` says what is wrong with it
+        return None  # `load_run` reports the error
     if not isinstance(record, dict) or record.get("platform") != "cpu":
         return None
     count = record.get("num_devices")

@@ -1,4 +1,4 @@
-"""`zerojax schedule`: drawing, bubble and memory of a pipeline schedule."""
+"""`zerojax schedule`: shows drawing, bubble and memory of a pipeline schedule."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def add(commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the names, or one picture; writes the files that were asked for."""
+    """Prints the names, or one picture; writes the requested files."""
     from zerojax.plan.schedules.drawing import describe, draw, draw_svg
     from zerojax.plan.schedules.known_schedules import make_schedule, write_csv
     from zerojax.plan.schedules.simulation import simulate
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def list_names() -> str:
-    """Every name and what it is good for."""
+    """Returns every name and its use."""
     from zerojax.plan.schedules.known_schedules import SCHEDULES
 
     width = max(map(len, SCHEDULES)) + 2
@@ -91,10 +91,10 @@ def list_names() -> str:
 
 
 def parse_costs(text: str) -> Costs:
-    """`F,B,W` as three numbers.
+    """Parses `F,B,W` as three numbers.
 
     Raises:
-      ValueError: it is anything else.
+      ValueError: any other text.
     """
     from zerojax.plan.schedules.simulation import Costs
 

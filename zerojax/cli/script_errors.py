@@ -1,6 +1,6 @@
-"""What a script raises before its training, told as the script's.
+"""Reports errors that a script raises before its training as errors of the script.
 
-An error that zerojax raises keeps its own sentence. Imports JAX.
+Errors that zerojax raises keep their own sentence. Imports JAX.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _AT_END = ("EOF when reading a line", "input(): lost sys.stdin")
 
 @contextlib.contextmanager
 def told_as_the_scripts(target: str) -> Iterator[None]:
-    """Around what runs a script or calls a function of it.
+    """Wraps code that runs a script or calls one of its functions.
 
     Raises:
-      ValueError: in the place of the script's own error, or of its end by `sys.exit`.
+      ValueError: in place of the script's own error, or of its `sys.exit`.
     """
     try:
         yield
@@ -38,13 +38,13 @@ def told_as_the_scripts(target: str) -> Iterator[None]:
 
 
 def as_the_scripts(error: BaseException, target: str) -> ValueError | None:
-    """What is told of an error that a script raised, whose traceback is printed.
+    """Returns the error to report for a script's error, whose traceback is printed.
 
     Args:
       target: as the user named it.
 
     Returns:
-      None: it is not the script's, but zerojax's.
+      None: the error is zerojax's, not the script's.
     """
     if isinstance(error, SystemExit):
         return ValueError(f"{target} ended ({error.code}) before it gave zerojax a model")
@@ -68,8 +68,8 @@ def as_the_scripts(error: BaseException, target: str) -> ValueError | None:
     reason = (str(error).splitlines() or [""])[0]
     return ValueError(
         f"{target} raised {type(error).__name__}{': ' * bool(reason)}{reason} before its training "
-        f"({where}); mend the script, or name a function that gives what is to be checked: "
-        f"zerojax check {target.partition(':')[0]}:NAME"
+        f"({where}); fix the script, or name a function that returns what to check: zerojax check "
+        f"{target.partition(':')[0]}:NAME"
     )
 
 
@@ -78,7 +78,7 @@ def _is_own(filename: str) -> bool:
 
 
 def _print(error: BaseException, own: list[int]) -> None:
-    """The traceback of the script's own lines, and of the one that raised."""
+    """Prints the traceback of the script's own lines, and of the one that raised."""
     frames = traceback.extract_tb(error.__traceback__)
     shown = sorted({*own[-SHOWN:], *([len(frames) - 1] if own else [])})
     lines = traceback.format_list([frames[place] for place in shown])

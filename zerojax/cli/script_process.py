@@ -1,6 +1,6 @@
-"""The child process in which `zerojax check` runs a script, its time limit, and how it ended.
+"""Runs a script of `zerojax check` in a child process with a time limit, and reports its end.
 
-A script may run for ever or end its process: only another process can say so. Imports no JAX.
+A script may run for ever or end its process, which only another process can report. Imports no JAX.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ BEGUN, OVER = "the script has begun\n", "the script is over\n"
 GRACE = 5.0
 """Seconds for a child that should have ended by itself."""
 _POLL = 1.0
-_NAME_IT = "name a function that gives what is to be checked: zerojax check {}:NAME"
+_NAME_IT = "name a function that returns what to check: zerojax check {}:NAME"
 
 
 def run_in_child(command: Sequence[str], target: str, limit: float) -> int:
-    """Runs a command to which the name of a file is added, for `until_training` to write.
+    """Runs a command with an appended file name, to which `until_training` writes.
 
     The child has this process's standard input and output, and gets its Ctrl-C as well.
 
@@ -37,7 +37,7 @@ def run_in_child(command: Sequence[str], target: str, limit: float) -> int:
       limit: seconds for the script alone.
 
     Returns:
-      The child's exit code, where the child itself has said what there is to be said.
+      The child's exit code, if the child itself has printed its result.
 
     Raises:
       ValueError: the time was over, or the script ended its process.
@@ -53,7 +53,7 @@ def run_in_child(command: Sequence[str], target: str, limit: float) -> int:
         except KeyboardInterrupt:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(GRACE)
-                return INTERRUPTED  # which it has said
+                return INTERRUPTED  # which it has reported
             raise
         finally:
             child.kill()
@@ -62,7 +62,7 @@ def run_in_child(command: Sequence[str], target: str, limit: float) -> int:
 
 
 def _wait(child: subprocess.Popen[bytes], notes: Path, limit: float) -> int | None:
-    """The exit code of a child; None: its script is still running long after the limit."""
+    """Returns a child's exit code; None if its script still runs long after the limit."""
     begun = None
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -77,7 +77,7 @@ def _wait(child: subprocess.Popen[bytes], notes: Path, limit: float) -> int | No
 
 
 def _code(code: int | None, notes: str, target: str, limit: float) -> int:
-    """The exit code to go on with, see `run_in_child`."""
+    """Returns the exit code to use, see `run_in_child`."""
     how = f"exit code {code}" if code is None or code >= 0 else signal.Signals(-code).name
     if OVER in notes or BEGUN not in notes:
         if how.startswith("SIG"):
@@ -87,17 +87,17 @@ def _code(code: int | None, notes: str, target: str, limit: float) -> int:
     if code is None or "Timeout (" in notes:
         raise ValueError(
             f"{target} was still running after {limit:g} seconds, {_place(notes, file)}; a check "
-            "waits for its first call of zerojax, and for its end then. Give it more time with "
-            f"--time-limit, shorten what it does before its training, or {_NAME_IT.format(file)}"
+            "waits for its first call of zerojax. Give it more time with --time-limit, shorten "
+            f"what it does before its training, or {_NAME_IT.format(file)}"
         )
     raise ValueError(
-        f"{target} ended its own process ({how}) before it gave zerojax a model, as os._exit, "
-        f"os.kill or an abort does; take that out, or {_NAME_IT.format(file)}"
+        f"{target} ended its own process ({how}) before it gave zerojax a model, such as by "
+        f"os._exit, os.kill or an abort; remove that, or {_NAME_IT.format(file)}"
     )
 
 
 def _place(notes: str, file: str) -> str:
-    """Where a script is, by the stacks of all threads, the main one last."""
+    """Returns the script's current position, from the stacks of all threads, main thread last."""
     written = file.encode("ascii", "backslashreplace").decode()
     if not file.endswith(".py"):
         written = written.replace(".", os.sep)
@@ -110,9 +110,9 @@ def _place(notes: str, file: str) -> str:
 
 @contextlib.contextmanager
 def until_training(notes: str | None, limit: float) -> Iterator[None]:
-    """Around a script, in the child: ends this process when the time is over.
+    """Ends this process, in the child, when a script exceeds its time limit.
 
-    Python writes the stacks itself then, also where a script holds the interpreter.
+    Python then writes the stacks itself, even if a script holds the interpreter.
 
     Args:
       notes: file for the parent; None: there is none, and no limit.

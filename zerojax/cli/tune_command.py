@@ -22,7 +22,7 @@ MARGIN = 0.97
 _HELP = """\
 Checks the kernels of the update and of gradient statistics against XLA's results, implementations
 of attention against each other, and slices of offloaded state of several sizes, on arrays of the
-run's sizes, and times them in turns, whatever an earlier measurement said. What is faster is kept
+run's sizes, and times them in turns, regardless of earlier measurements. What is faster is kept
 in the user's cache, where the next run on such GPUs finds it. A run with tune=auto does this by
 itself, in some ten seconds, where no answer is kept; the command takes its time.
 
@@ -43,15 +43,15 @@ def add(commands) -> None:
     )
     add_settings(parser)
     parser.add_argument(
-        "--no-steps", action="store_true", help="leave out whole steps, which take minutes"
+        "--no-steps", action="store_true", help="skip whole steps, which take minutes"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plans the run on the devices that are here, measures, and prints what was chosen.
+    """Plans the run on the present devices, measures, and prints the choices.
 
     Raises:
-      ValueError: nothing can be measured here, or the settings leave nothing to be measured.
+      ValueError: nothing can be measured here, or the settings leave nothing to measure.
     """
     path, overrides = split_words(args.config, args.overrides)
     config = load(RunConfig, path, overrides)
@@ -106,7 +106,7 @@ def _row(step: TimedStep, planned: TimedStep) -> str:
 
 
 def _advice(timed: Sequence[TimedStep]) -> str:
-    """The setting that is faster than the plan by more than two measurements differ."""
+    """Returns the setting that is faster than the plan by more than the measurement noise."""
     planned, best = timed[0], min(timed, key=lambda step: step.seconds)
     if best is planned or best.seconds > MARGIN * planned.seconds:
         return f"no setting is faster by {1 - MARGIN:.0%}; leave the run file as it is"

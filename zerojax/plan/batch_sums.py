@@ -1,4 +1,4 @@
-"""Sums over the whole batch inside a model (`zerojax.batch_sum`, `batch_mean`): refused or said."""
+"""Checks and describes sums over the whole batch (`zerojax.batch_sum`, `zerojax.batch_mean`)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from zerojax.plan.placement import Placement
 
 
 def sums_of_trace(trace: ModelTrace, placement: Placement, num_extras: int) -> list[BatchSum]:
-    """The calls of a traced loss.
+    """Returns the batch sums that a traced loss calls.
 
     Args:
       trace: of the loss; placement: which parameters are trained.
-      num_extras: how many arrays of state the model has.
+      num_extras: number of non-parameter state arrays of the model.
     """
     leaves = placement.leaves
     trained = [not leaves[name].frozen for name in sorted(leaves)]
@@ -30,19 +30,19 @@ def sums_of_trace(trace: ModelTrace, placement: Placement, num_extras: int) -> l
 def check_batch_sums(
     sums: Sequence[BatchSum], settings: MeshConfig, mesh: Mesh | AbstractMesh
 ) -> None:
-    """Refuses sums that could not be those of one device.
+    """Raises if a batch sum would differ from its value on one device.
 
     Raises:
-      ValueError: a sum of what is the same on every device, or pieces of a batch that are computed
-        one after the other.
+      ValueError: the summed value is the same on every device, or the pieces of a batch are
+        computed one after the other.
     """
     devices = num_parts(mesh)
     for one in sums:
         if one.kind == "batch_sum" and one.of_model and not one.of_batch:
             raise ValueError(
-                "zerojax.batch_sum is given a value that is computed from the model and not from "
-                f"the batch, so it is the same on each of {devices} devices and its sum would be "
-                f"{devices} times it; use the value itself"
+                "zerojax.batch_sum got a value that is computed from the model and not from the "
+                f"batch: it is the same on each of {devices} devices, and its sum would be "
+                f"{devices} times too large; use the value itself"
             )
     if sums and settings.deterministic is not None:
         raise ValueError(f"zerojax.{sums[0].kind} {IN_TURN}")
@@ -51,7 +51,7 @@ def check_batch_sums(
 def describe_batch_sums(
     sums: Sequence[BatchSum], mesh: Mesh | AbstractMesh, num_microbatches: int
 ) -> list[str]:
-    """What the calls mean on this mesh and what they send, in one sentence."""
+    """Describes in one sentence what the calls mean on this mesh and what they send."""
     if not sums:
         return []
     names = " and ".join(f"zerojax.{kind}" for kind in sorted({one.kind for one in sums}))
@@ -69,14 +69,14 @@ def describe_batch_sums(
 
 
 def bytes_sent(sums: Sequence[BatchSum], mesh: Mesh | AbstractMesh, num_microbatches: int) -> int:
-    """Bytes that one device sends in a step for these sums, as a ring does it."""
+    """Returns the bytes that one device sends per step for these sums with ring collectives."""
     devices = num_parts(mesh)
     payload = sum(one.num_bytes * one.times * one.passes for one in sums)
     return round(2 * (devices - 1) / devices * payload * num_microbatches)
 
 
 def num_parts(mesh: Mesh | AbstractMesh) -> int:
-    """In how many parts devices have the rows and tokens of a microbatch."""
+    """Returns the number of parts into which the rows and tokens of a microbatch are split."""
     number = 1
     for axis in meshes.PASS_AXES:
         number *= mesh.shape[axis]

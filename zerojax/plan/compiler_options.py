@@ -1,4 +1,4 @@
-"""Compiler options of a step, chosen by compiling for GPUs (`tests/test_gpu_programs.py`)."""
+"""Chooses compiler options of a step, measured on GPU programs (`tests/test_gpu_programs.py`)."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ PREFETCH_OPTIONS = {"xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_O
 For 1.3 billion parameters on 8 H100 it takes 4 MB more. JAX 0.10 does not know it."""
 
 TWO_AT_ONCE_OPTIONS = {"xla_gpu_experimental_parallel_collective_overlap_limit": 2}
-"""Two collectives under way at once. On 64 H100 in 8 nodes all gathers of that model are then
-scheduled beside matrix products (33 % without); on one node it brings nothing and costs 206 MB.
+"""Two concurrent collectives. On 64 H100 in 8 nodes all gathers of that model are then
+scheduled beside matrix products (33 % without); on one node it gains nothing and costs 206 MB.
 Under a pipeline activations travel beside the gathers: with 1.3 billion parameters on 8 H100,
 data 2 x stage 4, three times as many products lie under each message, at 21 MB less."""
 
 
 FIXED_ROUNDING_OPTIONS = {"xla_allow_excess_precision": False}
-"""Every rounding that is written is done. XLA otherwise leaves out those to bfloat16 that are
-turned back at once, and which are depends on whether a collective lies between, so on the mesh."""
+"""Keeps every written rounding. XLA otherwise removes casts to bfloat16 that are cast back at once;
+which ones depends on whether a collective is in between, and so on the mesh."""
 
 FIXED_KERNELS_OPTIONS = {"xla_gpu_deterministic_ops": True}
-"""No kernels whose sums have no order, and none chosen by how fast they were when tried."""
+"""No kernels that sum in undefined order, and no autotuned kernels."""
 
 
 NO_KERNELS_OPTIONS = {"xla_gpu_experimental_use_collective_kernels": ""}
@@ -41,21 +41,21 @@ def choose_options(
     deterministic: bool = False,
     unrolled: bool = False,
 ) -> tuple[dict, dict[str, str]]:
-    """What a step on these devices is compiled with.
+    """Returns the compiler options of a step on these devices.
 
     Args:
-      mesh: of the devices; on anything but NVIDIA GPUs only `deterministic` chooses anything.
+      mesh: of the devices; without NVIDIA GPUs only `deterministic` has an effect.
       regather: whether the step gathers weights in its layer loops (ZeRO-3).
-      on_host: whether it keeps arrays in host memory.
-      deterministic: whether its bits must not depend on the mesh.
+      on_host: whether the step keeps arrays in host memory.
+      deterministic: whether the result must be bitwise independent of the mesh.
       unrolled: whether those weights are read outside of layer loops, in a loop over microbatches.
-        The loop that is then pipelined is that one: all weights of the next microbatch would be
-        gathered beside those of this one, in the forward and in the backward pass. Compiled for 8
-        H100 (JAX 0.12, stage 3, 4 microbatches, 6 MiB of weights in bfloat16 in a Python list):
-        24.1 MiB of temporaries, 9.0 without the option.
+        The compiler then pipelines the microbatch loop: it would gather all weights of the next
+        microbatch beside those of the current one, in the forward and in the backward pass.
+        Compiled for 8 H100 (JAX 0.12, stage 3, 4 microbatches, 6 MiB of weights in bfloat16 in a
+        Python list): 24.1 MiB of temporaries, 9.0 without the option.
 
     Returns:
-      ({option: value}, {option: why this compiler goes without it}).
+      ({option: value}, {option: reason why this compiler does not use it}).
     """
     if not isinstance(mesh, Mesh):
         return {}, {}
@@ -71,12 +71,12 @@ def choose_options(
             options |= TWO_AT_ONCE_OPTIONS
     known, dropped = compile_client.keep_known_options(mesh, options)
     if mesh.size > MOST_DEVICES and not are_here(mesh):
-        # A compiler that does not know the option has no such kernel either.
+        # A compiler without this option does not have the kernel either.
         known |= compile_client.keep_known_options(mesh, NO_KERNELS_OPTIONS)[0]
     if regather and unrolled:
         why = "layers outside of loops would all be gathered for the next microbatch as well"
         dropped |= dict.fromkeys(PREFETCH_OPTIONS, why)
     if deterministic and not are_here(mesh):
-        why = "the compile-only client has no products without trying them; GPUs get it"
+        why = "the compile-only client cannot compile products without autotuning; GPUs get it"
         dropped |= dict.fromkeys(FIXED_KERNELS_OPTIONS, why)
     return known, dropped

@@ -1,4 +1,4 @@
-"""Placement of sequences over the axis `context`: refusals, and the choice of the way."""
+"""Places sequences over the axis `context`: refuses what is unsupported and chooses the method."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ GPUS_OF_A_NODE = 8
 
 
 def check_context(settings: MeshConfig, mesh: Mesh | AbstractMesh, model: Model, loss: Any) -> None:
-    """Refuses what is not known to be the same with a split sequence.
+    """Raises if results with split sequences are not known to equal those of whole sequences.
 
     Args:
-      loss: what the user gave; None: the model's own.
+      loss: the user's loss; None: the model's own.
 
     Raises:
-      ValueError: with what stands in the way, and what to do.
+      ValueError: names the obstacle and the remedy.
     """
     devices = mesh.shape[CONTEXT]
     if devices == 1:
@@ -54,20 +54,20 @@ def check_context(settings: MeshConfig, mesh: Mesh | AbstractMesh, model: Model,
     if not _says_so(model):
         raise ValueError(
             f"{asked} splits sequences, and the class of the {model.kind} has no method "
-            "before_cut(batch) of its own, by which a model says that its loss may be given a part "
-            "of each row; use context=1, or a reference decoder (zerojax.models.Llama, GPT2)"
+            "before_cut(batch) of its own, which declares that the loss may get a part of each "
+            "row; use context=1, or a reference decoder (zerojax.models.Llama, GPT2)"
         )
     if loss is not None:
         raise ValueError(
-            f"{asked} splits sequences, and a loss of one's own may mix tokens of a row; use "
-            "loss=None, the model's method loss(batch), or context=1"
+            f"{asked} splits sequences, and a custom loss may mix tokens of a row; use loss=None, "
+            "the model's method loss(batch), or context=1"
         )
 
 
 def _says_so(model: Model) -> bool:
-    """Whether a model's own class has `before_cut`, or is one of zerojax's that has.
+    """Returns whether the model's own class defines `before_cut`, or is a zerojax class that does.
 
-    A user's subclass may mix tokens where its parent does not, so it says it anew.
+    A subclass may mix tokens where its parent does not, so it has to define the method itself.
     """
     target = getattr(model, "template", None) or model.source
     for one in type(target).__mro__:
@@ -81,14 +81,14 @@ def _says_so(model: Model) -> bool:
 def plan_context(
     settings: MeshConfig, mesh: Mesh | AbstractMesh, trace: ModelTrace, microbatch: Any
 ) -> tuple[ContextSplit | None, list[str]]:
-    """(how sequences lie, sentences of why); (None, []) where each is whole on its device.
+    """Returns (the sequence layout, sentences of why); (None, []) where no sequence is split.
 
     Args:
       trace: of the loss of whole sequences.
-      microbatch: the rows of it, [rows, tokens] each.
+      microbatch: its rows, [rows, tokens] each.
 
     Raises:
-      ValueError: lengths or heads that do not divide, with the next values that do.
+      ValueError: lengths or heads do not divide; names the next values that do.
     """
     devices, model = mesh.shape[CONTEXT], mesh.shape[MODEL]
     if devices == 1:
@@ -102,8 +102,8 @@ def plan_context(
         )
     if not trace.attention_calls:
         raise ValueError(
-            f"context={devices} splits sequences, and the model never calls zerojax.attention, "
-            "which alone knows how to see the rest of a sequence; use context=1"
+            f"context={devices} splits sequences, and the model never calls zerojax.attention, the "
+            "only attention that reads the rest of a sequence from other devices; use context=1"
         )
     by_heads = all(call.heads % model == call.kv_heads % model == 0 for call in _of(trace))
     heads_axis = MODEL if model > 1 and by_heads else None
@@ -112,8 +112,8 @@ def plan_context(
     for call in _of(trace):
         if (call.queries, call.keys) != (tokens, tokens):
             raise ValueError(
-                f"context={devices} splits sequences of {tokens} tokens, and attention is asked "
-                f"for {call.queries} queries and {call.keys} keys; use context=1"
+                f"context={devices} splits sequences of {tokens} tokens, and attention is called "
+                f"with {call.queries} queries and {call.keys} keys; use context=1"
             )
         sizes = Sizes(
             rows=rows,
@@ -142,10 +142,10 @@ def _of(trace: ModelTrace) -> tuple[Call, ...]:
 
 
 def _shape_of(microbatch: Any) -> tuple[int, int]:
-    """(rows, tokens) of a batch whose leaves are all [rows, tokens].
+    """Returns (rows, tokens) of a batch whose leaves are all [rows, tokens].
 
     Raises:
-      ValueError: they are not.
+      ValueError: a leaf has another shape.
     """
     shapes = {leaf.shape for leaf in jax.tree.leaves(microbatch)}
     if len(shapes) != 1 or len(next(iter(shapes))) != 2:
@@ -158,7 +158,7 @@ def _shape_of(microbatch: Any) -> tuple[int, int]:
 
 
 def _check_implementation(choice: Choice, call: Call) -> None:
-    """Refuses a layout, sinks, and an implementation that was asked for and would not be taken."""
+    """Raises on a layout, on sinks, and on a requested implementation that could not be used."""
     if call.layout is not None:
         raise ValueError(
             "context > 1 together with a layout of attention is not supported; leave the layout "

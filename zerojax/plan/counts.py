@@ -1,4 +1,4 @@
-"""Counts of a plan: bytes by role and tier, floating-point operations, tokens."""
+"""Counts a plan's bytes by role and tier, its floating-point operations and its tokens."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ GATHERED, GRADIENTS, ACTIVATIONS = "gathered weights", "gradients", "activations
 PIPELINE_BUFFERS, CONSTANTS = "pipeline buffers", "constants"
 
 Tiers = dict[str, int]
-"""{tier: bytes per device}, of the tiers that hold any."""
+"""{tier: bytes per device}, only tiers that hold any."""
 
 
 def shard_bytes(tree: Any) -> int:
-    """Bytes of device memory per device, of a tree of `ShapeDtypeStruct`s with shardings."""
+    """Returns the device bytes per device of a tree of `ShapeDtypeStruct`s with shardings."""
     return sum(_shard(leaf) for leaf in jax.tree.leaves(tree) if not _on_host(leaf))
 
 
@@ -46,15 +46,15 @@ def _on_host(leaf: Any) -> bool:
 
 
 def state_tiers(plan: Decisions) -> dict[str, Tiers]:
-    """{role: {tier: bytes}} of what the state holds between steps; exact.
+    """Returns {role: {tier: bytes}} of the state between steps; exact.
 
-    A role whose parameters are sliced (`zerojax.plan.state_layout`) has bytes in several tiers;
-    what lies in files is what is missing in memory of the state in one piece.
+    A role whose parameters are sliced (`zerojax.plan.state_layout`) has bytes in several tiers.
+    The bytes in files are those of the unsliced state minus what is in memory.
 
     Returns:
       masters: what the optimizer updates; optimizer state; average of weights, where the optimizer
-      keeps one; weights: copies in the compute dtype of sliced parameters, or of those that are
-      sent as codes of what changed, which forward and backward read; frozen; extras.
+      keeps one; weights: copies in the compute dtype that forward and backward read, for sliced
+      parameters and for those that are sent as codes of their change; frozen; extras.
     """
     state, layout = plan.abstract_state, plan.offload
     moments, average = _without_average(state["opt_state"])
@@ -92,16 +92,16 @@ def state_tiers(plan: Decisions) -> dict[str, Tiers]:
 
 
 def _without_average(opt_state: Any) -> tuple[Any, Any]:
-    """(an optimizer's state without the average of the weights, that average or None)."""
+    """Returns (an optimizer's state without the average of the weights, that average or None)."""
     if not isinstance(opt_state, EmaState):
         return opt_state, None
     return (opt_state.inner, opt_state.count), opt_state.ema
 
 
 def _memory_tiers(tree: Any) -> Tiers:
-    """Of a tree with {tier: array} in place of what is sliced.
+    """Returns the bytes per tier of a tree with {tier: array} in place of each sliced array.
 
-    Told by names: a sharding over absent devices has lost its kind of memory.
+    The keys name the tier, because a sharding over absent devices has lost its memory kind.
     """
     found: Tiers = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -116,7 +116,7 @@ def _add(tiers: Tiers, tier: str, size: int) -> None:
 
 
 def state_bytes(plan: Decisions, tier: str = DEVICE) -> int:
-    """Bytes per device that the whole state holds in a tier between steps, counters included."""
+    """Returns bytes per device of the whole state in a tier between steps, counters included."""
     total = sum(tiers.get(tier, 0) for tiers in state_tiers(plan).values())
     if tier == DEVICE:
         state = plan.abstract_state
@@ -125,15 +125,15 @@ def state_bytes(plan: Decisions, tier: str = DEVICE) -> int:
 
 
 def role_tiers(plan: Decisions) -> dict[str, Tiers]:
-    """{role: {tier: bytes per device}}. State roles are exact; the others are by formula.
+    """Returns {role: {tier: bytes per device}}; state roles are exact, the others are by formula.
 
     Returns:
-      What `state_tiers` returns, and
+      The roles of `state_tiers`, and
       gathered weights: copies in the compute dtype that forward and backward read.
-      gradients: as the backward pass leaves them, and the accumulator where microbatches need one.
-      activations: only what waits on the host; what is on the device no formula knows.
-      pipeline buffers: where there is a pipeline, what waits between the passes of its stages.
-      constants: arrays that the loss closes over, where there are any worth a line.
+      gradients: of the backward pass, and the accumulator where microbatches need one.
+      activations: only those offloaded to the host; no formula gives the device part.
+      pipeline buffers: with a pipeline, what is stored between the passes of its stages.
+      constants: arrays that the loss closes over, if they are large enough to list.
     """
     weights, gradients = _formula_tiers(plan)
     found = {**state_tiers(plan), GATHERED: weights, GRADIENTS: gradients}
@@ -142,7 +142,7 @@ def role_tiers(plan: Decisions) -> dict[str, Tiers]:
     if (constants := large_constants(plan.traced.forward)) > 0:
         found[CONSTANTS] = {DEVICE: constants}
     if plan.offload is not None and plan.offload.activations:
-        # A loop over microbatches may have two buffers for them: compiled for 8 H200 it has two at
+        # A loop over microbatches may have two gradient buffers: compiled for 8 H200 it has two at
         # stage 3 and one at stage 1.
         buffers = 2 if plan.num_microbatches > 1 else 1
         found[ACTIVATIONS] = {HOST: buffers * (kept_activation_bytes(plan) or 0)}
@@ -150,35 +150,37 @@ def role_tiers(plan: Decisions) -> dict[str, Tiers]:
 
 
 def large_constants(forward: ClosedJaxpr) -> int:
-    """Bytes of the arrays that a loss closes over, which lie whole on every device; 0 below 1 MiB,
-    such as masks and tables of positions."""
+    """Returns the bytes of the arrays that a loss closes over, replicated on every device.
+
+    Below 1 MiB (masks, tables of positions) it returns 0.
+    """
     size = jaxpr.constant_bytes(forward)
     return size if size >= 2**20 else 0
 
 
 def describe_constants(forward: ClosedJaxpr) -> list[str]:
-    """The remedy for large constants."""
+    """Returns the remedy for large constants."""
     size = large_constants(forward)
     if not size:
         return []
     return [
-        f"constants: the loss closes over arrays of {trees.format_bytes(size)}, which lie whole on "
-        "every device at any stage. Make them parameters of the model that freeze= names: they are "
-        "split at zero=3; or give them with the batch"
+        f"constants: the loss closes over arrays of {trees.format_bytes(size)}, which are "
+        "replicated on every device at any ZeRO stage. Make them parameters of the model and name "
+        "them in freeze=: zero=3 splits them; or pass them with the batch"
     ]
 
 
 def role_bytes(plan: Decisions) -> dict[str, int]:
-    """Bytes of device memory by role, without activations; see `role_tiers`."""
+    """Returns bytes of device memory by role, without activations; see `role_tiers`."""
     roles = {role: tiers.get(DEVICE, 0) for role, tiers in role_tiers(plan).items()}
     return {role: size for role, size in roles.items() if role != ACTIVATIONS}
 
 
 def kept_activation_bytes(plan: Decisions) -> int | None:
-    """What all layers are given of one microbatch, bytes on one device; None without a layer loop.
+    """Returns bytes of all layer inputs of one microbatch on one device; None without a layer loop.
 
-    The loop is the one that reads most bytes layer by layer. Where the weights of layers come one
-    by one, the last layer's input stays on the device.
+    The loop is the one that reads most bytes layer by layer. Where layer weights are streamed, the
+    last layer's input stays on the device.
     """
     loops = list(_loops(plan.traced.forward.jaxpr))
     if not loops:
@@ -212,8 +214,10 @@ def _stacked_bytes(loop: Any) -> int:
 
 
 def whole_elements(placement: Placement, leaf: LeafPlacement) -> int:
-    """Elements of a gathered parameter on one device: its own rows of a pipelined stack, padding
-    included, its own experts, and what tensor parallelism leaves."""
+    """Returns the elements of a gathered parameter on one device.
+
+    These are its rows of a pipelined stack with padding, its experts, and its tensor-parallel part.
+    """
     split = math.prod(placement.axis_sizes[axis] for axis in leaf.axes if axis is not None)
     shape = leaf.device_shape(placement.axis_sizes)
     if leaf.layer_rows is not None:
@@ -222,35 +226,37 @@ def whole_elements(placement: Placement, leaf: LeafPlacement) -> int:
 
 
 def coded_bytes(placement: Placement, leaf: LeafPlacement) -> int:
-    """Bytes of the codes of a gathered parameter on one device."""
+    """Returns the bytes of the codes of a gathered parameter on one device."""
     assert leaf.codes is not None
     return round(whole_elements(placement, leaf) * bytes_per_parameter(leaf.codes.kind))
 
 
 def layers_of(plan: Decisions, leaf: LeafPlacement) -> int:
-    """Layers of a stack that one device has; 1 for what is not a stack."""
+    """Returns the number of layers of a stack on one device; 1 for what is not a stack."""
     if plan.pipeline is not None and leaf.layer_rows is not None:
         return plan.pipeline.schedule.num_chunks * plan.pipeline.chunk_rows
     return leaf.num_slices
 
 
 def _formula_tiers(plan: Decisions) -> tuple[Tiers, Tiers]:
-    """(weights that forward and backward hold, gradients they leave), bytes per device.
+    """Returns (weights that forward and backward hold, their gradients), bytes per device.
 
-    A pipeline always adds up; what one microbatch adds is that of one chunk. Of layers whose
-    weights wait on the host (`offload.streamed`) a device has two, gathered, and the gradients of
-    one; all gradients are on the host, or with an update in the backward pass nowhere. Of what is
-    gathered where it is read, all that one straight piece of the loss reads lives together: a layer
-    of a loop, or all layers that a Python loop calls (`zerojax.plan.placement.straight_pieces`).
-    Frozen parameters that are stored in the compute dtype are read as they lie, and so are shards
-    that are gathered where they are read; of coded ones codes are gathered, and decoded where they
-    are read. Copies that the state keeps (`wire.weights`) are read as they lie.
-    Gradients of such layers wait for one another at stage 2, whole: with one microbatch weights are
-    freed meanwhile, and half of these gradients are beside them, or those of one layer where layers
-    are gathered in buckets of their own (`FULL_ENOUGH`). Compiled for 8 H100 (JAX 0.12, 12 matrices
-    of 1 MiB in float32): 19.1 MiB of temporaries, 19.5 here; in bfloat16 9.6 and 9.8, and with 4
-    microbatches 14.3 and 13.5. Of 6 matrices of 16 MiB: 114.2 and 124.1, and in bfloat16 59.1 and
-    62.1.
+    With a pipeline gradients are always accumulated, and one microbatch adds those of one chunk. Of
+    streamed layers (`offload.streamed`) a device holds two, gathered, and the gradients of one; all
+    gradients are on the host, or nowhere with an update in the backward pass. Parameters gathered
+    on use live together within one straight piece of the loss: a layer of a loop, or all layers
+    that a Python loop calls (`zerojax.plan.placement.straight_pieces`).
+
+    Three kinds need no copy: frozen parameters stored in the compute dtype, shards that are
+    gathered on use, and copies that the state keeps (`wire.weights`). Coded parameters are gathered
+    as codes and decoded where they are read.
+
+    At stage 2 whole gradients of such layers are alive at the same time. With one microbatch the
+    weights are freed meanwhile, and half of these gradients are beside them, or those of one layer
+    where layers are gathered in buckets of their own (`FULL_ENOUGH`). Compiled for 8 H100 (JAX
+    0.12, 12 matrices of 1 MiB in float32): 19.1 MiB of temporaries, 19.5 by this formula; in
+    bfloat16 9.6 and 9.8, and with 4 microbatches 14.3 and 13.5. Of 6 matrices of 16 MiB: 114.2 and
+    124.1, and in bfloat16 59.1 and 62.1.
     """
     placement: Placement = plan.placement
     layout = plan.offload
@@ -309,11 +315,11 @@ def _formula_tiers(plan: Decisions) -> tuple[Tiers, Tiers]:
 
 
 def gradient_bytes(plan: Decisions, leaf: LeafPlacement) -> int:
-    """Bytes on one device of a parameter's gradient, as the backward pass leaves it or adds it up.
+    """Returns the bytes on one device of a parameter's gradient, after backward or as accumulated.
 
-    Where gradients are scattered, those of a microbatch are added to the sum as they come; whole
-    ones live beside it, of a pipeline those of one chunk. A node's part of them, which is larger
-    than a shard, is counted as compiled: beside the sum, too.
+    Scattered gradients of a microbatch are added to the sum as they arrive; whole ones exist beside
+    the sum, with a pipeline those of one chunk. A node's part of the gradients, which is larger
+    than a shard, also exists beside the sum in the compiled program and is counted so.
     """
     if leaf.frozen:
         return 0
@@ -321,7 +327,7 @@ def gradient_bytes(plan: Decisions, leaf: LeafPlacement) -> int:
         held = plan.placement.held_elements(leaf)
         size = _scattered_itemsize(plan)
         if leaf.node_shards is not None and _adds_up(plan):
-            # Those of one microbatch, in the dtype of what is read, before they are in the sum.
+            # Gradients of one microbatch, in the dtype of the read weights, before they are added.
             dtypes = plan.precision.compute_dtype, plan.precision.reduce_dtype
             size += jnp.promote_types(*dtypes).itemsize
         return held * size
@@ -334,19 +340,19 @@ def gradient_bytes(plan: Decisions, leaf: LeafPlacement) -> int:
 
 
 def _adds_up(plan: Decisions) -> bool:
-    """Whether gradients of several microbatches are summed."""
+    """Returns whether gradients of several microbatches are summed."""
     return plan.num_microbatches > 1 or plan.pipeline is not None
 
 
 def _scattered_itemsize(plan: Decisions) -> int:
-    """Bytes of an element of a gradient that is scattered."""
+    """Returns the bytes of an element of a scattered gradient."""
     precision = plan.precision
     dtype = precision.accumulate_dtype if _adds_up(plan) else precision.reduce_dtype
     return jnp.dtype(dtype).itemsize
 
 
 def _is_cast(precision: Precision) -> bool:
-    """Whether a shard is copied, in another dtype, before it is gathered."""
+    """Returns whether a shard is cast to another dtype before it is gathered."""
     compute, reduce = jnp.dtype(precision.compute_dtype), jnp.dtype(precision.reduce_dtype)
     return precision.param_dtype != compute or reduce.itemsize > compute.itemsize
 
@@ -357,7 +363,7 @@ def _is_read_as_stored(plan: Decisions, leaf: LeafPlacement) -> bool:
 
 
 def _waiting_gradients(by_layer: Mapping[str | None, Sequence[tuple[int, int]]]) -> int:
-    """Bytes of gradients that wait, with one microbatch, at once.
+    """Returns the bytes of gradients that are alive at the same time with one microbatch.
 
     Args:
       by_layer: {layer: (elements, bytes) of each of its arrays}.
@@ -373,7 +379,7 @@ def _waiting_gradients(by_layer: Mapping[str | None, Sequence[tuple[int, int]]])
 
 
 def model_flops(plan: Decisions) -> float:
-    """Floating-point operations of one step over all devices, without what remat repeats.
+    """Returns the floating-point operations of one step over all devices, without remat.
 
     Three times the forward pass (`models.flops.TRAINING_FACTOR`) of every microbatch of every
     shard.
@@ -384,9 +390,9 @@ def model_flops(plan: Decisions) -> float:
 
 
 def active_parameters(plan: Decisions) -> int | None:
-    """How many parameters a token meets; None where it meets all of them, as far as is known.
+    """Returns the number of parameters used per token; None if it is all of them, as far as known.
 
-    A model says it by its configuration's `num_parameters` and `num_active_parameters`.
+    Models declare it with `num_parameters` and `num_active_parameters` of their configuration.
     """
     config = bound_attribute(plan.users_model, "config")
     counts = (getattr(config, name, None) for name in ("num_parameters", "num_active_parameters"))
@@ -397,7 +403,7 @@ def active_parameters(plan: Decisions) -> int | None:
 
 
 def tokens_per_step(plan: Decisions) -> int | None:
-    """Tokens of a global batch; None where batches hold no "tokens"."""
+    """Returns the tokens of a global batch; None if batches have no "tokens"."""
     batch = plan.abstract_batch
     tokens = batch.get("tokens") if isinstance(batch, Mapping) else None
     return None if tokens is None else math.prod(tokens.shape)

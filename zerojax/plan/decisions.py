@@ -1,4 +1,4 @@
-"""Fields of a plan: every decision about a run before its first array exists."""
+"""Defines the fields of a plan: every decision about a run before its first array exists."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ Tree = Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TracedLoss:
-    """Facts that tracing the loss of one microbatch on one data shard has shown.
+    """Facts from tracing the loss of one microbatch on one data shard.
 
     Attributes:
       forward: the forward pass (a jaxpr), for counting.
-      index_limits: bounds of the integers of a batch that look up rows of a parameter.
+      index_limits: upper bounds for the integers of a batch that index rows of a parameter.
       has_weight: whether the loss returns a weight beside its sum.
-      metric_names: names of the own metrics that the loss returns, sorted.
+      metric_names: names of the loss's own metrics, sorted.
       counted_state: names of the model's state to which a step adds sums over the batch.
       attention_calls: calls of `zerojax.attention`, each kind once.
-      batch_weight: the weight of a batch, by which its loss is divided before the backward pass,
-        for a model with derivatives of its own; None: gradients are divided after it, which is the
-        same where the backward pass is linear.
+      batch_weight: the weight by which the loss of a batch is divided before the backward pass, for
+        a model with custom derivatives; None: gradients are divided after the backward pass, which
+        is the same where that pass is linear.
     """
 
     forward: Any
@@ -61,13 +61,13 @@ class TracedLoss:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProgramChoices:
-    """Choices with which the step is compiled, on the devices of the plan.
+    """Choices for compiling the step on the plan's devices.
 
     Attributes:
-      options: of the compiler, where it is known what helps.
-      dropped: compiler option -> why this compiler goes without it.
-      kernels: "update" and "statistics" (of the gradients) -> kernel or XLA, and why. Where it was
-        measured, also the kind of a call of attention -> its implementation.
+      options: compiler options that are known to help.
+      dropped: {compiler option: reason why this compiler does not use it}.
+      kernels: {"update" and "statistics" (of the gradients): kernel or XLA, and why}. After a
+        measurement also {kind of an attention call: its implementation}.
       regather: whether the backward pass gathers parameters again (zero=3, see `zero`).
     """
 
@@ -79,7 +79,7 @@ class ProgramChoices:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Decisions:
-    """Everything that is decided before the first array exists.
+    """All decisions about a run, made before the first array exists.
 
     Attributes:
       mesh: `Mesh`, or `AbstractMesh` for absent devices.
@@ -88,21 +88,20 @@ class Decisions:
       placement: the table, one row per parameter.
       precision: the dtypes.
       tx: the optimizer; learning_rate: its schedule over updates applied, where it is known.
-      num_microbatches: pieces a device's rows are cut into.
-      pipeline: how the layers lie on stages and which schedule runs them; None with one stage.
-      context: how sequences lie over the axis `context`; None where each is whole on its device.
-      offload: what lies outside device memory, in which slices; None where nothing does.
-      abstract_state: `TrainState` of `ShapeDtypeStruct`s with shardings, as it lies in memory.
+      num_microbatches: number of pieces into which a device's rows are cut.
+      pipeline: the layers of each stage and the schedule; None with one stage.
+      context: layout of sequences over the axis `context`; None if no sequence is split.
+      offload: slices and tiers of what is stored outside device memory; None without offload.
+      abstract_state: `TrainState` of `ShapeDtypeStruct`s with shardings, as stored in memory.
       abstract_stored: the same with every parameter and moment in one piece on the device; without
         offload the same object.
-      stacks: {name of stored layers of a rolled list: the user's names of its rows, in order}; {}
-        where nothing is rolled. Placement, state and step have stacks, everything that a user sees
-        has rows.
+      stacks: {stored stack of a rolled list: the user's names of its rows, in order}; {} where
+        nothing is rolled. Placement, state and step use stacks; users see rows.
       abstract_canonical: the same with true shapes, the user's names and evenly dividing shardings:
         the form on disk and between two plans.
       abstract_batch: the global batch, with shardings.
-      traced: what the trace of the loss showed.
-      program: the choices with which the step is compiled.
+      traced: facts from the trace of the loss.
+      program: choices for compiling the step.
       reasons: one line per default or exception that a reader should know.
       remake: makes the same plan for another mesh.
     """
@@ -146,12 +145,12 @@ class Decisions:
 
     @property
     def users_model(self) -> Model:
-        """The model as the user wrote it, whose arrays have the user's names."""
+        """The user's own model, whose arrays have the user's names."""
         return self.model.inner if isinstance(self.model, RolledModel) else self.model
 
     @property
     def users_placement(self) -> Placement:
-        """The table with one row per parameter of the model, where some are stored stacked."""
+        """The placement table with one row per parameter of the user's model, stacks unrolled."""
         return row_placement(self.placement, self.stacks) if self.stacks else self.placement
 
     @property
@@ -161,12 +160,12 @@ class Decisions:
 
     @property
     def vocab_size(self) -> int | None:
-        """Token ids that the model knows, where it says so: its `config.vocab_size`."""
+        """The model's `config.vocab_size`, or None if it has none."""
         return getattr(bound_attribute(self.model, "config"), "vocab_size", None)
 
     @property
     def fingerprint(self) -> str:
-        """Changes with the names, shapes or dtypes of the canonical state; not with the mesh."""
+        """A hash of the canonical state's names, shapes and dtypes; independent of the mesh."""
         others = (ONE_BIT, COPIES)
         state = {name: x for name, x in self.abstract_canonical.items() if name not in others}
         leaves = trees.flatten_names(state)

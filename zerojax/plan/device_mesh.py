@@ -1,4 +1,4 @@
-"""Device meshes: axes and their sizes.
+"""Makes device meshes: axes and their sizes.
 
 Only this module and `zerojax.runtime.distributed` ask JAX for devices.
 """
@@ -24,10 +24,10 @@ STAGE, MODEL = "stage", "model"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Axis:
-    """One axis of every mesh: the row from which the rest of the package reads its kind.
+    """One mesh axis and its properties, which the rest of the package reads from this table.
 
     Attributes:
-      name: also of its size in `MeshConfig`.
+      name: of the axis, and of its size in `MeshConfig`.
       splits: "batch", "sequence", "layers" or "matrices".
       shards_state: whether ZeRO shards parameters, gradients and optimizer state over it.
       manual: whether collectives over it are written in a `shard_map`, or placed by the compiler.
@@ -41,7 +41,7 @@ class Axis:
 
 AXIS_TABLE = (
     # Outermost first: neighbours along the last axis are the closest devices, so that tensor
-    # parallelism, which talks most, gets the fastest links, and replicas are the groups furthest
+    # parallelism, which sends most, gets the fastest links, and replicas are the groups furthest
     # apart (nodes).
     Axis(name=REPLICA, splits="batch", shards_state=False, manual=True),
     Axis(name=DATA, splits="batch", shards_state=True, manual=True),
@@ -53,7 +53,7 @@ AXIS_TABLE = (
 
 
 def names_of(table: Sequence[Axis], **wanted: Any) -> tuple[str, ...]:
-    """Names of the axes of a table that have all these attributes, outermost first.
+    """Returns the names of a table's axes that have all these attributes, outermost first.
 
     >>> names_of(AXIS_TABLE, splits="batch")
     ('replica', 'data', 'expert')
@@ -69,11 +69,11 @@ AXES = names_of(AXIS_TABLE)
 DATA_AXES = names_of(AXIS_TABLE, splits="batch")
 """Axes over which the rows of a batch are split."""
 STATE_AXES = names_of(AXIS_TABLE, shards_state=True)
-"""Axes over which ZeRO shards every parameter, where they have more than one device; those of
-experts not over `expert`, which their own dimension of experts is split over."""
+"""Axes over which ZeRO shards every parameter, where they have more than one device. Parameters of
+experts are not sharded over `expert`, which splits their dimension of experts."""
 PASS_AXES = tuple(axis.name for axis in AXIS_TABLE if axis.splits in ("batch", "sequence"))
-"""Axes whose devices compute other tokens with the same weights: losses and gradients are summed
-over them."""
+"""Axes whose devices compute different tokens with the same weights: losses and gradients are
+summed over them."""
 MANUAL_AXES = names_of(AXIS_TABLE, manual=True)
 """Axes that are manual in every pass. `stage` is one of them also where it has one device: JAX's
 debug callbacks take one automatic axis at most."""
@@ -82,7 +82,7 @@ COMPILER_AXES = names_of(AXIS_TABLE, manual=False)
 
 
 def resolve_axis_sizes(config: MeshConfig, num_devices: int) -> dict[str, int]:
-    """The size of every axis, with -1 replaced by what the device count leaves.
+    """Returns the size of every axis, with -1 replaced by the remaining factor of the device count.
 
     Raises:
       ValueError: the sizes do not multiply to `num_devices`.
@@ -117,7 +117,7 @@ def resolve_axis_sizes(config: MeshConfig, num_devices: int) -> dict[str, int]:
 
 
 def _on_fewer(config: MeshConfig, sizes: Mapping[str, int]) -> str:
-    """How a mesh on some of the devices is made."""
+    """Returns the remedy that makes a mesh on a subset of the devices."""
     axes = ", ".join(f'"{axis}": {size}' for axis, size in sizes.items() if size > 1)
     mesh = f"zerojax.make_mesh({{{axes}}}, devices=jax.devices()[:{math.prod(sizes.values())}])"
     with_stage = (
@@ -133,11 +133,11 @@ def make_mesh(
     config: MeshConfig | Mapping[str, Any] | None = None,
     devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
-    """A mesh with the axes `replica`, `data`, `expert`, `context`, `stage`, `model`, of type Auto.
+    """Makes a mesh with the Auto axes `replica`, `data`, `expert`, `context`, `stage`, `model`.
 
     Args:
       config: sizes; a mapping is read as a `MeshConfig`; None takes every device on `data`.
-      devices: which devices, in order; None takes `jax.devices()`.
+      devices: the devices, in order; None takes `jax.devices()`.
 
     Raises:
       ValueError: the sizes do not fit the number of devices.
@@ -154,12 +154,12 @@ def make_mesh(
 def make_abstract_mesh(
     config: MeshConfig | Mapping[str, Any] | None, num_devices: int, *, gpu: Gpu | None = None
 ) -> AbstractMesh:
-    """The same mesh without devices: enough to plan for `num_devices` devices.
+    """Makes the same mesh without devices, to plan for `num_devices` devices.
 
     Args:
       config: sizes, as `make_mesh` takes them.
-      num_devices: how many.
-      gpu: what they will be, where that decides something (`zerojax.attention`); None: not known.
+      num_devices: number of devices.
+      gpu: the planned GPU, for choices that depend on it (`zerojax.attention`); None: unknown.
     """
     sizes = resolve_axis_sizes(as_mesh_config(config), num_devices)
     mesh = AbstractMesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
@@ -171,7 +171,7 @@ def make_abstract_mesh(
 
 
 def has_nvidia_gpus(mesh: Mesh | AbstractMesh) -> bool:
-    """Whether the devices of a mesh are, or will be, GPUs of NVIDIA."""
+    """Returns whether the mesh's devices are, or are planned to be, NVIDIA GPUs."""
     if isinstance(mesh, AbstractMesh):
         device = mesh.abstract_device
         return device is not None and device.platform in ("gpu", "cuda")
@@ -179,7 +179,7 @@ def has_nvidia_gpus(mesh: Mesh | AbstractMesh) -> bool:
 
 
 def normalise_mesh(mesh: Mesh) -> Mesh:
-    """A user's own `jax.sharding.Mesh` with zerojax's axes in zerojax's order.
+    """Returns a user's own `jax.sharding.Mesh` with zerojax's axes in zerojax's order.
 
     Args:
       mesh: axes named `data` and optionally `replica`, `expert`, `context`, `stage`, `model`, in
@@ -195,13 +195,13 @@ def normalise_mesh(mesh: Mesh) -> Mesh:
 
 
 def normalise_abstract_mesh(mesh: AbstractMesh) -> AbstractMesh:
-    """The same of a mesh without devices; what they will be stays."""
+    """Returns the same for a mesh without devices; the planned device kind is kept."""
     made = AbstractMesh(_sizes_of_axes(mesh), AXES, axis_types=(AxisType.Auto,) * len(AXES))
     return made.update(abstract_device=mesh.abstract_device)
 
 
 def _sizes_of_axes(mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
-    """The size of each of zerojax's axes, 1 where a mesh does not have it."""
+    """Returns the size of each of zerojax's axes, 1 for an axis that the mesh does not have."""
     unknown = [name for name in mesh.axis_names if name not in AXES]
     if unknown:
         raise ValueError(
@@ -211,8 +211,7 @@ def _sizes_of_axes(mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
 
 
 def state_axes(axis_sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Axes over which ZeRO shards parameters on a mesh of these sizes: `data`, and what it has of
-    the others.
+    """Returns the axes over which ZeRO shards parameters: `data`, and others larger than one.
 
     >>> state_axes({"data": 1, "context": 1}), state_axes({"data": 2, "context": 4})
     (('data',), ('data', 'context'))
@@ -221,25 +220,25 @@ def state_axes(axis_sizes: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def num_data_shards(mesh: Mesh | AbstractMesh) -> int:
-    """How many pieces the batch is cut into."""
+    """Returns the number of pieces into which the batch is cut."""
     return math.prod(mesh.shape[axis] for axis in DATA_AXES)
 
 
 def describe_mesh(mesh: Mesh | AbstractMesh) -> str:
-    """Axes larger than one, for people: "data 4 x model 2"."""
+    """Returns the axes larger than one as text: "data 4 x model 2"."""
     parts = [f"{name} {size}" for name, size in mesh.shape.items() if size > 1]
     return " x ".join(parts) or "1 device"
 
 
 def are_here(mesh: Mesh | AbstractMesh) -> bool:
-    """Whether a mesh is of devices that can run, and not of some that are only compiled for."""
+    """Returns whether the mesh's devices can run programs, rather than only be compiled for."""
     return isinstance(mesh, Mesh) and mesh.devices.flat[0] in jax.devices()
 
 
 def communicates_through_gloo(mesh: Mesh | AbstractMesh) -> bool:
-    """Whether collectives over this mesh are gloo's: CPU devices of processes that have joined.
+    """Returns whether collectives use gloo: CPU devices of processes that have joined.
 
-    Also between the devices of one process, once it has joined.
+    This includes collectives between the devices of one process, once it has joined.
     """
     if isinstance(mesh, AbstractMesh):
         return False

@@ -1,4 +1,4 @@
-"""Effects of 8-bit floats on a plan: time of products, kept inputs, bytes on the wire.
+"""Computes the effects of 8-bit floats on a plan: time of products, saved inputs, bytes sent.
 
 Everything is counted in the traced forward pass of one microbatch, or follows from the placement.
 """
@@ -25,13 +25,13 @@ from zerojax.plan.wire import leaf_transfers
 
 
 def eight_bit_share(program: ClosedJaxpr) -> float:
-    """Share of a traced program's FLOPs that are products of 8-bit floats, from 0 to 1."""
+    """Returns the share of a traced program's FLOPs in products of 8-bit floats, from 0 to 1."""
     small = eight_bit_flops(program)
     return small / count_program_flops(program) if small else 0.0
 
 
 def kept_inputs(program: ClosedJaxpr) -> tuple[int, int]:
-    """Elements of the inputs of 8-bit products: (kept for the backward pass, computed again there).
+    """Returns elements of 8-bit product inputs: (saved for the backward pass, recomputed in it).
 
     Args:
       program: the forward pass of a microbatch on one data shard, all layers of it.
@@ -43,7 +43,7 @@ def kept_inputs(program: ClosedJaxpr) -> tuple[int, int]:
 
 
 def _inputs(program: Jaxpr, times: int, *, inside: bool) -> Iterator[tuple[int, bool]]:
-    """(elements in all turns of loops, whether inside of a checkpoint) of each input."""
+    """Yields (elements over all iterations of loops, whether inside a checkpoint) of each input."""
     for equation in program.eqns:
         if equation.primitive.name == "name" and equation.params["name"] == KEPT_INPUT:
             kept: Any = equation.outvars[0]
@@ -54,26 +54,26 @@ def _inputs(program: Jaxpr, times: int, *, inside: bool) -> Iterator[tuple[int, 
 
 
 def describe_eight_bits(program: ClosedJaxpr, precision: Precision) -> list[str]:
-    """What products in 8 bits are, and what their inputs take; nothing where there are none.
+    """Describes the 8-bit products and the memory of their inputs; [] if there are none.
 
     Args:
-      program: of a microbatch on one data shard, in the model's forward pass.
+      program: the model's forward pass of a microbatch on one data shard.
     """
     share, (kept, again) = eight_bit_share(program), kept_inputs(program)
     if not share:
         return []
-    lines = [f"{share:.0%} of the FLOPs of products are of 8-bit floats"]
+    lines = [f"{share:.0%} of the FLOPs of products use 8-bit floats"]
     wide = jnp.dtype(precision.compute_dtype)
     if kept:
         lines.append(
-            "inputs of 8-bit products that wait for the backward pass take "
-            f"{trees.format_bytes(kept)} in place of {trees.format_bytes(kept * wide.itemsize)} in "
-            f"{wide.name}, of all layers and one microbatch of a data shard"
+            f"inputs of 8-bit products saved for the backward pass take {trees.format_bytes(kept)} "
+            f"in place of {trees.format_bytes(kept * wide.itemsize)} in {wide.name}, of all layers "
+            "and one microbatch of a data shard"
         )
     elif again:
         lines.append(
-            "no input of an 8-bit product waits for the backward pass, which computes layers again "
-            "(remat), so that 8 bits save no memory there"
+            "no input of an 8-bit product is saved for the backward pass, which recomputes layers "
+            "(remat), so 8 bits save no memory there"
         )
     return lines
 
@@ -81,10 +81,10 @@ def describe_eight_bits(program: ClosedJaxpr, precision: Precision) -> list[str]
 def describe_wire(
     settings: MeshConfig, placement: Placement, eight_bits: Collection[str]
 ) -> list[str]:
-    """What is gathered in 8 bits, or could be.
+    """Describes which weights are gathered in 8 bits, or could be.
 
     Args:
-      eight_bits: names of the parameters that the model uses as 8-bit floats alone.
+      eight_bits: names of the parameters that the model uses only as 8-bit floats.
     """
     on_use = [leaf for leaf in placement.leaves.values() if leaf.access is Access.GATHER_ON_USE]
     could = [leaf for leaf in on_use if leaf.name in eight_bits]
@@ -94,20 +94,20 @@ def describe_wire(
             return []
         return [
             f"{len(could)} parameters (such as {could[0].name}, {elements:,} elements in all) are "
-            "used as 8-bit floats alone and gathered wider; wire.weights=fp8 would send 8 bits of "
-            "them, for the same bits of every result"
+            "used only as 8-bit floats but gathered in a wider dtype; wire.weights=fp8 would send "
+            "them in 8 bits, with bitwise equal results"
         ]
     if not could:
         return ["wire.weights=fp8 changes nothing: no parameter in 8 bits is gathered for each use"]
     return [
-        f"wire.weights=fp8: {len(could)} of {len(on_use)} parameters that are gathered where they "
-        f"are read ({elements:,} elements) are rounded to 8 bits before they are sent, not behind; "
+        f"wire.weights=fp8: {len(could)} of {len(on_use)} parameters that are gathered on use "
+        f"({elements:,} elements) are rounded to 8 bits before they are sent instead of after; "
         "gradients and all results are the same"
     ]
 
 
 def wire_bytes_saved(plan: Decisions) -> int:
-    """Bytes that one device does not send per step, since weights are gathered in 8 bits."""
+    """Returns the bytes per step that one device saves by gathering weights in 8 bits."""
     wide = jnp.dtype(plan.precision.compute_dtype).itemsize
     small = jnp.dtype(jnp.uint8)
     sent = [

@@ -1,4 +1,4 @@
-"""Placement of experts over the axis `expert`: refusals, and the dimension that is split."""
+"""Places experts over the axis `expert`: refusals, and the dimension that is split."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ ATTRIBUTE = "expert_parameters"
 
 
 def check_expert_axis(settings: MeshConfig, mesh: Mesh | AbstractMesh, precision: Any) -> None:
-    """Refuses what is not known to be the same with experts on several devices.
+    """Raises if results with experts on several devices are not known to equal those on one.
 
     Args:
-      precision: as the user gave it.
+      precision: the user's setting.
 
     Raises:
-      ValueError: with what stands in the way, and what to do.
+      ValueError: names the obstacle and the remedy.
     """
     if mesh.shape[EXPERT] == 1:
         return
@@ -55,7 +55,7 @@ def plan_experts(
     mesh: Mesh | AbstractMesh,
     stacks: Mapping[str, tuple[str, ...]],
 ) -> dict[str, int]:
-    """{parameter of experts: its dimension of experts, negative}; nothing without the axis.
+    """Returns {expert parameter: its expert dimension, negative}; {} without the axis.
 
     Args:
       shapes: of all parameters, by name; program: the traced loss, whose first inputs they are,
@@ -63,7 +63,7 @@ def plan_experts(
       stacks: {rolled stack: the user's names of its rows}.
 
     Raises:
-      ValueError: what the model declares is not what its program does, or does not divide.
+      ValueError: the model's declaration disagrees with its program, or a size does not divide.
     """
     if mesh.shape[EXPERT] == 1:
         return {}
@@ -72,7 +72,7 @@ def plan_experts(
     if not calls.count:
         raise ValueError(
             f"{asked} splits experts, and the loss calls no zerojax.experts; use expert=1, or "
-            "compute the experts by zerojax.experts"
+            "compute the experts with zerojax.experts"
         )
     declared = _declared(model, shapes, stacks, asked)
     check_expert_calls(calls, declared, asked)
@@ -91,12 +91,12 @@ def _declared(
     stacks: Mapping[str, tuple[str, ...]],
     asked: str,
 ) -> frozenset[str]:
-    """Names of what is stored that the model says are experts'."""
+    """Returns the names of stored parameters that the model declares as experts."""
     patterns = bound_attribute(model, ATTRIBUTE)
     if not patterns:
         raise ValueError(
-            f"{asked} splits experts, and the {model.kind} has no attribute {ATTRIBUTE}, by which "
-            "a model says which parameters they are: regular expressions on names, such as "
+            f"{asked} splits experts, and the {model.kind} has no attribute {ATTRIBUTE}, which "
+            "names its expert parameters: regular expressions on names, such as "
             "(r'experts/(gate|up|down)$',); add it to the class, or use expert=1"
         )
     rows = {name: stacks.get(name, (name,)) for name in shapes}
@@ -106,11 +106,10 @@ def _declared(
 
 
 def check_expert_calls(calls: ExpertCalls, declared: Iterable[str], asked: str) -> None:
-    """Refuses a program in which the parameters of experts are not the weights of
-    `zerojax.experts`, or something besides.
+    """Raises if expert parameters are not used exactly as the weights of `zerojax.experts`.
 
     Raises:
-      ValueError: with the parameter and what it does.
+      ValueError: names the parameter and its other use.
     """
     declared = frozenset(declared)
     for name in sorted(declared):
@@ -132,19 +131,19 @@ def check_expert_calls(calls: ExpertCalls, declared: Iterable[str], asked: str) 
         )
     if calls.computed:
         raise ValueError(
-            f"{asked}: zerojax.experts is given weights of shape {list(calls.computed[0])} that "
-            "are computed, and not a parameter as it is stored; give it parameters, or use expert=1"
+            f"{asked}: zerojax.experts got computed weights of shape {list(calls.computed[0])} "
+            "instead of a stored parameter; give it parameters, or use expert=1"
         )
     if calls.conditional is not None:
         raise ValueError(
-            f"{asked}: zerojax.experts is called inside `{calls.conditional}`, which not every "
-            "device may enter as often, and devices would wait for each other; call it outside, or "
-            "use expert=1"
+            f"{asked}: zerojax.experts is called inside `{calls.conditional}`, which devices may "
+            "enter a different number of times, so they would wait for each other forever; call it "
+            "outside, or use expert=1"
         )
 
 
 def describe_experts(mesh: Mesh | AbstractMesh, placement: Placement) -> list[str]:
-    """What the axis means, in one sentence."""
+    """Describes in one sentence what the axis means."""
     devices = mesh.shape[EXPERT]
     if devices == 1:
         return []
@@ -153,6 +152,6 @@ def describe_experts(mesh: Mesh | AbstractMesh, placement: Placement) -> list[st
     return [
         f"expert={devices}: each device has {' or '.join(str(n // devices) for n in numbers)} of "
         f"{' or '.join(map(str, numbers))} experts, of {len(leaves)} parameters, ZeRO-sharded over "
-        f"data={mesh.shape[DATA]} alone; rows travel to their experts and back by all-to-all, in "
-        "as many rounds as the fullest expert needs"
+        f"data={mesh.shape[DATA]} alone; rows are sent to their experts and back by all-to-all, in "
+        "as many rounds as the expert with most rows needs"
     ]

@@ -1,4 +1,4 @@
-"""Bytes and FLOPs of experts in a step, by formula: their rows, a further round, their state.
+"""Computes bytes and FLOPs of experts in a step: rows, second rounds and state.
 
 Read from the calls of `zerojax.experts` in the traced loss.
 """
@@ -20,16 +20,16 @@ from zerojax.plan.device_mesh import EXPERT, num_data_shards
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertCosts:
-    """What experts take of one device in a step; "state" and "gradients" are bytes.
+    """Costs of experts per device and step, in bytes unless stated otherwise.
 
     Attributes:
-      parameters: of experts, as they are stored; optimizer_state: theirs, an average of the weights
-        included; gradients: as the backward pass leaves them or sums them over microbatches.
+      parameters: stored expert parameters; optimizer_state: theirs, an average of the weights
+        included; gradients: after the backward pass, or summed over microbatches.
       exchange: bytes sent for rows, results, gates and their gradients in one round of every call.
-      further_bytes, further_flops: what a second round of every call adds; none runs where loads
-        are equal. further_share: of these FLOPs, in units of the step's.
-      products: how experts multiply; computed: rows that they do in the first round, over rows that
-        there are; grouped: the same of grouped products, at most, with about equal loads.
+      further_bytes, further_flops: added by a second round of every call; none runs where loads
+        are equal. further_share: these FLOPs as a share of the step's.
+      products: the multiplication method; computed: rows multiplied in the first round, over the
+        actual rows; grouped: the same ratio for grouped products, at most, with about equal loads.
     """
 
     parameters: int
@@ -45,7 +45,7 @@ class ExpertCosts:
 
 
 def expert_costs(plan: Decisions) -> ExpertCosts | None:
-    """None for a loss that calls no `zerojax.experts`."""
+    """Returns the expert costs of a plan; None if the loss does not call `zerojax.experts`."""
     calls = list(find_rows(plan.traced.forward.jaxpr))
     if not calls:
         return None
@@ -54,7 +54,7 @@ def expert_costs(plan: Decisions) -> ExpertCosts | None:
     leaves = plan.placement.leaves
     stored = plan.abstract_stored
     arrays = [stored["frozen" if leaves[name].frozen else "params"][name] for name in names]
-    # Forward once, and again in the backward pass, whose own products are two for each of these.
+    # One product in the forward pass, recomputed in the backward pass, which has two of its own.
     passes = 1 + TRAINING_FACTOR
     a_pass = plan.num_microbatches * num_data_shards(plan.mesh) / plan.mesh.size
     further = passes * a_pass * further_round_flops(plan.traced.forward)
@@ -80,18 +80,18 @@ def _computed(plan: Decisions, calls: list[RowsOfCall], products: Any) -> float:
 
 
 def expert_names(plan: Decisions) -> list[str]:
-    """Names of the parameters that are weights of `zerojax.experts`, on any mesh."""
+    """Returns the names of the parameters that are weights of `zerojax.experts`, on any mesh."""
     calls = find_expert_calls(plan.traced.forward.jaxpr, sorted(plan.placement.leaves))
     return sorted(calls.dims)
 
 
 def exchange_bytes(plan: Decisions) -> int:
-    """Bytes that one device sends per step between the devices of `expert`, in one round of each
-    call; 0 without the axis.
+    """Returns the bytes that one device sends per step over `expert`, in one round of each call.
 
-    (n - 1) / n of E x C slots for each travel, of each call and microbatch: rows, results and the
-    gradients of both, gates and theirs beside them; a checkpoint that computes a call again sends
-    rows and gates once more. It is the most where not all is trained.
+    0 without the axis. Each exchange of each call and microbatch sends (n - 1) / n of E x C slots:
+    rows, results and the gradients of both, with gates and their gradients; a checkpoint that
+    recomputes a call sends rows and gates once more. This is an upper bound where not all is
+    trained.
     """
     return _sent(plan, "first_round")
 
@@ -103,7 +103,7 @@ def _sent(plan: Decisions, which: str) -> int:
 
 
 def _moments(plan: Decisions, names: list[str]) -> int:
-    """Bytes of the optimizer's arrays of some parameters, wherever they lie."""
+    """Returns the bytes of some parameters' optimizer arrays, in any tier."""
     stored = plan.abstract_stored
     of = map_state(
         plan.tx,
@@ -116,7 +116,7 @@ def _moments(plan: Decisions, names: list[str]) -> int:
 
 
 def expert_lines(costs: Mapping[str, Any]) -> list[str]:
-    """The same for people, one sentence each.
+    """Returns the costs as text, one sentence each.
 
     Args:
       costs: an `ExpertCosts` as a dictionary.
@@ -134,20 +134,18 @@ def expert_lines(costs: Mapping[str, Any]) -> list[str]:
             "by each device per step"
         )
     more = (
-        f"{costs['further_flops']:.3g} FLOP more on it, {costs['further_share']:.1%} of the step's"
+        f"{costs['further_flops']:.3g} more FLOPs on it, {costs['further_share']:.1%} of the step's"
     )
     if costs["products"] != "batched":  # a plan's trace has one round of them
         more = "at most a quarter of the products of the first round more on it"
     if sent or costs["products"] == "batched":
-        lines.append(
-            f"one further round in every layer, which equal loads do not take: {sent}{more}"
-        )
+        lines.append(f"one further round in every layer, not needed with equal loads: {sent}{more}")
     lines.append(_of_products(costs))
     return lines
 
 
 def _of_products(costs: Mapping[str, Any]) -> str:
-    """How experts multiply, and why."""
+    """Describes the multiplication method of experts, and why it was chosen."""
     products, computed = costs["products"], costs["computed"]
     said = f"products of experts: {products}, "
     if products == "batched":
@@ -160,6 +158,6 @@ def _of_products(costs: Mapping[str, Any]) -> str:
 
 
 def costs_dict(plan: Decisions) -> dict[str, Any] | None:
-    """`expert_costs` as JSON takes it."""
+    """Returns `expert_costs` as a JSON-compatible dictionary."""
     found = expert_costs(plan)
     return None if found is None else dataclasses.asdict(found)

@@ -1,4 +1,4 @@
-"""Explanation of one parameter: sharding, collectives, update, memory tier, checkpoint names."""
+"""Explains one parameter: sharding, collectives, update, memory tier, checkpoint names."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _WIDTH = 11
 
 
 def explain_parameter(plan: Decisions, name: str) -> str:
-    """The life of one parameter in a step, as a page of text.
+    """Returns a page of text about one parameter in a step.
 
     Args:
-      plan: of the run; name: of a parameter, as `plan.table()` has it.
+      plan: of the run; name: of a parameter, as in `plan.table()`.
 
     Raises:
       ValueError: there is no such parameter; names the nearest one.
@@ -61,7 +61,7 @@ def explain_parameter(plan: Decisions, name: str) -> str:
 
 
 def checkpoint_names(plan: Decisions, name: str) -> list[str]:
-    """Names of the arrays in a checkpoint that belong to a parameter, the parameter first."""
+    """Returns the names of a parameter's arrays in a checkpoint, the parameter first."""
     role = "frozen" if name in plan.abstract_canonical["frozen"] else "params"
     marked = map_state(
         plan.tx,
@@ -74,7 +74,7 @@ def checkpoint_names(plan: Decisions, name: str) -> list[str]:
 
 
 def _names_on_disk(plan: Decisions, name: str) -> list[str]:
-    """Names in a checkpoint: of a parameter, or of the first and last row of a stack."""
+    """Returns the checkpoint names of a parameter, or of the first and last row of a stack."""
     names = users_names(name, plan.stacks)
     if len(names) == 1:
         return checkpoint_names(plan, names[0])
@@ -169,7 +169,7 @@ def _update(plan: Decisions, leaf: LeafPlacement) -> str:
 
 
 def _stored_names(plan: Decisions, name: str) -> list[str]:
-    """Names in the state of an optimizer's arrays for what is stored under a name."""
+    """Returns the names of a stored parameter's optimizer arrays in the state."""
     if name not in plan.stacks:
         return checkpoint_names(plan, name)[1:]
     row = plan.stacks[name][0]
@@ -192,5 +192,5 @@ def _tiers(plan: Decisions, leaf: LeafPlacement) -> str:
         return DEVICE
     sliced = plan.offload.leaves[leaf.name]
     counts = ", ".join(f"{count} on {tier}" for tier, count in sliced.counts.items() if count)
-    weights = "; its weights wait on host" if leaf.name in plan.offload.streamed else ""
+    weights = "; its weights are on the host" if leaf.name in plan.offload.streamed else ""
     return f"optimizer state in {sliced.num_slices} slices: {counts}{weights}"

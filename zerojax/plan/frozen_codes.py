@@ -1,4 +1,4 @@
-"""Frozen weights in codes of 4 or 8 bits: which parameters, what is refused, what the plan says."""
+"""Stores frozen weights in codes of 4 or 8 bits: chooses the parameters, refuses, describes."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ KERNEL = "kernel"
 def choose_codes(
     name: str, shape: Shape, stack_dims: int, mapped_dims: int, barrier: str | None, kind: str
 ) -> tuple[WeightCodes | None, str | None]:
-    """(how a frozen parameter is coded, why a kernel is not).
+    """Returns (how a frozen parameter is coded, why a kernel is not).
 
-    Coded are kernels of at least two dimensions besides the layers that the model reads where it
-    multiplies with them, so that a layer is decoded where it is used and nowhere else. Norms,
-    biases and tables (embeddings, positions) are not: of a table a read takes rows.
+    Only kernels are coded: at least two dimensions besides the layers, and read by the model where
+    it multiplies with them, so that each layer is decoded only where it is used. Norms, biases and
+    tables (embeddings, positions) are not; reads of a table take single rows.
 
     Args:
-      stack_dims, mapped_dims: as `LeafPlacement` has them.
+      stack_dims, mapped_dims: as in `LeafPlacement`.
       barrier: why it cannot be gathered where it is read.
       kind: "nf4" or "int8".
     """
@@ -53,10 +53,10 @@ def check_cut(
     codes: WeightCodes,
     axis_sizes: Mapping[str, int],
 ) -> None:
-    """Refuses tensor parallelism that would cut through blocks.
+    """Raises if tensor parallelism would cut through blocks of codes.
 
     Raises:
-      ValueError: with the dimension and what to do.
+      ValueError: names the dimension and the remedy.
     """
     axis = axes[codes.dim]
     size = axis_sizes[axis] if axis else 1
@@ -71,10 +71,10 @@ def check_cut(
 def check_codes(
     settings: MeshConfig, mesh: Any, precision: Precision, *, reads_lazily: bool
 ) -> None:
-    """Refuses codes where they cannot be decoded layer by layer.
+    """Raises if codes cannot be decoded layer by layer.
 
     Raises:
-      ValueError: with what contradicts them, and the remedy.
+      ValueError: names the conflicting setting and the remedy.
     """
     if precision.freeze_codes is None:
         return
@@ -83,7 +83,7 @@ def check_codes(
     if not reads_lazily:
         raise ValueError(
             f"{asked} decodes a kernel where the model reads it, and a pair of functions has no "
-            "such place: all would be decoded as apply starts; give an nnx or linen module, "
+            "such point: all would be decoded when apply starts; give an nnx or linen module, "
             f"{remedy}"
         )
     if mesh.shape[meshes.STAGE] > 1:
@@ -93,21 +93,21 @@ def check_codes(
         )
     if settings.offload.params == HOST:
         raise ValueError(
-            f"{asked} with offload.params={HOST}: layers that come from the host are not decoded; "
+            f"{asked} with offload.params={HOST}: layers streamed from the host cannot be decoded; "
             f"leave offload.params out, {remedy}"
         )
     if settings.deterministic is not None:
         raise ValueError(
-            f"{asked} with deterministic={settings.deterministic!r}: that every mesh computes one "
-            f"set of bits is not shown for decoded weights; leave deterministic out, {remedy}"
+            f"{asked} with deterministic={settings.deterministic!r}: decoded weights are not shown "
+            f"to give the same bits on every mesh; leave deterministic out, {remedy}"
         )
 
 
 def check_some(leaves: Mapping[str, LeafPlacement], kind: str) -> None:
-    """Refuses codes that no parameter would be stored in.
+    """Raises if codes are requested but no parameter would be coded.
 
     Raises:
-      ValueError: nothing is coded; says what is needed.
+      ValueError: nothing is coded; names the requirement.
     """
     if any(leaf.codes is not None for leaf in leaves.values()):
         return
@@ -121,13 +121,13 @@ def check_some(leaves: Mapping[str, LeafPlacement], kind: str) -> None:
 
 
 def check_evaluation(leaves: Mapping[str, LeafPlacement], barriers: Mapping[str, str]) -> None:
-    """Refuses an evaluation that gets at coded weights by another way than a read.
+    """Raises if an evaluation accesses coded weights in any way other than a read.
 
     Args:
-      leaves: the table of the run; barriers: as the evaluation's own trace has them.
+      leaves: the table of the run; barriers: from the evaluation's own trace.
 
     Raises:
-      ValueError: with the parameter and the way.
+      ValueError: names the parameter and the access.
     """
     for name, why in barriers.items():
         codes = leaves[name].codes
@@ -140,7 +140,7 @@ def check_evaluation(leaves: Mapping[str, LeafPlacement], barriers: Mapping[str,
 
 
 def describe_codes(frozen: Sequence[LeafPlacement], precision: Precision) -> list[str]:
-    """What of the frozen parameters is coded, that this rounds weights, and what is not."""
+    """Describes which frozen parameters are coded, that coding rounds them, and which are not."""
     kind = precision.freeze_codes
     if kind is None:
         return []
@@ -165,10 +165,10 @@ def describe_codes(frozen: Sequence[LeafPlacement], precision: Precision) -> lis
 def decoded(
     leaves: Mapping[str, LeafPlacement], arrays: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Arrays of the canonical form on the host, of coded ones the float32 weights.
+    """Returns arrays of the canonical form on the host, coded ones as float32 weights.
 
     Args:
-      leaves: {name: row}, under the names of `arrays`; arrays: {name: as it is stored}.
+      leaves: {name: row}, with the names of `arrays`; arrays: {name: stored array}.
     """
     return {
         name: array if (codes := leaves[name].codes) is None else codes.decode_on_host(array)

@@ -1,4 +1,4 @@
-"""Gradients on the wire: which in codes or in float32, and in how many levels they are summed."""
+"""Chooses how gradients are sent: in codes or in float32, and in how many levels they are added."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ BITS = {"int8": 8, "int4": 4}
 
 
 def check_gradient_wire(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> None:
-    """Refuses codes where no gradient is scattered, and where they are not proven.
+    """Raises if no gradient is scattered, or if codes are not proven for these settings.
 
     Raises:
-      ValueError: with what to change.
+      ValueError: names what to change.
     """
     _check_node(settings, mesh)
     is_coded = settings.wire.gradients in BITS
@@ -34,8 +34,8 @@ def check_gradient_wire(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> None
     asked = f"wire.gradients={settings.wire.gradients}" if is_coded else "wire.exact"
     if is_coded and settings.zero == 0:
         raise ValueError(
-            f"{asked} is for gradients of which each device keeps its shard of the sum, and with "
-            "zero=0 each keeps all; use zero=1, 2 or 3, or wire.gradients=reduce"
+            f"{asked} is for gradients that are scattered, and with zero=0 every device keeps "
+            "whole ones; use zero=1, 2 or 3, or wire.gradients=reduce"
         )
     check_no_other_way(asked, "sums gradients", settings, mesh)
 
@@ -51,10 +51,10 @@ def _check_node(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> None:
 def with_gradient_wire(
     placement: Placement, settings: MeshConfig, mesh: Mesh | AbstractMesh
 ) -> Placement:
-    """The placement with how each gradient travels.
+    """Returns the placement with the gradient codes and dtype of each parameter.
 
     Raises:
-      ValueError: a pattern of `wire.exact` that matches no name.
+      ValueError: a pattern of `wire.exact` matches no name.
     """
     exact = trees.match_names(placement.leaves, settings.wire.exact, option="wire.exact")
     bits = BITS.get(settings.wire.gradients)
@@ -63,12 +63,12 @@ def with_gradient_wire(
 
     def wired(name: str, leaf: LeafPlacement) -> LeafPlacement:
         if leaf.access is Access.LOOK_UP:
-            return leaf  # rows of it travel
+            return leaf  # only its rows are sent
         if name in exact:
             return dataclasses.replace(leaf, gradient_in_full=True)
         if bits is None or leaf.zero_dim is None or leaf.frozen:
             return leaf
-        # What nodes gather by themselves is added up in a node as it is, and coded between nodes.
+        # Gradients of node-gathered parameters are summed uncoded in a node, coded between nodes.
         in_node = 1 if leaf.node_shards else shards_in_node(mesh, leaf.zero_axes, settings.node)
         return dataclasses.replace(leaf, gradient_codes=GradientCodes(bits, in_node))
 
@@ -79,11 +79,11 @@ def with_gradient_wire(
 def shards_in_node(
     mesh: Mesh | AbstractMesh, over: tuple[str, ...], node: int | None = None
 ) -> int:
-    """How many neighbours along these axes are in one node; 1 if that is not the same everywhere.
+    """Returns how many neighbours along these axes share a node; 1 if the number is not uniform.
 
     Args:
-      node: devices of a node, in the order of the mesh; None: devices of one process, and of GPUs
-        with a process each, or that are not here, `GPUS_OF_A_NODE`.
+      node: devices of a node, in the order of the mesh; None: devices of one process, or
+        `GPUS_OF_A_NODE` for GPUs with a process each and for absent devices.
     """
     nodes = _node_of_each(mesh, node).reshape(tuple(mesh.shape.values()))
     axes = [list(mesh.shape).index(axis) for axis in over]
@@ -110,14 +110,14 @@ def _node_of_each(mesh: Mesh | AbstractMesh, node: int | None) -> np.ndarray:
 def describe_gradient_wire(
     settings: MeshConfig, placement: Placement, mesh: Mesh | AbstractMesh
 ) -> list[str]:
-    """What is sent in codes, in which levels, and what is not."""
+    """Describes which gradients are sent in codes, in which levels, and which are not."""
     leaves = [leaf for leaf in placement.leaves.values() if not leaf.frozen]
     coded = [leaf for leaf in leaves if leaf.gradient_codes is not None]
     full = [leaf for leaf in leaves if leaf.gradient_in_full]
     lines = []
     if full:
         lines.append(
-            f"wire.exact: gradients of {len(full)} parameters (such as {full[0].name}) travel in "
+            f"wire.exact: gradients of {len(full)} parameters (such as {full[0].name}) are sent in "
             "float32"
         )
     if settings.wire.gradients not in BITS:
@@ -129,9 +129,9 @@ def describe_gradient_wire(
     assert codes is not None
     others = sum(trees.num_elements(leaf.shape) for leaf in leaves if leaf not in coded)
     lines.append(
-        f"{asked}: gradients of {len(coded)} of {len(leaves)} parameters travel as integers of "
+        f"{asked}: gradients of {len(coded)} of {len(leaves)} parameters are sent as integers of "
         f"{codes.bits} bits with a scale for {BLOCKS[codes.bits]} and are added up in float32, "
-        f"{_levels(coded, placement)}; losses are near those of exact sums, not equal; "
+        f"{_levels(coded, placement)}; losses are close to those of exact sums, not equal; "
         f"{others:,} elements are sent as before"
     )
     if mesh.shape[REPLICA] > 1:

@@ -1,4 +1,4 @@
-"""Host memory and disk space of a plan, compared with what is free before a run."""
+"""Compares the host memory and disk space of a plan with what is free before a run."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from zerojax.runtime.memory import PINNED_LIMIT, SPARE, Room, free_disk, least_r
 
 GIB = 2**30
 DEFAULT_PINNED_GIB = 64
-"""XLA's, where the variable is not set."""
+"""XLA's default, in GiB."""
 STEP = 0.05
-"""Of shares that are proposed."""
+"""Step of proposed shares."""
 POOL = 1.05
-"""What is asked of the pool over what is put into it: its pieces are not packed without gaps."""
+"""Ratio of pool size to its content, because blocks are not packed without gaps."""
 
 
 def host_bytes(plan: Plan) -> int:
-    """Bytes that this process keeps in host memory for a plan, while it trains.
+    """Returns the bytes of host memory that this process uses for a plan while it trains.
 
-    Arrays of its devices, buffers through which files are read and written, and, where the devices
-    are the CPU itself, their memory too.
+    Counts arrays of its devices, buffers for reading and writing files, and, where the devices are
+    the CPU itself, device memory too.
     """
     devices = _local_devices(plan)
     total = sum(tiers.get(HOST, 0) for tiers in role_tiers(plan).values()) * len(devices)
@@ -47,20 +47,20 @@ def host_bytes(plan: Plan) -> int:
 
 
 def disk_bytes(plan: Plan) -> int:
-    """Bytes that this process's files take; a durable run keeps two generations of them."""
+    """Returns the bytes of this process's files; a durable run keeps two generations of them."""
     one = file_bytes(plan, len(_local_devices(plan)))
     return one * (2 if plan.settings.offload.durable else 1)
 
 
 def check_offload(plan: Plan, *, environ: Mapping[str, str] | None = None) -> None:
-    """Refuses a run whose host memory or files would not fit, before it takes any memory.
+    """Raises if the run's host memory or files would not fit, before any memory is taken.
 
     Args:
-      plan: on devices that are here; nothing is checked of one without offload.
+      plan: on present devices; a plan without offload is not checked.
       environ: None takes the process's.
 
     Raises:
-      ValueError: with the bytes needed and there, and what would help.
+      ValueError: names the bytes needed, the bytes available and the remedy.
     """
     if plan.offload is None:
         return
@@ -70,18 +70,18 @@ def check_offload(plan: Plan, *, environ: Mapping[str, str] | None = None) -> No
 
 
 def check_host_memory(plan: Plan, room: Room | None) -> None:
-    """Refuses what does not fit into the memory that is there.
+    """Raises if the plan does not fit into the available host memory.
 
-    Each process compares what is its own; several on one machine have it together.
+    Each process compares its own part; processes on one machine share its memory.
 
     Args:
-      plan: the plan; room: what is there.
+      plan: the plan; room: the available memory.
 
     Raises:
       ValueError: see `check_offload`.
     """
     needed = host_bytes(plan)
-    if room is None:  # this system does not say
+    if room is None:  # unknown on this system
         return
     there = int(room.free * SPARE)
     if needed <= there:
@@ -97,10 +97,10 @@ def check_host_memory(plan: Plan, room: Room | None) -> None:
 
 
 def host_remedies(plan: Plan, needed: int, there: int) -> Iterator[str]:
-    """What would make it fit, the cheapest first.
+    """Yields remedies that would make it fit, the cheapest first.
 
     Args:
-      needed: bytes of host memory; there: of it that may be taken.
+      needed: bytes of host memory; there: available bytes.
     """
     shares = _shares_that_fit(plan, needed, there)
     if shares is not None:
@@ -117,10 +117,10 @@ def host_remedies(plan: Plan, needed: int, there: int) -> Iterator[str]:
 
 
 def _shares_that_fit(plan: Plan, needed: int, there: int) -> dict[str, float] | None:
-    """The largest share of the host, in steps of 5 %, with which a plan fits; None if none does."""
+    """Returns the largest host share with which a plan fits, in steps of 5 %; None if none does."""
     config, layout = plan.settings.offload, plan.offload
     assert layout is not None
-    if config.update_in_backward:  # which wants all slices in one tier
+    if config.update_in_backward:  # needs all slices in one tier
         return None
     near, now = config.shares.get(DEVICE, 0.0), config.shares.get(HOST, 0.0)
     rest = needed - _of_state(plan, layout)
@@ -141,20 +141,20 @@ def _shares_that_fit(plan: Plan, needed: int, there: int) -> dict[str, float] | 
 
 
 def _of_state(plan: Plan, layout: OffloadLayout) -> int:
-    """Bytes of host memory that depend on how slices are shared out."""
+    """Returns the bytes of host memory that depend on how slices are distributed over tiers."""
     number, sizes = len(_local_devices(plan)), slice_bytes(plan, layout)
     held = sum(leaf.counts[HOST] * sizes[name] for name, leaf in layout.leaves.items())
     return held * number + buffer_bytes(plan, layout, number)
 
 
 def check_pinned_limit(plan: Plan, environ: Mapping[str, str]) -> None:
-    """Refuses what XLA's pool of pinned memory would refuse in the middle of a run.
+    """Raises if XLA's pool of pinned memory is too small, before XLA fails in the middle of a run.
 
     Only for GPUs. The pool is made when JAX starts its devices; the `zerojax` command sets the
     variable before that.
 
     Raises:
-      ValueError: the variable is not set, or to too little, or is not a number.
+      ValueError: the variable is not set, is set too low, or is not a number.
     """
     devices = _local_devices(plan)
     if not _has_pinned_pool(devices):
@@ -172,16 +172,16 @@ def check_pinned_limit(plan: Plan, environ: Mapping[str, str]) -> None:
     wanted = math.ceil(pinned * POOL / GIB)
     raise ValueError(
         f"offload keeps {format_bytes(pinned)} in pinned host memory, and XLA takes at most "
-        f"{limit} GiB of it ({origin}); set {PINNED_LIMIT}={wanted} before JAX starts "
-        "its devices: in the shell, or in os.environ above the first use of jax"
+        f"{limit} GiB of it ({origin}); set {PINNED_LIMIT}={wanted} before JAX starts its devices: "
+        "in the shell, or in os.environ before the first use of jax"
     )
 
 
 def has_pinned_room(plan: Plan, num_bytes: int, *, environ: Mapping[str, str]) -> bool:
-    """Whether XLA's pool of pinned memory has room for more than what a plan keeps there.
+    """Returns whether XLA's pinned-memory pool has room for more than the plan already uses.
 
     Args:
-      plan: on devices that are here.
+      plan: on present devices.
       num_bytes: per device.
       environ: of the process.
     """
@@ -201,13 +201,13 @@ def _pinned_bytes(plan: Plan, devices: Sequence[jax.Device]) -> int:
 
 
 def _pinned_limit(environ: Mapping[str, str]) -> int:
-    """XLA's limit, GiB; its default where the variable is no number, as XLA takes it."""
+    """Returns XLA's limit in GiB, or its default if the variable is not a number, as XLA does."""
     told = environ.get(PINNED_LIMIT, "")
     return int(told) if told.isdigit() else DEFAULT_PINNED_GIB
 
 
 def check_disk(plan: Plan) -> None:
-    """Refuses files that do not fit on their disk. Files of an earlier run count as free.
+    """Raises if files do not fit on their disk; files of an earlier run count as free.
 
     Raises:
       ValueError: see `check_offload`.
@@ -234,7 +234,7 @@ def check_disk(plan: Plan) -> None:
 
 
 def _taken(folder: Path) -> int:
-    """Bytes of the files in a folder that is there, which its next store replaces."""
+    """Returns the bytes of the files in an existing folder, which its next store replaces."""
     if not folder.is_dir():
         return 0
     files = (path.stat() for path in folder.glob("buckets*.bin"))
@@ -246,7 +246,7 @@ def _join(remedies: Iterator[str]) -> str:
 
 
 def _local_devices(plan: Plan) -> list:
-    """This process's devices of the plan; [] where this process has none of them."""
+    """Returns this process's devices of the plan; [] if it has none of them."""
     if not isinstance(plan.mesh, Mesh):
         return []
     return list(plan.mesh.local_devices)

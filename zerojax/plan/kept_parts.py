@@ -1,6 +1,6 @@
-"""Parts of a state that are the same as it is stored and in its canonical form.
+"""Defines the parts of a state whose stored and canonical forms are the same.
 
-They are what signs of momentum leave out, and copies of weights (`wire.weights`).
+They are the residual errors of signed momentum, and copies of weights (`wire.weights`).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from zerojax.plan.state import COPIES, TrainState
 
 
 def followed_leaves(placement: Placement) -> dict[str, LeafPlacement]:
-    """{name: placement} of the parameters of which every device keeps a copy."""
+    """Returns {name: placement} of the parameters of which every device keeps a copy."""
     return {n: leaf for n, leaf in placement.leaves.items() if leaf.delta_codes is not None}
 
 
 def copies_key(placement: Placement, precision: Precision) -> str:
-    """Name of the copies in a state and in checkpoints; another wherever their arrays differ."""
+    """Returns the name of the copies in a state and in checkpoints; it differs if the arrays do."""
     dtype = jnp.dtype(precision.compute_dtype).name
     rows = [[name, list(leaf.shape)] for name, leaf in sorted(followed_leaves(placement).items())]
     digest = hashlib.sha256(json.dumps([dtype, rows]).encode()).hexdigest()[:8]
@@ -40,7 +40,7 @@ def copies_key(placement: Placement, precision: Precision) -> str:
 def abstract_copies(
     placement: Placement, precision: Precision, mesh: Mesh | AbstractMesh
 ) -> dict[str, Any] | None:
-    """What the state has under `COPIES`, as `ShapeDtypeStruct`s with shardings; None: nothing.
+    """Returns the state's `COPIES` as `ShapeDtypeStruct`s with shardings; None if there are none.
 
     Copies have the true shape, split by tensor parallelism alone.
     """
@@ -57,7 +57,7 @@ def abstract_copies(
 
 
 def copies_begin_anew(plan_state: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
-    """Whether a run keeps copies that a checkpoint does not have.
+    """Returns whether a run keeps copies that a checkpoint does not have.
 
     Args:
       plan_state: the abstract state of the run; saved: names of arrays in the checkpoint.
@@ -74,8 +74,7 @@ def with_kept_parts(
     tx: Any,
     forward: ClosedJaxpr,
 ) -> TrainState:
-    """An abstract state with what signs of momentum leave out and with copies of weights, where
-    there are any.
+    """Returns an abstract state with errors of signed momentum and copies of weights, if any.
 
     Args:
       state: without them; placement, precision, mesh and tx: of the plan.

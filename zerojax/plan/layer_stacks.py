@@ -1,4 +1,4 @@
-"""Names of stacked layers: between what is stored, stacks, and what users see, a row each.
+"""Converts between names of stored stacks of layers and the user's names, one per row.
 
 Knows names, shapes and trees of a state. Never touches arrays: those change their form in
 `zerojax.parallel.reshard`.
@@ -24,7 +24,7 @@ Stacks = Mapping[str, tuple[str, ...]]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StackRows:
-    """The rows of a stack in the place of the stack: a leaf, for JAX's functions of trees.
+    """The rows of a stack in place of the stack; a leaf for JAX's tree functions.
 
     Attributes:
       values: one for each row, in order.
@@ -34,16 +34,16 @@ class StackRows:
 
 
 class RowsDifferError(ValueError):
-    """Rows of a stack that are not of one kind; the message names two."""
+    """Error for rows of a stack with different structure; the message names two."""
 
 
 def users_names(name: str, stacks: Stacks) -> tuple[str, ...]:
-    """The user's names of what is stored under a name."""
+    """Returns the user's names for one stored name: those of all rows for a stack."""
     return stacks.get(name, (name,))
 
 
 def find_row(name: str, stacks: Stacks) -> tuple[str, int] | None:
-    """(the stack that holds a parameter, its row); None where it is stored by itself."""
+    """Returns (the stack that holds a parameter, its row); None if the parameter is not stacked."""
     for stack, rows in stacks.items():
         if name in rows:
             return stack, rows.index(name)
@@ -51,7 +51,7 @@ def find_row(name: str, stacks: Stacks) -> tuple[str, int] | None:
 
 
 def group_rows(tree: Tree, stacks: Stacks) -> Tree:
-    """A tree of the user's names with `StackRows` under the names of stacks.
+    """Returns a tree of the user's names with `StackRows` under the names of stacks.
 
     Args:
       tree: its dicts with names of parameters have all rows of a stack, or none.
@@ -81,7 +81,7 @@ def group_rows(tree: Tree, stacks: Stacks) -> Tree:
 def ungroup_rows(
     tree: Tree, stacks: Stacks, row_of: Callable[[Any, int], Any] = lambda rows, i: rows.values[i]
 ) -> Tree:
-    """The inverse of `group_rows`.
+    """Inverts `group_rows`.
 
     Args:
       tree: its dicts have stacks in place of their rows.
@@ -110,7 +110,7 @@ def _has_any(node: Any, names: Mapping[str, Any]) -> bool:
 def _joined(node: Mapping[str, Any], stack: str, names: tuple[str, ...]) -> Tree:
     missing = [name for name in names if name not in node]
     if missing:
-        raise RowsDifferError(f"{stack}: {missing[0]} has no place where {names[0]} has one")
+        raise RowsDifferError(f"{stack}: {missing[0]} is missing where {names[0]} is present")
     first = jax.tree.structure(node[names[0]])
     for name in names:
         if jax.tree.structure(node[name]) != first:
@@ -119,7 +119,7 @@ def _joined(node: Mapping[str, Any], stack: str, names: tuple[str, ...]) -> Tree
 
 
 def row_structs(params: Mapping[str, Any], stacks: Stacks) -> dict[str, Any]:
-    """{user's name: struct} of stored parameters' structs."""
+    """Returns {user's name: struct} of stored parameters' structs."""
     rows: dict[str, Any] = {}
     for name, x in params.items():
         shape = x.shape[1:] if name in stacks else x.shape
@@ -128,10 +128,10 @@ def row_structs(params: Mapping[str, Any], stacks: Stacks) -> dict[str, Any]:
 
 
 def row_placement(placement: Placement, stacks: Stacks) -> Placement:
-    """The table under the user's names, for the canonical form of a state.
+    """Returns the placement table under the user's names, for the canonical form of a state.
 
     Args:
-      placement: the table of what is stored.
+      placement: the table of stored parameters.
     """
     leaves: dict[str, LeafPlacement] = {}
     for name, leaf in placement.leaves.items():
@@ -141,7 +141,7 @@ def row_placement(placement: Placement, stacks: Stacks) -> Placement:
 
 
 def _row(leaf: LeafPlacement, name: str) -> LeafPlacement:
-    """One row of a stack as a parameter of its own; `stage` splits a dimension of it."""
+    """Returns the placement of one row of a stack; `stage` splits one of its dimensions."""
     return dataclasses.replace(
         leaf,
         name=name,
@@ -155,7 +155,7 @@ def _row(leaf: LeafPlacement, name: str) -> LeafPlacement:
 
 
 def row_layout(layout: OffloadLayout, stacks: Stacks) -> OffloadLayout:
-    """The layout under the user's names: each row has the slices of its stack."""
+    """Returns the layout under the user's names: each row has the slices of its stack."""
     leaves = {
         row: leaf for name, leaf in layout.leaves.items() for row in users_names(name, stacks)
     }

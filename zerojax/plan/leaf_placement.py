@@ -1,4 +1,4 @@
-"""Placement of one parameter: sharded dimensions, gather mode, and the rules that decide them."""
+"""Places one parameter: sharded dimensions, gather mode, and the rules that decide them."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ Rules = Sequence[tuple[str, Sequence[str | None]]]
 
 
 FULL_ENOUGH = 1_000_000
-"""Elements from which a bucket ends where a layer of a list does: equal layers then lie in equal
-buckets, and what is computed of their slices compiles once and not for each layer. A bucket of
+"""Minimum elements for a bucket to end where a layer of a list ends: equal layers then have equal
+buckets, and computations on their slices compile once instead of for each layer. A bucket of
 fewer elements takes as long as an empty one."""
 
 
 class Access(enum.Enum):
-    """How forward and backward get at a parameter, and where its gradient goes."""
+    """Ways in which forward and backward read a parameter and reduce its gradient."""
 
     WHOLE = "whole"
     """Stored whole on every data shard; its gradient is summed once per step."""
@@ -45,44 +45,43 @@ class Access(enum.Enum):
     """Gathered once per step; its gradient is scattered inside the backward pass."""
     GATHER_ON_USE = "gather on use"
     """Gathered where the model reads it and again in the backward pass, which scatters its gradient
-    on the spot."""
+    immediately."""
     LOOK_UP = "look up"
     """Never gathered: its rows are sent to where they are needed, and their gradients back."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LeafPlacement:
-    """The row of one parameter.
+    """The placement of one parameter: one row of the table.
 
     Attributes:
       name: "blocks/attention/query/kernel".
       shape: the true shape.
       stack_dims: leading dimensions that a layer scan slices away, or that `jax.vmap` maps; never
         sharded.
-      mapped_dims: how many of these `jax.vmap` maps: one read then gives all that they hold.
+      mapped_dims: how many of these `jax.vmap` maps: one read returns all entries along them.
       axes: mesh axis per dimension from tensor parallelism, None where there is none.
       zero_dim: the dimension that ZeRO shards, counted from the end (negative, so that it survives
         the slicing of leading dimensions); None when ZeRO leaves the parameter whole.
-      zero_axes: the mesh axes over which it does, first the outermost: `data`; also `expert` where
-        experts are split and this is none; also `context` where sequences are split; and `stage`
-        for a parameter that every pipeline stage reads, so that none is stored twice.
+      zero_axes: the mesh axes that shard it, outermost first: `data`; also `expert` for
+        non-expert parameters where experts are split; also `context` where sequences are split; and
+        `stage` for a parameter that every pipeline stage reads, so that none is stored twice.
       expert_dim: the dimension of experts, negative, which is split over `expert`; None: it has
         none, or experts are not split.
       padded_size: stored size of `zero_dim` in elements, a multiple of the number of shards.
-      access: how forward and backward get at it.
-      asked: of a table that is looked up, how many rows a microbatch asks for; its `zero_dim` is
-        the columns. None: it is not.
-      eight_bits: whether it is gathered as 8-bit floats, which are all that is used of it.
-      node_shards: so many shards of neighbours are in one node, which at each use gathers the
-        parameter by itself, from what it fetches of other nodes once per step (`wire.secondary`);
-        None: all devices gather it together.
-      wire_codes: how it is coded where it is gathered, of `node_shards` between nodes; None: it is
-        not.
-      delta_codes: how what its masters are ahead of the copy that every device keeps is coded, once
-        per step; None: no copy is kept (`wire.weights`).
-      gradient_codes: how its gradient is coded where it is scattered, of `node_shards` between
-        nodes; None: it is not.
-      gradient_in_full: whether its gradient travels in float32, whatever `reduce_dtype` is.
+      access: how forward and backward read it.
+      asked: rows looked up per microbatch, for a lookup table whose `zero_dim` is the columns;
+        None: not a lookup table.
+      eight_bits: whether it is gathered as 8-bit floats, because the model uses nothing else of it.
+      node_shards: number of neighbouring shards in one node. At each use the node gathers the
+        parameter within itself, from a part fetched from other nodes once per step
+        (`wire.secondary`); None: all devices gather it together.
+      wire_codes: codes in which it is gathered, with `node_shards` between nodes; None: uncoded.
+      delta_codes: codes of the difference between its masters and the copy that every device keeps,
+        sent once per step; None: no copy is kept (`wire.weights`).
+      gradient_codes: codes in which its gradient is scattered, with `node_shards` between nodes;
+        None: uncoded.
+      gradient_in_full: whether its gradient is sent in float32 for any `reduce_dtype`.
       frozen: no gradient and no optimizer state.
       codes: how a frozen parameter is coded; None: it is stored as numbers. Where `zero_dim` cuts
         the blocks' dimension it cuts between blocks, without padding.
@@ -118,12 +117,12 @@ class LeafPlacement:
 
     @property
     def num_slices(self) -> int:
-        """How many reads, one slice at a time, give all of it: the number of layers of a stack."""
+        """Number of one-slice reads that cover the parameter: the number of layers of a stack."""
         return math.prod(self.shape[: max(self.stack_dims - self.mapped_dims, 0)])
 
     @property
     def kept_shape(self) -> Shape:
-        """The shape of the array in a checkpoint: the true one, or that of its codes."""
+        """The shape of the array in a checkpoint: the true shape, or that of its codes."""
         return self.shape if self.codes is None else self.codes.coded_shape(self.shape)
 
     @property
@@ -143,12 +142,12 @@ class LeafPlacement:
 
     @property
     def has_rows(self) -> bool:
-        """Whether layers are stored in another order than theirs, or with rows between them."""
+        """Whether layers are stored in another order, or with padding rows between them."""
         return self.layer_rows is not None and self.layer_rows != tuple(range(self.shape[0]))
 
     @property
     def stored_spec(self) -> P:
-        """How masters, optimizer state and reduced gradients lie."""
+        """The partition spec of masters, optimizer state and reduced gradients."""
         axes: list[Any] = list(self.axes)
         if self.zero_dim is not None:
             axes[self.zero_dim] = self.zero_axes[0] if len(self.zero_axes) == 1 else self.zero_axes
@@ -159,7 +158,7 @@ class LeafPlacement:
         return P(*axes)
 
     def device_shape(self, axis_sizes: Mapping[str, int]) -> Shape:
-        """The shape that a model reads in a step: the true one, with this device's experts only."""
+        """Returns the shape that a model reads: the true one, with this device's experts only."""
         shape = list(self.shape)
         if self.expert_dim is not None:
             shape[self.expert_dim] //= axis_sizes[EXPERT]
@@ -171,10 +170,10 @@ class LeafPlacement:
         return P(*(None if axis in COMPILER_AXES else axis for axis in self.stored_spec))
 
     def canonical_spec(self, axis_sizes: Mapping[str, int]) -> P:
-        """A spec that divides the true shape evenly, and no block of codes: on disk and between
-        two placements.
+        """Returns a spec that divides the true shape evenly and cuts no block of codes.
 
-        Where a pipeline does not divide the layers, `stage` takes another dimension.
+        Used on disk and between two placements. Where a pipeline does not divide the layers,
+        `stage` splits another dimension.
         """
         if not self.is_padded and self.layer_rows is None and not self.is_row_of_stages:
             return self.stored_spec
@@ -198,7 +197,7 @@ class LeafPlacement:
         return P(*axes)
 
     def reorder_spec(self, axis_sizes: Mapping[str, int]) -> P:
-        """How a stack lies while its rows change places: whole along dimension 0.
+        """Returns the spec of a stack while its rows are reordered: unsplit along dimension 0.
 
         `stage` splits another dimension of `stored_shape` meanwhile, if it divides one, so that no
         device holds the whole stack.
@@ -219,7 +218,8 @@ def _put(
 ) -> None:
     """Gives `axis` the largest free dimension from `start` on that it divides, in place.
 
-    Where there is none it stays out, or, if `shared`, splits the parts of another axis.
+    Without such a dimension the axis stays unused, or, if `shared`, also splits the dimension of
+    another axis.
     """
     size = axis_sizes[axis]
     indices = range(start, len(shape))
@@ -234,7 +234,7 @@ def _put(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlacementRules:
-    """What the user can say about placement.
+    """User settings of placement.
 
     Attributes:
       zero: ZeRO stage. 0: all whole; 1: optimizer state and masters sharded; 2: and gradients; 3:
@@ -242,15 +242,15 @@ class PlacementRules:
       tensor_parallel: (regular expression on the name, mesh axis per trailing dimension); the first
         that matches counts; dimensions it does not mention stay whole.
       freeze: regular expressions on names.
-      freeze_codes: how kernels among what is frozen are coded, None: not at all.
+      freeze_codes: how frozen kernels are coded; None: not at all.
       persistence_threshold: elements; at stage 3 a smaller parameter is gathered once per step
         instead of at every use, which saves a collective per use.
       expert_dims: {name: its negative dimension of experts, which is split over `expert`}.
-      lookups: {table that is looked up: how many rows}.
-      stacks: {stack of layers: the user's names of its rows}; patterns are asked of these names,
-        and axes of a tensor-parallel rule are those of a row. All rows are told the same.
-      virtual_shards: dimensions are chosen and padded for so many shards, however many devices
-        there are, which divide it; None: for as many as there are.
+      lookups: {lookup table: number of rows}.
+      stacks: {stack of layers: the user's names of its rows}; patterns match these names, and axes
+        of a tensor-parallel rule are those of a row. All rows of a stack have the same rule.
+      virtual_shards: number of shards for which dimensions are chosen and padded; the number of
+        devices divides it. None: the actual number of shards.
     """
 
     zero: int = 1
@@ -270,10 +270,10 @@ def tensor_parallel_axes(
     rules: Rules,
     stacks: Mapping[str, tuple[str, ...]] | None = None,
 ) -> dict[str, tuple[str | None, ...]]:
-    """Mesh axis per dimension of every parameter, from the first rule that matches its name.
+    """Returns the mesh axis per dimension of every parameter, from the first matching rule.
 
     Args:
-      stacks: as `PlacementRules` has them.
+      stacks: as in `PlacementRules`.
     """
     compiled = []
     for pattern, axes in rules:

@@ -1,7 +1,7 @@
-"""Refusals of losses: invalid values, and weights or sums that a split batch would change.
+"""Checks losses: invalid values, and weights or sums that change when a batch is split.
 
 A weight may not depend on trained parameters, nor a loss on the number of pieces of a batch. A
-piece is what the loss is called with: the rows of one microbatch on one data shard.
+piece is the argument of one loss call: the rows of one microbatch on one data shard.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ _FORMS = (
 
 
 def check_loss(result: Any) -> None:
-    """Refuses what is not a loss.
+    """Raises if the result is not a loss.
 
     Args:
-      result: what it returned, with `ShapeDtypeStruct`s for arrays.
+      result: the returned value, with `ShapeDtypeStruct`s for arrays.
 
     Raises:
-      ValueError: with what it returned instead, or the name that a metric cannot have.
+      ValueError: names the returned value, or a metric name that is not allowed.
     """
     parts = split_result(result)
     scalars = [parts.loss, *([] if parts.weight is None else [parts.weight])]
@@ -78,15 +78,14 @@ def _check_metric(name: Any, value: Any) -> None:
         )
     if name in BUILT_IN_METRICS or name.startswith(BUILT_IN_PREFIXES):
         raise ValueError(
-            f"the loss returned a metric named {name!r}, which is a number that every run has of "
-            f"its own; give it another name, such as 'my_{name}'"
+            f"the loss returned a metric named {name!r}, which is a number that zerojax logs "
+            f"itself; give it another name, such as 'my_{name}'"
         )
     pair = isinstance(value, tuple) and len(value) == 2
     if not all(map(_is_scalar, value if pair else [value])):
         raise ValueError(
-            f"the loss returned {_words(value)} as metric {name!r}; a metric is a scalar, which is "
-            "a mean over the rows that the loss saw, such as x.mean(), or a pair of scalars (sum, "
-            "weight)"
+            f"the loss returned {_words(value)} as metric {name!r}; a metric is a scalar, the mean "
+            "over the rows of this call, such as x.mean(), or a pair of scalars (sum, weight)"
         )
 
 
@@ -95,7 +94,7 @@ def _words(value: Any) -> Any:
 
 
 def check_weight(trace: ModelTrace, placement: Placement) -> None:
-    """Refuses a weight that is computed from trained parameters.
+    """Raises if the weight is computed from trained parameters.
 
     The step divides the gradient of the summed loss by the summed weight. That is the gradient of
     the mean only where the weight does not change with the parameters.
@@ -104,7 +103,7 @@ def check_weight(trace: ModelTrace, placement: Placement) -> None:
       trace: of the loss; placement: which parameters are trained.
 
     Raises:
-      ValueError: naming a parameter, with what to return instead.
+      ValueError: names a parameter, and what to return instead.
     """
     if split_result(trace.result).weight is None:
         return
@@ -117,18 +116,18 @@ def check_weight(trace: ModelTrace, placement: Placement) -> None:
     touched = [name for i, name in enumerate(names) if found >> i & 1]
     more = f" and {len(touched) - 1} more" if len(touched) > 1 else ""
     raise ValueError(
-        f"the second value that the loss returns is computed from trained parameters "
-        f"({touched[0]}{more}), and a pair is (sum, weight): the sum over the batch is divided by "
-        "the weight, through which no gradient goes. For numbers to be logged, as has_aux=True "
-        'returns them, give them names: return loss, {"accuracy": accuracy}. For a weight that '
-        "counts as a constant: return loss_sum, jax.lax.stop_gradient(weight)"
+        "the second value that the loss returns is computed from trained parameters "
+        f"({touched[0]}{more}), and a pair means (sum, weight): the sum over the batch is divided "
+        "by the weight, and no gradient flows through the weight. To log numbers, as has_aux=True "
+        'returns them, give them names: return loss, {"accuracy": accuracy}. For a constant '
+        "weight: return loss_sum, jax.lax.stop_gradient(weight)"
     )
 
 
 def choose_batch_weight(
     trace: ModelTrace, params: Set[str], extras: Set[str], settings: MeshConfig, model: Model
 ) -> tuple[BatchWeight | None, list[str]]:
-    """(how the weight of a batch is known before its backward pass, what to say of it).
+    """Returns (how to compute a batch's weight before its backward pass, sentences for the plan).
 
     Args:
       trace: of the loss.
@@ -136,7 +135,7 @@ def choose_batch_weight(
       settings: the mesh options; model: what is trained.
 
     Returns:
-      (None, []) where the model has no derivatives of its own.
+      (None, []) where the model has no custom derivatives.
     """
     program, names = trace.jaxpr.jaxpr, [*sorted(params), *sorted(extras)]
     num_batch = len(program.invars) - len(names)
@@ -144,53 +143,53 @@ def choose_batch_weight(
     rules = marks_of_own_rules(program, marks, as_they_are=True)
     if not rules:
         return None, []
-    # Such rules keep scales in the state, which follow whatever size gradients have. While they
+    # Such rules keep scales in the state, which adapt to the size of gradients. While they
     # are unknown, in the first step, gradients of a mean over many tokens are 0 in 8 bits.
     if all(rules):
         return None, [
-            "derivatives of the model's own (jax.custom_vjp) that keep their scales in the "
-            "model's state are given gradients of the summed loss, which their scales follow"
+            "derivatives of the model's own (jax.custom_vjp) with scales in the model's state get "
+            "gradients of the summed loss, to which their scales adapt"
         ]
     found, why = find_batch_weight(trace, len(names)), ""
     if found is None:
-        why = "the weight is drawn at random or needs the model or all pieces of the batch"
+        why = "the weight is random, or depends on the model or on all pieces of the batch"
     elif settings.offload.update_in_backward:
-        why = "offload.update_in_backward updates layers meanwhile"
+        why = "offload.update_in_backward updates layers during the backward pass"
     elif settings.deterministic is not None and found.needs_batch:
-        why = "deterministic='mesh' adds weights up in an order of its own"
-    what = "derivatives of the model's own (jax.custom_vjp) are given gradients of"
+        why = "deterministic='mesh' sums weights in its own order"
+    what = "derivatives of the model's own (jax.custom_vjp) get gradients of"
     if why:
         return None, [
-            f"{what} the summed loss, not of the mean: {why}. A rule that is not linear, as one "
-            "that clips, sees larger values than on one device with a mean; zerojax.check tells "
-            "whether one is not, with its line"
+            f"{what} the summed loss, not of the mean: {why}. A rule that is not linear, such as "
+            "clipping, sees larger values than on one device with a mean; zerojax.check finds such "
+            "a rule and names its line"
         ]
     reasons = [f"{what} the mean over the whole batch"]
     if not all(marks_of_own_rules(program, [*[0] * len(names), *[1] * num_batch])):
         reasons.append(
-            "a derivative of the model's own (jax.custom_vjp) of parameters alone is given the "
+            "a derivative of the model's own (jax.custom_vjp) of parameters alone gets the "
             "gradient of one device's rows of one microbatch, before it is summed: a rule that is "
-            "not linear, as one that clips, does something else on other numbers of devices. "
-            "Change gradients in the optimizer instead: optimizer=optax.chain(...)"
+            "not linear, such as clipping, gives other results on other numbers of devices. Change "
+            "gradients in the optimizer instead: optimizer=optax.chain(...)"
         )
     return found, reasons
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchPieces:
-    """What a traced loss shows.
+    """Facts about how a traced loss depends on the rows of a piece.
 
     Attributes:
       num_rows: of a piece.
-      is_sum: it is certain that the loss is a sum over rows that nobody divides by their number.
-      is_ratio: the loss is a sum divided by something that depends on the piece, too.
+      is_sum: the loss is certainly a sum over rows that is not divided by their number.
+      is_ratio: the loss is a sum divided by a value that also depends on the piece.
       is_product: the loss has a term that is a product of means over rows.
-      compares_rows: it has values for each pair of rows and is no sum over rows.
+      compares_rows: the loss has values for each pair of rows and is not a sum over rows.
       summed_metrics: names of metrics without a weight that certainly are sums over rows.
-      rows_over_batch: which of `zerojax.batch_sum` and `batch_mean` are given an array with rows.
+      rows_over_batch: which of `zerojax.batch_sum` and `batch_mean` get an array with rows.
       counted: names of the model's state to which a pass adds a sum over rows.
-      undefined: {name: dtype} of its state that depends on rows in another way, and of which shards
-        of the batch have no mean.
+      undefined: {name: dtype} of its state that depends on rows in another way, so that no mean
+        over shards of the batch is defined.
     """
 
     num_rows: int
@@ -211,10 +210,10 @@ def trace_pieces(
     batch: Any,
     model: Model,
 ) -> BatchPieces:
-    """What the trace of a piece shows.
+    """Returns how the trace of a piece depends on its rows.
 
     Args:
-      trace: of the loss; params, extras, batch: what it was traced with; model: its model.
+      trace: of the loss; params, extras, batch: the traced arguments; model: its model.
     """
     num_rows = jax.tree.leaves(batch)[0].shape[0]
     over_batch: list[tuple[BatchCall, Dependence]] = []
@@ -260,19 +259,19 @@ def check_divisor(
     batch: Any,
     trace_of: Callable[[Any], ModelTrace],
 ) -> None:
-    """Refuses a sum over rows that is divided by a number which does not go with them.
+    """Raises if a sum over rows is divided by a number that does not scale with the rows.
 
-    A batch size from a configuration is such a number, as in `losses.sum() / 32`. A piece has it,
-    too, so the mean over pieces is too small by their number. One trace cannot tell it from a mean
-    of a mean, so what is no plain mean is traced with the whole batch as well. What is divided by
-    nothing at all is left to `check_pieces`.
+    A batch size from a configuration is such a number, as in `losses.sum() / 32`. Each piece is
+    divided by it too, so the mean over pieces is too small by their number. One trace cannot tell
+    it from a mean of a mean, so a loss that is not a plain mean is traced with the whole batch as
+    well. A sum without any divisor is left to `check_pieces`.
 
     Args:
-      trace: of the loss; params, extras, microbatch: what it was traced with.
+      trace: of the loss; params, extras, microbatch: the traced arguments.
       batch: the whole; trace_of: traces the loss with other rows.
 
     Raises:
-      ValueError: with the factor between the mean over the pieces and the loss of the batch.
+      ValueError: names the factor between the mean over the pieces and the loss of the batch.
     """
     rows, all_rows = (jax.tree.leaves(part)[0].shape[0] for part in (microbatch, batch))
     number, loss, weight = all_rows // rows, *_loss_and_weight(trace, params, extras, microbatch)
@@ -281,14 +280,14 @@ def check_divisor(
         return
     if isinstance(loss, Total):
         is_pair = split_result(trace.result).weight is not None
-        # Elements of a piece may be as many as rows of the batch: 4 rows of 8 where there are 32.
+        # A piece may have as many elements as the batch has rows: 4 rows of 8 where there are 32.
         may_be_size = math.isclose(abs(weight), all_rows * abs(loss.scale or 0.0), rel_tol=1e-2)
         is_mean = loss.is_plain_mean(rows, weight) and not may_be_size
         if is_mean or loss.is_sum(rows, weight if is_pair else None):
             return
     try:
         whole = _scales(*_loss_and_weight(trace_of(batch), params, extras, batch))
-    except Exception:  # the loss is written for these rows alone, and nothing can be told
+    except Exception:  # the loss supports only this number of rows, so nothing is known
         return
     if whole is None or len(whole) != len(piece):
         return
@@ -297,11 +296,11 @@ def check_divisor(
         if not math.isclose(factor, 1, rel_tol=0.1):
             what = "the loss" if len(whole) == 1 else "a term of the loss"
             raise ValueError(
-                "the loss adds up the rows that it is given and divides by a number that does not "
-                f"go with them. It is called for each of {number} pieces of {rows} rows (data "
-                f"shards x num_microbatches), and all of them make {factor:.4g} times {what} of "
-                "the whole batch on one device. Divide by what is there, as losses.mean() does, or "
-                "return the sum and what to divide it by: return jnp.sum(losses), losses.size. "
+                "the loss adds up its rows and divides by a number that does not scale with them. "
+                f"It is called for each of {number} pieces of {rows} rows (data shards x "
+                f"num_microbatches), and their mean is {factor:.4g} times {what} of the whole "
+                "batch on one device. Divide by the number of rows, as losses.mean() does, or "
+                "return the sum and its divisor: return jnp.sum(losses), losses.size. "
                 "zerojax.check names the line"
             )
 
@@ -309,14 +308,14 @@ def check_divisor(
 def _loss_and_weight(
     trace: ModelTrace, params: Mapping[str, Any], extras: Mapping[str, Any], batch: Any
 ) -> tuple[Dependence, float | None]:
-    """(how the loss depends on rows, what it will be divided by; None: not known)."""
+    """Returns (how the loss depends on rows, its divisor; None: not known)."""
     loss = _follow_piece(trace, params, extras, batch, [])[0]
     is_pair = split_result(trace.result).weight is not None
     return loss, number_of_output(trace.jaxpr, 1) if is_pair else 1.0
 
 
 def _scales(loss: Dependence, weight: float | None) -> list[float] | None:
-    """How often each total counts that the loss is the sum of; None where that is not known."""
+    """Returns the factor of each total in the sum that is the loss; None if it is not known."""
     scales = scales_of(loss)
     return [scale / weight for scale in scales] if scales and weight else None
 
@@ -329,7 +328,7 @@ def _follow_piece(
     over_batch: list[tuple[BatchCall, Dependence]],
     compared: list[str] | None = None,
 ) -> list[Dependence]:
-    """How the results of a piece and its state afterwards depend on its rows."""
+    """Returns how the results of a piece and its state afterwards depend on its rows."""
     leaves = jax.tree.leaves(batch)
     inputs: list[Dependence] = [Fixed(place) for place in range(len(params) + len(extras))]
     inputs += [Rows(0)] * len(leaves)
@@ -340,13 +339,13 @@ def _follow_piece(
 def part_with_mixed_rows(
     trace: ModelTrace, params: Mapping[str, Any], extras: Mapping[str, Any], batch: Any
 ) -> str | None:
-    """The first number a loss returns that is not certainly a sum or mean over rows; None: none.
+    """Returns the first loss output that is not certainly a sum or mean over rows, or None.
 
-    What is divided by later may also be the same for all batches. A metric without a weight of its
-    own gets that of the loss, which has to be so then.
+    A weight may also be the same in every piece. A metric without a weight of its own takes that of
+    the loss, which then has to be the same in every piece.
 
     Args:
-      trace: of the loss in evaluation mode; params, extras, batch: what it was traced with.
+      trace: of the loss in evaluation mode; params, extras, batch: the traced arguments.
     """
     over_batch: list[tuple[BatchCall, Dependence]] = []
     found = _follow_piece(trace, params, extras, batch, over_batch)
@@ -357,7 +356,7 @@ def part_with_mixed_rows(
     )
     if not isinstance(parts.weight, Total | Fixed | None):
         return "the weight of the loss"
-    # Of equal weights, a term without rows is in the mean of the pieces what it is in each.
+    # With equal weights, a term without rows has the same value in each piece and in the mean.
     if not (isinstance(parts.loss, Total) or (_is_equal(parts.weight) and is_affine(parts.loss))):
         return "the loss"
     for name, value in parts.metrics.items():
@@ -374,7 +373,7 @@ def part_with_mixed_rows(
 
 
 def _is_equal(weight: Dependence | None) -> bool:
-    """Whether every piece has the same weight."""
+    """Returns whether every piece has the same weight."""
     return weight is None or isinstance(weight, Fixed)
 
 
@@ -389,13 +388,13 @@ def check_step_counts(
     batch: Any,
     model: Model,
 ) -> None:
-    """Refuses counts that a pass does not add to, and targets of theirs that a pass writes.
+    """Raises on counts to which a pass does not add, and on their targets if a pass writes them.
 
     Args:
-      trace: of the loss as the user wrote it; params, extras, batch: what it was traced with.
+      trace: of the user's loss; params, extras, batch: the traced arguments.
 
     Raises:
-      ValueError: naming the variable.
+      ValueError: names the variable.
     """
     rules = model.step_rules
     if not rules:
@@ -408,63 +407,63 @@ def check_step_counts(
         place = len(params) + names.index(name)
         if getattr(state[name], "input", None) != place:
             raise ValueError(
-                f"{name} is a StepCount, and the loss gives it a value that is not its old one "
-                "plus a number of its own rows: those of microbatches and devices would not add "
-                "up. Add to it: self.count[...] += jnp.sum(is_counted, axis=0, dtype=jnp.int32)"
+                f"{name} is a StepCount, and the loss sets it to a value other than its old one "
+                "plus a count of its own rows, so the counts of microbatches and devices cannot be "
+                "summed. Add to it: self.count[...] += jnp.sum(is_counted, axis=0, dtype=jnp.int32)"
             )
         if not isinstance(state[rule.target], Fixed):
             raise ValueError(
-                f"the loss writes {rule.target}, which is made of {name} once per step, after all "
-                "passes; write what it depends on into the rule of that StepCount"
+                f"the loss writes {rule.target}, which is computed from {name} once per step, "
+                "after all passes; put that computation into the rule of that StepCount"
             )
 
 
 def check_pieces(pieces: BatchPieces, num_shards: int, num_microbatches: int) -> None:
-    """Refuses what depends on the number of pieces for certain; warns of what does where they
-    differ.
+    """Raises if the result certainly depends on the number of pieces; warns if it may.
+
+    A warning is given where the result depends on that number only if pieces differ.
 
     Raises:
-      ValueError: the loss is a sum over rows, or the model has state that shards of the batch do
-        not agree on.
+      ValueError: the loss is a sum over rows, or the model has state on which shards of the batch
+        do not agree.
     """
     number = num_shards * num_microbatches
     for kind in sorted(pieces.rows_over_batch):
         over_rows = "jnp.sum" if kind == "batch_sum" else "jnp.mean"
         raise ValueError(
-            f"zerojax.{kind} is given an array that still has the {pieces.num_rows} rows of one "
-            "device, and would mix the first row of each device, the second of each, and so on; "
-            f"go over these rows first: zerojax.{kind}({over_rows}(x, axis=0))"
+            f"zerojax.{kind} got an array that still has the {pieces.num_rows} rows of one device, "
+            "and would add the first rows of all devices, the second rows, and so on; reduce over "
+            f"these rows first: zerojax.{kind}({over_rows}(x, axis=0))"
         )
     cut = f"{number} pieces of {pieces.num_rows} rows (data shards x num_microbatches)"
     if pieces.is_sum and number > 1:
         raise ValueError(
-            f"the loss is a sum over the rows that it is given, not their mean, and it is called "
-            f"for each of {cut}: their mean is a {number}th of the sum over the batch, so loss and "
-            "gradients would depend on the number of devices. Return the mean over the rows, or "
-            "the sum and what to divide it by: return jnp.sum(losses), losses.size. "
-            "zerojax.check names the line"
+            f"the loss is a sum over its rows, not their mean, and it is called for each of {cut}: "
+            f"their mean is a {number}th of the sum over the batch, so loss and gradients would "
+            "depend on the number of devices. Return the mean over the rows, or the sum and its "
+            "divisor: return jnp.sum(losses), losses.size. zerojax.check names the line"
         )
     if pieces.is_ratio and number > 1:
         warn_user(
-            f"the loss divides by a number that depends on the rows that it is given, and is "
-            f"called for each of {cut}: the mean of such quotients is not the quotient over the "
-            "batch where the divisors differ, as masks do. Return both instead of dividing: "
-            "return loss_sum, weight. zerojax.check shows by how much it differs",
+            "the loss divides by a number that depends on its rows, and is called for each of "
+            f"{cut}: the mean of such quotients is not the quotient over the batch where the "
+            "divisors differ, as with masks. Return both instead of dividing: return loss_sum, "
+            "weight. zerojax.check shows by how much it differs",
             RuntimeWarning,
         )
     if pieces.is_product and num_shards > 1:
         warn_user(
-            "the loss has a term that is a product of means over the rows that it is given, as the "
-            f"loss that balances a mixture of experts, and is called for each of {cut}: the mean "
-            "of such products is not the product of the means over the batch. Take the means over "
-            "the whole batch: zerojax.batch_mean(jnp.mean(x, axis=0)). zerojax.check shows by how "
-            "much it differs",
+            "the loss has a term that is a product of means over its rows, such as the "
+            f"load-balancing loss of a mixture of experts, and is called for each of {cut}: the "
+            "mean of such products is not the product of the means over the batch. Take the means "
+            "over the whole batch: zerojax.batch_mean(jnp.mean(x, axis=0)). zerojax.check shows by "
+            "how much it differs",
             RuntimeWarning,
         )
     if pieces.compares_rows and number > 1:
         warn_user(
             "the loss compares the rows of the batch with each other, as a contrastive loss does, "
-            f"and is called for each of {cut}: a row is compared with those of its piece alone, "
+            f"and is called for each of {cut}: a row is compared only with rows of its own piece, "
             "in training and in evaluation. For a number of rows that is the same on any devices, "
             "make arrays of shape [groups, rows of a group, ...] and take the mean of the loss of "
             "each group: jax.vmap(loss_of_group)(batch).mean(). zerojax.check shows by how much it "
@@ -474,27 +473,27 @@ def check_pieces(pieces: BatchPieces, num_shards: int, num_microbatches: int) ->
     if pieces.undefined and num_shards > 1:
         name, dtype = min(pieces.undefined.items())
         raise ValueError(
-            f"the model's state {name} ({dtype}) depends on the rows of the batch, and not as a "
-            f"count does, which is its old value plus a sum over rows: each of {num_shards} shards "
-            "of the batch would have another value. Add to it, as in state + jnp.sum(...), or keep "
-            "it in floating point, of which the mean over the shards is taken, or return the "
-            f"number from the loss as a metric: return loss, {{{name.split('/')[-1]!r}: value}}. "
-            "zerojax.check names the line"
+            f"the model's state {name} ({dtype}) depends on the rows of the batch, and is not a "
+            f"count (its old value plus a sum over rows): each of {num_shards} shards of the batch "
+            "would have another value. Add to it, as in state + jnp.sum(...), or keep it in "
+            "floating point, which is averaged over the shards, or return the number from the loss "
+            f"as a metric: return loss, {{{name.split('/')[-1]!r}: value}}. zerojax.check names "
+            "the line"
         )
 
 
 def describe_pieces(pieces: BatchPieces) -> list[str]:
-    """What a plan says of sums, and over one piece of what would be refused over more."""
+    """Describes sums in the loss, and with one piece also what would be refused with more."""
     lines = [
-        f"the metric {name!r} is a sum over the rows of one microbatch on one data shard, and what "
-        "is reported is the mean of these sums; with what it is a share of it is divided once, "
-        f"over the whole batch: {{{name!r}: (x.sum(), x.size)}}"
+        f"the metric {name!r} is a sum over the rows of one microbatch on one data shard, and the "
+        "reported value is the mean of these sums; with a divisor it is divided once, over the "
+        f"whole batch: {{{name!r}: (x.sum(), x.size)}}"
         for name in pieces.summed_metrics
     ]
     if pieces.is_sum:
         lines.append(
             "the loss is a sum over the rows of the batch: it is refused on more devices or with "
-            "more microbatches, where its mean over pieces would be another number"
+            "more microbatches, because its mean over pieces would differ"
         )
     if pieces.is_product:
         lines.append(
@@ -504,7 +503,7 @@ def describe_pieces(pieces: BatchPieces) -> list[str]:
         )
     if pieces.undefined:
         lines.append(
-            f"the model's state {min(pieces.undefined)} depends on the rows of the batch and is no "
-            "count: it is refused on more data shards"
+            f"the model's state {min(pieces.undefined)} depends on the rows of the batch and is "
+            "not a count: it is refused on more data shards"
         )
     return lines

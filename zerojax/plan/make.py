@@ -1,6 +1,6 @@
-"""The plan, and its construction from a model, a mesh and an example batch by tracing alone.
+"""Makes the plan from a model, a mesh and an example batch by tracing alone.
 
-An `AbstractMesh` of absent devices does as well. No step is run.
+Also works with an `AbstractMesh` of absent devices. No step is run.
 """
 
 from __future__ import annotations
@@ -146,21 +146,20 @@ _ELSEWHERE = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Plan(Decisions):
-    """Every decision about a run before its first array exists; fields as `Decisions` has them."""
+    """All decisions about a run before its first array exists; for the fields see `Decisions`."""
 
     def __repr__(self) -> str:
         return f"Plan({plan_line(self)}; plan.table() has every parameter and reason)"
 
     def table(self) -> str:
-        """The plan for people: bytes per device by role, each parameter, every exception."""
+        """Returns the plan as text: bytes per device by role, each parameter, every exception."""
         return plan_table(self)
 
     def explain(self, name: str) -> str:
-        """One parameter as a page: sharding, collectives and their bytes, update, memory tier,
-        names in a checkpoint.
+        """Describes a parameter: sharding, collectives with bytes, update, tier, checkpoint names.
 
         Args:
-          name: of the parameter, as `table` has it: "blocks/mlp/up/kernel".
+          name: of the parameter, as in `table`: "blocks/mlp/up/kernel".
 
         Raises:
           ValueError: there is no such parameter; names the nearest one.
@@ -168,19 +167,19 @@ class Plan(Decisions):
         return explain_parameter(self, name)
 
     def describe(self) -> str:
-        """One line."""
+        """Returns the plan in one line."""
         return plan_line(self)
 
     def as_dict(self) -> dict[str, Any]:
-        """The plan for programs, as JSON takes it."""
+        """Returns the plan as a JSON-compatible dictionary."""
         return plan_dict(self)
 
 
 def require_plan(plan: Any, taker: str) -> Plan:
-    """The plan itself.
+    """Returns the plan, if it is one.
 
     Args:
-      taker: the public function that was given it.
+      taker: the public function that received it.
 
     Raises:
       TypeError: it is something else, for example a model.
@@ -219,9 +218,9 @@ def make_plan(
         made.
       example_batch: a global batch, as arrays or `ShapeDtypeStruct`s; dimension 0 is the batch.
       loss: `loss(model, batch) -> scalar | (sum, weight)`, called for each piece of a batch: the
-        rows of one microbatch on one device. A scalar has to be the mean over these rows; of pairs
-        the sums are added up and divided once by all weights, which no parameter may change. What
-        is neither, as a plain `jnp.sum`, or couples rows, depends on the number of pieces. A
+        rows of one microbatch on one device. A scalar has to be the mean over these rows; pairs
+        are summed and divided once by the sum of weights, which may not depend on parameters.
+        Others, as a plain `jnp.sum` or one that couples rows, depend on the number of pieces. A
         mapping `{name: metric}` may follow either, of means or pairs `(sum, weight)`. None takes
         the model's method `loss(batch)`.
       optimizer: an optax transformation, an `OptimizerConfig`, or None for AdamW.
@@ -288,7 +287,7 @@ class _Task:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Seen:
-    """What one trace of the loss on one microbatch of one data shard showed."""
+    """Facts from one trace of the loss on one microbatch of one data shard."""
 
     params: dict[str, Any]
     extras: dict[str, Any]
@@ -326,14 +325,14 @@ def _make_traced(settings: MeshConfig, mesh: Mesh | AbstractMesh, given: _Given)
         try:
             return _decide(task, seen, rolling.given_up(error), given, reasons)
         except Exception as unrolled:
-            # Both fail: where the settings need a loop, what the loop lacks is the answer.
+            # Both fail: where the settings need a loop, report why there is none.
             raise (error if needs_loop else unrolled) from None
 
 
 def _decide(
     task: _Task, seen: _Seen, rolling: Rolling, given: _Given, why: Sequence[Sequence[str]]
 ) -> Plan:
-    """The plan of a traced model, as the user wrote it or rolled."""
+    """Returns the plan of a traced model, as the user wrote it or rolled."""
     settings, mesh, (why_defaults, why_microbatches) = task.settings, task.mesh, why
     names = rolling.stacks
     context, why_context = plan_context(settings, mesh, seen.trace, seen.microbatch)
@@ -412,7 +411,7 @@ def _decide(
 def _abstract_forms(
     task: _Task, seen: _Seen, placement: Placement, tx: Any, names: Stacks
 ) -> tuple[TrainState, TrainState]:
-    """(the state as it is stored without offload, its canonical form under the user's names)."""
+    """Returns (the stored state without offload, its canonical form under the user's names)."""
     build = functools.partial(
         abstract_state, extras=seen.extras, tx=tx, precision=task.precision, mesh=task.mesh
     )
@@ -428,7 +427,7 @@ def _abstract_forms(
 def _describe_sent(
     task: _Task, placement: Placement, trace: models.ModelTrace, tx: Any
 ) -> list[str]:
-    """What travels in fewer bits, or in more."""
+    """Describes what is sent in a dtype other than the default, with fewer bits or with more."""
     settings = task.settings
     weights = describe_wire(settings, placement, trace.eight_bits)
     weights += [*describe_weight_wire(settings, placement, task.precision)]
@@ -441,7 +440,7 @@ def _describe_sent(
 def _resolve(
     settings: MeshConfig, mesh: Mesh | AbstractMesh, given: _Given
 ) -> tuple[_Task, list[str], list[str]]:
-    """(the task, reasons of the precision, reasons of the number of microbatches)."""
+    """Returns (the task, reasons of the precision, reasons of the number of microbatches)."""
     if isinstance(mesh, Mesh):
         check_joined()
     internal = models.as_model(given.model)
@@ -478,7 +477,7 @@ def _resolve(
 
 
 def _trace(task: _Task) -> _Seen:
-    """One trace of the loss, with what is refused of it.
+    """Traces the loss once and checks it.
 
     Raises:
       ValueError, TypeError: the loss or what it reads cannot be planned.
@@ -500,10 +499,10 @@ def _trace(task: _Task) -> _Seen:
 
 
 def _trace_rolled(task: _Task, seen: _Seen, rolling: Rolling) -> tuple[_Task, _Seen]:
-    """The task and what was seen of it, with loops in place of layers.
+    """Returns the task and its trace with loops in place of layers.
 
     Raises:
-      ValueError: the loss is not the user's any more.
+      ValueError: the loss differs from the user's.
     """
     model = rolling.model
     assert model is not None
@@ -518,7 +517,7 @@ def _trace_rolled(task: _Task, seen: _Seen, rolling: Rolling) -> tuple[_Task, _S
 def _place(
     task: _Task, seen: _Seen, freeze: tuple[str, ...], stacks: Stacks
 ) -> tuple[Placement, PipelineLayout | None, frozenset[str]]:
-    """(the table of parameters, the pipeline, names of what a loop takes layer by layer)."""
+    """Returns (the table of parameters, the pipeline, names of parameters read layer by layer)."""
     arrays = (as_read(seen.params, task.precision), seen.extras, seen.microbatch)
     layout, model, loss = None, task.model, task.loss
     stacked = find_stacked(task.settings, model, loss, arrays)
@@ -573,7 +572,7 @@ def _lookups(task: _Task, seen: _Seen, frozen: Collection[str]) -> Lookups:
 def _examine_loss(
     task: _Task, seen: _Seen, placement: Placement
 ) -> tuple[TracedLoss, list[str], list[str]]:
-    """(facts of the trace, reasons of what depends on pieces, rules of own derivatives)."""
+    """Returns (facts of the trace, reasons that depend on pieces, rules of custom derivatives)."""
     trace, params, extras = seen.trace, seen.params, seen.extras
     check_weight(trace, placement)
     pieces = trace_pieces(trace, params, extras, seen.microbatch, task.model)
@@ -618,7 +617,7 @@ def _choose_program(
 
 
 def _abstract_batch(task: _Task) -> Tree:
-    """The global batch with its shardings: dimension 0 over the data axes."""
+    """Returns the global batch with its shardings: dimension 0 over the data axes."""
     sharding = NamedSharding(task.mesh, P(DATA_AXES))
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), task.batch
@@ -626,13 +625,13 @@ def _abstract_batch(task: _Task) -> Tree:
 
 
 def plan_options(settings: MeshConfig) -> dict[str, Any]:
-    """What `make_plan` takes beside a mesh that is made already: all but sizes and stage."""
+    """Returns the `make_plan` options for an existing mesh: all but sizes and stage."""
     return {name: getattr(settings, name) for name in _MESH_OPTIONS}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Remake:
-    """See `Decisions.remake`."""
+    """Implementation of `Decisions.remake`."""
 
     settings: MeshConfig
     given: _Given
@@ -643,11 +642,11 @@ class _Remake:
 
 
 def with_slices(plan: Plan, elements: int) -> Plan:
-    """The same plan with another `offload.slice_elements`.
+    """Returns the same plan with another `offload.slice_elements`.
 
     Args:
       plan: with offload.
-      elements: of a slice, at most.
+      elements: upper limit for a slice.
 
     Raises:
       ValueError: there are too many slices.
@@ -678,7 +677,7 @@ def with_slices(plan: Plan, elements: int) -> Plan:
 def _resolve_mesh(
     mesh: Any, zero: int | None, options: Mapping[str, Any]
 ) -> tuple[MeshConfig, Mesh | AbstractMesh]:
-    """The options with their sizes resolved, and the mesh itself."""
+    """Returns the options with their sizes resolved, and the mesh itself."""
     if isinstance(mesh, (Mesh, AbstractMesh)):
         if isinstance(mesh, Mesh):
             mesh = meshes.normalise_mesh(mesh)

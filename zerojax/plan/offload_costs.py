@@ -1,8 +1,9 @@
-"""Transfers of offload per step, and the tokens per step that hide them.
+"""Computes the transfers of offload per step, and the tokens per step that hide them.
 
-The update of sliced parameters follows the backward pass, so its bytes are hidden by nothing: what
-is said of it is with how many tokens the rest of the step lasts as long. Weights, gradients and
-activations travel beside the products of the layers, and so does an update in the backward pass.
+The update of sliced parameters follows the backward pass, so nothing hides its bytes: the plan
+reports the number of tokens for which the rest of the step takes as long. Transfers of weights,
+gradients and activations overlap with the products of the layers, and so does an update in the
+backward pass.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from zerojax.runtime.memory import nearest_folder
 
 UPDATE, WEIGHTS = "update of the state", "weights"
 ATTAINED = 0.5
-"""Share of a card's peak at which products are taken to run, where time is set against a link."""
+"""Assumed share of a card's peak for products, where their time is compared with a link's."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,7 +46,7 @@ class Moved:
     Attributes:
       what: UPDATE, WEIGHTS, "gradients" or "activations".
       to_device, to_host: over the link to its host's memory.
-      read, written: of files. They cross the link as well.
+      read, written: of files, which also cross the link.
     """
 
     what: str
@@ -57,13 +58,14 @@ class Moved:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TierRates:
-    """Bytes per second.
+    """Transfer rates in bytes per second.
 
     Attributes:
-      to_device, to_host: of the link, one direction at a time; both: at once, the sum.
-      link: who says so, as a clause.
-      disk: read and written at once, the sum; None where nothing is known.
-      disk_source: who says so.
+      to_device, to_host: of the link in one direction at a time; both: sum of both directions at
+        the same time.
+      link: source of the link's rate, as a clause.
+      disk: reading and writing at the same time, the sum; None if unknown.
+      disk_source: source of the disk's rate.
     """
 
     to_device: float
@@ -76,18 +78,18 @@ class TierRates:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hiding:
-    """Time that offload takes in a step, against that of the products.
+    """Time of offload in a step, compared with that of the products.
 
     Attributes:
-      rates: that were taken.
+      rates: the assumed rates.
       update_seconds: of the update's bytes on the link and, at the same time, on the disk; of the
         link alone where no rate of the disk is known; 0 for an update in the backward pass.
       stream_seconds: of weights, gradients and activations on the link, and of that update.
       disk_seconds: of the disk alone, which all devices of a machine share; None: no known rate.
-      flops: per second of one device, at which products are taken to run.
-      tokens: per step of the whole mesh with which the products last as long as update and stream
-        together; None where no number is enough, since activations take longer than they do, or
-        where no rate of a disk in use is known.
+      flops: assumed rate of the products of one device, per second.
+      tokens: per step of the whole mesh, for which the products take as long as update and stream
+        together; None where no number is enough, because activations take longer than products, or
+        where the rate of a disk in use is unknown.
     """
 
     rates: TierRates
@@ -99,16 +101,16 @@ class Hiding:
 
 
 def moved_bytes(plan: Decisions) -> tuple[Moved, ...]:
-    """What one device moves per step, by purpose, where there is anything; () without offload.
+    """Returns what one device moves per step, one entry per purpose; () without offload.
 
-    update: each slice of master and moments comes from the host, or through it from files, and
-      goes back.
-    weights: a streamed layer comes in the forward and again in the backward pass of every
-      microbatch, except that the last one stays for both; new copies go back once.
-    gradients of streamed layers: each microbatch's go to the host, added there to those before,
-      which come for that; all come once more to the update. With an update in the backward pass
-      none do.
-    activations: what each layer is given goes in the forward pass and comes in the backward.
+    update: each slice of master and moments is copied from the host, or through it from files, and
+      back.
+    weights: a streamed layer is copied in the forward and again in the backward pass of every
+      microbatch, except that the last layer stays for both; new copies are written back once.
+    gradients of streamed layers: those of each microbatch are copied to the host, added there to
+      the previous ones, which are read for that; all are read once more for the update. None with
+      an update in the backward pass.
+    activations: each layer input is copied out in the forward pass and back in the backward.
     """
     layout = plan.offload
     if layout is None:
@@ -149,7 +151,7 @@ def _update(plan: Decisions) -> Moved:
 
 
 def file_bytes(plan: Decisions, num_devices: int) -> int:
-    """Bytes of one generation of the files of so many devices; copies of a shard share theirs."""
+    """Returns the bytes of one generation of files of `num_devices`; shard copies share files."""
     layout = plan.offload
     if layout is None:
         return 0
@@ -161,17 +163,17 @@ def file_bytes(plan: Decisions, num_devices: int) -> int:
 
 
 def buffer_bytes(plan: Decisions, layout: OffloadLayout, num_devices: int) -> int:
-    """Bytes of host memory through which one process of so many devices reads and writes files."""
+    """Returns the host buffer bytes through which a process of `num_devices` accesses files."""
     sizes = slice_bytes(plan, layout)
     rows = [sizes[leaf.name] * min(num_devices, leaf.num_shards) for leaf in layout.on_disk]
     return FEWEST_BUFFERS * max(rows, default=0)
 
 
 def slice_bytes(plan: Decisions, layout: OffloadLayout) -> dict[str, int]:
-    """{sliced parameter: bytes of state in one of its slices}: of master, if any, and moments.
+    """Returns {sliced parameter: bytes of one slice of its master, if any, and moments}.
 
     Args:
-      plan: whose state it is; layout: the plan's, or another one that it could have.
+      plan: whose state it is; layout: the plan's, or another possible one.
     """
     stored = plan.abstract_stored
     sizes = dict.fromkeys(layout.leaves, 0)
@@ -185,10 +187,10 @@ def slice_bytes(plan: Decisions, layout: OffloadLayout) -> dict[str, int]:
 
 
 def rates_of(gpu: Gpu, folder: str | None = None) -> TierRates:
-    """What the link of a card and the disk of a folder do: as measured here, or as published.
+    """Returns the rates of a card's link and a folder's disk: measured here, or as published.
 
     Args:
-      gpu: the card. A measurement counts if it was made on one of this kind on this machine.
+      gpu: the card. Only a measurement of the same card on this machine is used.
       folder: of the files; None takes the working folder, where runs are put.
     """
     disk = measured_disk(folder or ".")
@@ -221,13 +223,13 @@ def rates_of(gpu: Gpu, folder: str | None = None) -> TierRates:
 
 
 def link_seconds(rates: TierRates, to_device: float, to_host: float) -> float:
-    """Of so many bytes at best: both directions at once for as long as there are both."""
+    """Returns the minimum seconds for these bytes; both directions overlap while both have some."""
     alone = max(to_device / rates.to_device, to_host / rates.to_host)
     return max(alone, (to_device + to_host) / rates.both)
 
 
 def hiding(plan: Decisions, gpu: Gpu, rates: TierRates | None = None) -> Hiding | None:
-    """How long a plan's offload takes on a card, and the tokens that hide it.
+    """Returns how long a plan's offload takes on a card, and the tokens that hide it.
 
     Args:
       plan: any; gpu: the card; rates: None takes `rates_of`.
@@ -243,13 +245,13 @@ def hiding(plan: Decisions, gpu: Gpu, rates: TierRates | None = None) -> Hiding 
         return None
     rates = rates or rates_of(gpu, plan.settings.offload.folder)
     layout = plan.offload
-    # In the backward pass layers are updated beside the products of the following ones.
+    # In the backward pass a layer is updated while the next layers are computed.
     streaming = layout is not None and layout.update_in_backward
     update = [part for part in moved if part.what == UPDATE and not streaming]
     beside = [part for part in moved if part.what in (WEIGHTS, GRADIENTS)]
     beside += [part for part in moved if part.what == UPDATE and streaming]
     growing = [part for part in moved if part.what == ACTIVATIONS]
-    # The devices of a machine share its disk, and each has a link of its own.
+    # The devices of a machine share its disk; each has its own link.
     touched = 2 * file_bytes(plan, min(plan.mesh.size, gpu.node_devices))
     disk_seconds = None if rates.disk is None and touched else touched / (rates.disk or math.inf)
     update_link = _seconds(rates, update)
@@ -276,7 +278,7 @@ def _seconds(rates: TierRates, parts: list[Moved]) -> float:
 
 
 def card_of(plan: Decisions) -> Gpu | None:
-    """The card that a plan's devices are; None for others, and for absent devices."""
+    """Returns the card of a plan's devices; None for other devices, and for absent ones."""
     if not isinstance(plan.mesh, Mesh):
         return None
     return gpu_of_device(plan.mesh.devices.flat[0].device_kind)

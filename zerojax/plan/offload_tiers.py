@@ -1,4 +1,4 @@
-"""Offload decisions of a plan: parameters, number of slices and tier of each, and refusals."""
+"""Decides offload: parameters, number of slices and tier of each, and refusals."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from zerojax.plan.placement import Placement, axes_of_spec
 from zerojax.plan.state_layout import MASTER, OffloadLayout, SlicedLeaf
 
 MAX_SLICES = 2**16
-"""Slices of a device's state, at most. Each is a transfer and an update of its own: measured on a
-CPU, one costs 0.3 ms however small it is, so that so many take 20 s of every step."""
+"""Maximum slices of a device's state. Each is a separate transfer and update: on a CPU one was
+measured to cost at least 0.3 ms, so that this number takes 20 s of every step."""
 
 Arrays = Mapping[str, Any]
 
@@ -39,15 +39,15 @@ def plan_offload(
     *,
     stacked: frozenset[str] = frozenset(),
 ) -> OffloadLayout | None:
-    """The layout of everything that lies outside device memory; None where nothing does.
+    """Returns the layout of all state outside device memory; None without offload.
 
     Args:
-      config: what was asked for.
+      config: the requested settings.
       placement: the table.
       precision: whether there are float32 masters.
       tx: the optimizer.
       mesh: axis sizes.
-      stacked: names of the parameters that the layer loop takes layer by layer.
+      stacked: names of the parameters that the layer loop reads layer by layer.
 
     Raises:
       ValueError: the optimizer cannot update a shard in pieces, or there are too many of them.
@@ -88,7 +88,7 @@ def plan_offload(
 def resliced(
     layout: OffloadLayout, config: OffloadConfig, placement: Placement, mesh: Mesh | AbstractMesh
 ) -> OffloadLayout:
-    """The layout with slices of another size, of the same parameters.
+    """Returns the layout of the same parameters with slices of another size.
 
     Args:
       layout: that of `plan_offload`, with settings that differ in `slice_elements` alone.
@@ -104,11 +104,11 @@ def resliced(
 
 
 def _why_not_streamed(leaf: LeafPlacement) -> str | None:
-    """Why the weights of a parameter of the layers cannot come layer by layer, if they cannot."""
+    """Returns why the weights of a layer parameter cannot be streamed layer by layer, or None."""
     if leaf.frozen:
-        return "frozen: only what is trained waits on the host"
+        return "frozen: only trained parameters are streamed from the host"
     if leaf.axes[0] is not None:
-        return f"its layers are split over {leaf.axes[0]}: no device has a whole one to bring"
+        return f"its layers are split over {leaf.axes[0]}: no device has a whole layer to stream"
     return None
 
 
@@ -135,7 +135,7 @@ def _moments(tx: optax.GradientTransformation) -> tuple[str, ...]:
 
 
 def _shard_shape(leaf: LeafPlacement, mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
-    """The shape of a stored parameter on one device."""
+    """Returns the shape of a stored parameter on one device."""
     return NamedSharding(mesh, leaf.stored_spec).shard_shape(leaf.stored_shape)
 
 
@@ -144,9 +144,9 @@ def _share_out(
     config: OffloadConfig,
     mesh: Mesh | AbstractMesh,
 ) -> Mapping[str, SlicedLeaf]:
-    """Slices of every leaf, shared out so that the shares hold for all leaves together."""
+    """Distributes slices of every leaf over tiers so that the shares hold for all leaves in sum."""
     shares = config.shares if config.moves_opt_state else {DEVICE: 1.0}
-    # Elements that a tier should have and those that it has been given, of the leaves so far.
+    # Target and assigned elements per tier, over the leaves so far.
     wanted, given = dict.fromkeys(shares, 0.0), dict.fromkeys(shares, 0)
     result = {}
     for leaf, shard in sliced:
@@ -206,17 +206,17 @@ def _check_number_of_slices(
     )
     raise ValueError(
         f"offload.slice_elements={config.slice_limit} cuts the state of a device into {found:,} "
-        f"slices, and the limit is {MAX_SLICES:,}: each is a transfer of its own; {remedy}"
+        f"slices, and the limit is {MAX_SLICES:,}: each is a separate transfer; {remedy}"
     )
 
 
 def slice_elements(layer: int, layers: int, limit: int, *, whole_layers: bool) -> int:
-    """Elements of one slice: as many as the limit allows.
+    """Returns the elements of one slice: as many as the limit allows.
 
     Args:
       layer: elements of one layer of a shard.
-      layers: how many.
-      limit: elements of a slice, at most; a layer that nothing divides is taken whole.
+      layers: number of layers.
+      limit: maximum elements of a slice; a layer with no suitable divisor is taken whole.
       whole_layers: never put several layers into one slice.
 
     >>> slice_elements(1000, 24, 300, whole_layers=False)
@@ -237,10 +237,10 @@ def slice_elements(layer: int, layers: int, limit: int, *, whole_layers: bool) -
 def find_stacked(
     settings: MeshConfig, model: Model, loss: Loss, arrays: tuple[Arrays, Arrays, Any]
 ) -> frozenset[str]:
-    """Names of the parameters that the loop over layers takes layer by layer.
+    """Returns the names of the parameters that the loop over layers reads layer by layer.
 
     Args:
-      settings: the mesh options; unless `offload.params` is host nothing is looked for.
+      settings: the mesh options; the result is empty unless `offload.params` is host.
       model, loss: what is trained.
       arrays: (parameters as they are read, extras, microbatch), as `ShapeDtypeStruct`s.
 
@@ -254,8 +254,8 @@ def find_stacked(
     if settings.stage > 1:
         raise ValueError(
             f"offload.params=host cannot be combined with stage={settings.stage}: a pipeline stage "
-            "runs its layers once per microbatch, and would bring them as often; use stage=1, or "
-            "leave offload.params on the device and put opt_state on the host"
+            "runs its layers once per microbatch, and would copy them to the device each time; use "
+            "stage=1, or leave offload.params on the device and put opt_state on the host"
         )
     if model.overwritten:
         raise ValueError(
@@ -273,8 +273,9 @@ def find_stacked(
         return cut_loss(run, dict(params), dict(extras), key, batch).stacked
     except ValueError as error:
         raise ValueError(
-            "offload.params=host brings layers one by one, so it needs what pipeline stages need, "
-            f"and this model does not have it: {error}. Or leave offload.params on the device"
+            "offload.params=host streams layers one by one, so it needs layers that pipeline "
+            f"stages could divide, and this model does not have them: {error}. Or leave "
+            "offload.params on the device"
         ) from error
 
 
@@ -284,29 +285,29 @@ def check_update_in_backward(
     precision: Precision,
     tx: optax.GradientTransformation,
 ) -> None:
-    """Refuses what an update before the whole gradient is known cannot do.
+    """Raises if an update needs the whole gradient and so cannot run in the backward pass.
 
     Raises:
-      ValueError: with the remedy.
+      ValueError: names the remedy.
     """
     if layout is None or not layout.update_in_backward:
         return
     what = "offload.update_in_backward updates a layer as soon as its gradient exists"
     if num_microbatches != 1:
         raise ValueError(
-            f"{what}, so gradients of num_microbatches={num_microbatches} cannot be added up "
-            "before; use num_microbatches=1 and a smaller batch, or more data shards"
+            f"{what}, so gradients of num_microbatches={num_microbatches} cannot be accumulated "
+            "first; use num_microbatches=1 and a smaller batch, or more data shards"
         )
     clip_norm = getattr(tx, "clip_norm", None)
     if clip_norm is not None:
         raise ValueError(
-            f"{what}, when the norm of all gradients is not known, so they cannot be clipped to "
+            f"{what}, before the global gradient norm is known, so they cannot be clipped to "
             f"clip_norm={clip_norm:g}; use clip_norm=None"
         )
     if precision.loss_scale is not None:
         raise ValueError(
-            f"{what}, before an overflow of float16 elsewhere is noticed, so a step cannot be "
-            "taken back; use precision bf16 or fp32"
+            f"{what}, before a float16 overflow in another layer is detected, so a step cannot be "
+            "undone; use precision bf16 or fp32"
         )
     for name in sorted(layout.streamed & layout.leaves.keys()):
         counts = layout.leaves[name].counts
@@ -314,19 +315,19 @@ def check_update_in_backward(
         if len(tiers) > 1 or tiers[0] not in (DEVICE, HOST):
             raise ValueError(
                 f"{what}, and {name} has its optimizer state in {' and '.join(tiers)}; all layers "
-                "must have it in one memory: use offload.opt_state: host, or device"
+                "must have it in the same memory: use offload.opt_state: host, or device"
             )
 
 
 def check_durable(config: OffloadConfig, precision: Precision, num_processes: int) -> None:
-    """Refuses `durable` where a killed run could not go on from files alone.
+    """Raises if `durable` is set but a killed run could not continue from files alone.
 
     Raises:
-      ValueError: with what stands against it and what to do.
+      ValueError: names the obstacle and the remedy.
     """
     if not config.durable:
         return
-    remedy = "leave durable out: a killed run then goes on from its last checkpoint"
+    remedy = "leave durable out: a killed run then resumes from its last checkpoint"
     others = [tier for tier in config.shares if tier != NVME]
     if others:
         raise ValueError(
@@ -336,8 +337,8 @@ def check_durable(config: OffloadConfig, precision: Precision, num_processes: in
         )
     if not precision.has_masters:
         raise ValueError(
-            "offload.durable with param_dtype=bfloat16: weights are made again from float32 "
-            f"masters in the files, and there are none; use param_dtype=float32, or {remedy}"
+            "offload.durable with param_dtype=bfloat16: weights are rebuilt from float32 masters "
+            f"in the files, and there are none; use param_dtype=float32, or {remedy}"
         )
     if num_processes > 1:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Choices that a plan leaves to a measurement on the GPUs of a run: which they are, between what.
+"""Lists the choices that a plan leaves to a measurement on the run's GPUs, and their options.
 
 Knows plans; measures nothing (`zerojax.training.tuning` does, before a state exists).
 """
@@ -15,21 +15,21 @@ from zerojax.optim import Optimizer
 from zerojax.plan.decisions import Decisions
 
 CALLS = 2
-"""Kinds of calls of attention that are measured, those with the most products first."""
+"""Number of attention call kinds to measure, those with the most products first."""
 NO_MORE_MEMORY = {
     "xla": ("chunked", "mosaic_gpu"),
     "chunked": ("mosaic_gpu",),
     "cudnn": ("mosaic_gpu",),
 }
-"""What `auto` takes for attention -> what holds no more."""
+"""{implementation that `auto` chooses for attention: alternatives that need no more memory}."""
 HOLD_MORE = ("muon",)
-"""Kernels that hold more than XLA's fusions: Muon's the directions of all matrices at once."""
+"""Kernels that need more memory than XLA's fusions: Muon's holds the directions of all matrices."""
 SIZES = (SLICE_ELEMENTS // 4, SLICE_ELEMENTS * 2)
-"""Elements of a slice of offloaded state, at most, that are tried beside `SLICE_ELEMENTS`."""
+"""Other slice sizes of offloaded state to try, in elements at most, besides `SLICE_ELEMENTS`."""
 
 
 def why_closed(plan: Decisions) -> str | None:
-    """Why a plan leaves nothing open, with what to change; None where it does."""
+    """Returns why a plan has no open choices and what to change, or None if it has some."""
     settings = plan.settings
     if settings.tune == "off":
         return "tune=off; use tune=auto"
@@ -38,16 +38,16 @@ def why_closed(plan: Decisions) -> str | None:
     if open_kernels(plan) or open_calls(plan) or why_slices_are_fixed(plan) is None:
         return None
     return (
-        f"kernels={settings.kernels} asks for them, and neither attention nor slices of state are "
-        "left open; use kernels=auto"
+        f"kernels={settings.kernels} sets them, and neither attention nor slices of state are left "
+        "open; use kernels=auto"
     )
 
 
 def open_kernels(plan: Decisions) -> dict[str, str]:
-    """{"statistics" or "update": name of its kernel}, of what has two implementations.
+    """Returns {"statistics" or "update": kernel name} of operations with two implementations.
 
-    An update has two where its optimizer asks for neither, counted bytes speak for neither, and
-    its kernels hold no more memory than XLA's fusions.
+    An update has two if its optimizer requests neither, byte counts favour neither, and its kernels
+    hold no more memory than XLA's fusions.
     """
     if plan.settings.kernels != "auto":
         return {}
@@ -59,9 +59,9 @@ def open_kernels(plan: Decisions) -> dict[str, str]:
 
 
 def planned_kernels(plan: Decisions) -> dict[str, str]:
-    """{"update": name of its kernel}, where `auto` plans it since it moves fewer bytes by count.
+    """Returns {"update": kernel name} if `auto` plans it because it moves fewer bytes by count.
 
-    It is not timed, but has to compute what the reference does on the card of a run.
+    It is not timed, but its result has to match the reference on the run's card.
     """
     if plan.settings.kernels != "auto" or not isinstance(plan.tx, Optimizer):
         return {}
@@ -70,9 +70,9 @@ def planned_kernels(plan: Decisions) -> dict[str, str]:
 
 
 def open_calls(plan: Decisions) -> dict[str, Call]:
-    """{kind: call} of the calls of attention that `auto` decides and something may be faster for.
+    """Returns {kind: call} of the attention calls that `auto` decides and that may run faster.
 
-    Calls whose time hangs on data (packed texts, positions) and layouts are left to `auto`.
+    Calls whose time depends on data (packed texts, positions) and layouts are left to `auto`.
     """
     calls = {
         call.kind: call
@@ -88,30 +88,30 @@ def _products(call: Call) -> int:
 
 
 def sizes_of_slices(plan: Decisions) -> dict[str, int]:
-    """{parameter: elements of its slices} of those that wait on the host."""
+    """Returns {parameter: elements of its slices} for slices offloaded to the host."""
     leaves = {} if plan.offload is None else plan.offload.leaves
     return {name: leaf.slice_elements for name, leaf in leaves.items() if leaf.counts[HOST]}
 
 
 def why_slices_are_fixed(plan: Decisions) -> str | None:
-    """Why the size of slices is no open choice; None where it is one."""
+    """Returns why the size of slices is not an open choice, or None if it is."""
     config = plan.settings.offload
     if not sizes_of_slices(plan):
-        return "no optimizer state waits on the host"
+        return "no optimizer state is on the host"
     if config.slice_elements is not None:
-        return f"offload.slice_elements={config.slice_elements} asks for it"
+        return f"offload.slice_elements={config.slice_elements} sets it"
     if config.on_disk:
         return "files keep the slices with which they were written"
     if config.update_in_backward:
         return "with offload.update_in_backward a slice is a layer"
     stored = (plan.precision.param_dtype, plan.precision.moments_dtype)
     if any(np.dtype(dtype) != np.float32 for dtype in stored):
-        return "state in 16 bits is rounded at random, slice by slice"
+        return "16-bit state is rounded stochastically, slice by slice"
     return None
 
 
 def describe_open_choices(plan: Decisions) -> list[str]:
-    """For the page of GPUs that are not here: what is planned, and what may be taken instead."""
+    """Describes, for absent GPUs, the planned choices and their alternatives."""
     if why_closed(plan) is not None:
         return []
     kernels = open_kernels(plan)
@@ -131,5 +131,7 @@ def describe_open_choices(plan: Decisions) -> list[str]:
         parts.append(
             f"slices of state on the host (at most {SLICE_ELEMENTS:,} elements, or {sizes})"
         )
-    told = "timed on the GPUs of a run before its first step (tune: auto), here as named first: "
+    told = (
+        "measured on the GPUs of a run before step 1 (tune: auto), planned with the first named: "
+    )
     return [told + "; ".join(parts)]

@@ -1,4 +1,4 @@
-"""Choice between padded arrays and true shapes for an optimizer, and refusals."""
+"""Chooses between padded arrays and true shapes for an optimizer, and refuses what fits neither."""
 
 from __future__ import annotations
 
@@ -38,17 +38,18 @@ def fit_padding(
     *,
     stacks: Collection[str],
 ) -> tuple[optax.GradientTransformation, list[str]]:
-    """The optimizer for arrays as they are stored, and lines for the plan.
+    """Returns the optimizer for arrays as they are stored, and lines for the plan.
 
-    Those of zerojax take zeros for nothing. Any other is proven not to see padding, or is given
-    arrays of the true shapes.
+    Padding zeros have no effect on zerojax's own optimizers. Any other optimizer is proven to be
+    unaffected by padding, or gets arrays of the true shapes.
 
     Args:
       params: all parameters, as structs.
       stacks: names of parameters whose dimension 0 counts layers.
 
     Raises:
-      ValueError: the update needs what a step does not have, or does not return what optax says.
+      ValueError: the update needs inputs that a step does not have, or does not return what optax
+        specifies.
     """
     if isinstance(tx, Optimizer):
         return tx, []
@@ -90,7 +91,7 @@ def _dtype(dtype: Any, precision: Precision) -> Any:
 
 
 def _padded_dims(leaf: LeafPlacement) -> frozenset[int]:
-    """The dimensions in which a parameter is stored otherwise than it is."""
+    """Returns the dimensions whose stored size differs from the true size."""
     sizes = enumerate(zip(leaf.shape, leaf.stored_shape, strict=True))
     return frozenset(at for at, (one, other) in sizes if one != other) | (
         {0} if leaf.has_rows else frozenset()
@@ -101,9 +102,9 @@ def _describe(changed: Mapping[str, LeafPlacement], why: str) -> str:
     name, leaf = next(iter(changed.items()))
     moved = [name for name, leaf in changed.items() if leaf.has_rows]
     line = (
-        f"the optimizer's update is not proven to go element by element ({why}), so it runs on "
-        f"arrays of their true shapes: {len(changed)} are stored padded or in another order, such "
-        f"as {name} {list(leaf.shape)} as {list(leaf.stored_shape)}"
+        f"the optimizer's update is not proven to be elementwise ({why}), so it runs on arrays of "
+        f"their true shapes: {len(changed)} are stored padded or in another order, such as {name} "
+        f"{list(leaf.shape)} as {list(leaf.stored_shape)}"
     )
     if moved:
         line += (
@@ -123,7 +124,7 @@ class _Forms:
         mesh: Mesh | AbstractMesh,
     ) -> None:
         self._leaves = leaves
-        # Of the true shape, too: the compiler splits what does not divide as if it were padded, so
+        # Also for the true shape: the compiler splits uneven dimensions as if they were padded, so
         # that each device has the same part of both.
         self._lies = {name: NamedSharding(mesh, leaf.stored_spec) for name, leaf in leaves.items()}
         self._rows = {
@@ -151,11 +152,11 @@ class _Forms:
 def _fit_keywords(
     tx: optax.GradientTransformation, true: Structs, layers: frozenset[str]
 ) -> tuple[optax.GradientTransformation, ClosedJaxpr]:
-    """The transformation without the keywords that it does not take, and its update, traced.
+    """Returns the transformation without unsupported keywords, and its traced update.
 
     Raises:
       ValueError: it needs a keyword that a step does not have, fails on these parameters, or
-        returns something else than it was given.
+        returns other shapes than it was given.
     """
     refused: frozenset[str] = frozenset()
     while True:
@@ -181,8 +182,8 @@ def _fit_keywords(
         )
         raise ValueError(
             "the optimizer's update returns other shapes than the gradients and the state that it "
-            f"is given ({what}); transformations of gradients of single examples have no place "
-            "here, and others return updates like the parameters and a state like that of init"
+            f"is given ({what}); transformations of per-example gradients are not supported, and "
+            "others return updates like the parameters and a state like that of init"
         )
     return fitted, found
 

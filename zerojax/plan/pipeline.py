@@ -1,4 +1,4 @@
-"""Pipeline decisions of a plan: partition of the layers over stages, and their memory."""
+"""Decides the pipeline of a plan: partition of the layers over stages, and their memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from zerojax.plan.state_layout import PipelineLayout
 Arrays = Mapping[str, Any]
 
 METHODS = ("uniform", "parameters", "flops")
-"""By count, or by costs: which costs those are is the caller's."""
+"""Methods by count or by cost; the caller provides the costs."""
 
 
 def plan_pipeline(
@@ -39,7 +39,7 @@ def plan_pipeline(
     trace: ModelTrace,
     arrays: tuple[Arrays, Arrays, Any],
 ) -> PipelineLayout:
-    """The layout of a model on `settings.stage` stages.
+    """Returns the layout of a model on `settings.stage` stages.
 
     Args:
       settings: the mesh options; mesh: made from them.
@@ -48,8 +48,8 @@ def plan_pipeline(
       arrays: (parameters as they are read, extras, microbatch), as `ShapeDtypeStruct`s.
 
     Raises:
-      ValueError: the model has no layers that could be divided, or something in it that does not
-        go over stages; `ScheduleError`: the schedule cannot run with these numbers.
+      ValueError: the model has no layers to divide, or a feature that pipelines do not support;
+        `ScheduleError`: the schedule cannot run with these numbers.
     """
     params, extras, batch = arrays
     names = [*sorted(params), *[None] * len(jax.tree.leaves((extras, batch)))]
@@ -92,7 +92,7 @@ def plan_pipeline(
 
 
 def _may_skip(settings: MeshConfig, mesh: Mesh | AbstractMesh, loop: LayerLoop) -> bool:
-    """Whether layers that a stage does not have may be passed over: see `cut_loss`."""
+    """Returns whether a stage may skip padding rows, which hold no layer: see `cut_loss`."""
     gathers = settings.zero > 1 and mesh.shape[DATA] > 1
     collective = mesh.shape[MODEL] > 1 or gathers or holds_collectives(loop.layer)
     return not collective and (settings.stash == "input" or loop.is_checkpointed)
@@ -101,10 +101,10 @@ def _may_skip(settings: MeshConfig, mesh: Mesh | AbstractMesh, loop: LayerLoop) 
 def choose_microbatches(
     given: int | None, mesh: Mesh | AbstractMesh, batch: Any
 ) -> tuple[int, list[str]]:
-    """(number of microbatches, reasons): what was given, or a default.
+    """Returns (number of microbatches, reasons): the user's number, or a default.
 
-    More microbatches leave stages idle for a smaller part of a step; what each costs is smaller
-    matrices. Groups of as many as there are stages go first: some schedules need them.
+    More microbatches make stages idle for a smaller part of a step, at the cost of smaller
+    matrices. Multiples of the number of stages come first, because some schedules need them.
     """
     stages = mesh.shape[STAGE]
     if given is not None or stages == 1:
@@ -120,12 +120,13 @@ def choose_microbatches(
 
 
 def _divide(method: Any, loop: LayerLoop, params: Arrays, draft: PipelineLayout) -> tuple[int, ...]:
-    """Layers of each virtual stage.
+    """Returns the number of layers of each virtual stage.
 
-    "flops" is the division that the executor goes through fastest. In every tick it does a forward
-    slot, in which the last virtual stage does all of the head, and a backward slot, and each takes
-    as long as its slowest stage: so the head counts for more than its part of a whole step, or, if
-    padding is computed, for nothing. The best divisions for several weights of it are compared.
+    "flops" is the fastest division for the executor. In every tick it computes a forward slot, in
+    which the last virtual stage computes the whole head, and a backward slot, and each takes as
+    long as its slowest stage. So the head counts for more than its part of a whole step, or, if
+    padding is computed, for nothing. The best divisions for several weights of the head are
+    compared.
     """
     divide = functools.partial(
         partition_layers, method, loop.num_layers, draft.schedule.num_virtual_stages
@@ -144,7 +145,7 @@ def _divide(method: Any, loop: LayerLoop, params: Arrays, draft: PipelineLayout)
 
 
 def _sizes(loop: LayerLoop, params: Arrays) -> dict[str, float]:
-    """The number of parameters of a layer, of the embedding, and of what else there is."""
+    """Returns the number of parameters of a layer, of the embedding, and of the rest."""
     sizes = {name: trees.num_elements(leaf.shape) for name, leaf in params.items()}
     before = loop.names_of(loop.embed_piece.inputs)
     rest = {name: size for name, size in sizes.items() if name not in loop.stacked}
@@ -164,19 +165,19 @@ def partition_layers(
     embed_cost: float = 0.0,
     head_cost: float = 0.0,
 ) -> tuple[int, ...]:
-    """The number of layers in each part, in the model's order.
+    """Returns the number of layers in each part, in the model's order.
 
-    "parameters" and "flops" make the heaviest part as light as it can be, and of all ways that do
-    so take the most even one: the fewest layers in the largest part, then in the second largest,
-    and so on; of those that are left the one with its smaller parts last.
+    "parameters" and "flops" minimize the cost of the heaviest part. Among equal solutions the most
+    even one is taken: the fewest layers in the largest part, then in the second largest, and so on;
+    among the remaining ones, the one with its smaller parts last.
 
     Args:
       method: a name of `METHODS`, or the numbers themselves.
       num_layers: of the model; all are equal.
       num_parts: pipeline stages times chunks on each.
       layer_cost: of one layer, at least 0; of any unit.
-      embed_cost: what the first part does besides, in the same unit.
-      head_cost: what the last part does besides; with one part, the same part.
+      embed_cost: additional cost of the first part, in the same unit.
+      head_cost: additional cost of the last part; with one part, of the same part.
 
     Raises:
       ValueError: no such method; more parts than layers; "uniform" does not divide; a list that
@@ -212,7 +213,7 @@ def partition_layers(
 
 
 def _check_list(layers: tuple[int, ...], num_layers: int, num_parts: int) -> tuple[int, ...]:
-    """The user's own numbers, if they fit."""
+    """Returns the user's own numbers, if they fit."""
     example = ""
     if num_parts <= num_layers:
         example = f", such as {list(_even(num_layers, num_parts))}"
@@ -234,14 +235,14 @@ def _check_list(layers: tuple[int, ...], num_layers: int, num_parts: int) -> tup
 
 
 def _around(divisors: Sequence[int], number: int) -> list[int]:
-    """The nearest divisors below and above a number that is none."""
+    """Returns the nearest divisors below and above a number that is not a divisor."""
     below = [n for n in divisors if n < number]
     above = [n for n in divisors if n > number]
     return below[-1:] + above[:1]
 
 
 def _even(num_layers: int, num_parts: int) -> tuple[int, ...]:
-    """As equal as can be, the larger ones first."""
+    """Returns parts that are as equal as possible, the larger ones first."""
     size, larger = divmod(num_layers, num_parts)
     return (size + 1,) * larger + (size,) * (num_parts - larger)
 
@@ -249,17 +250,17 @@ def _even(num_layers: int, num_parts: int) -> tuple[int, ...]:
 def _balance(
     num_layers: int, num_parts: int, layer: float, embed: float, head: float
 ) -> tuple[int, ...]:
-    """See `partition_layers`.
+    """Implements `partition_layers` for costs.
 
-    All parts between the first and the last are alike, so only how many layers these two have is
-    searched for; the others are as equal as can be.
+    All parts between the first and the last are alike, so the search covers only the numbers of
+    layers of these two; the others are as equal as possible.
     """
     if num_parts == 1:
         return (num_layers,)
     best, found = None, ()
     for first in range(1, num_layers - num_parts + 2):
         middle_parts = num_parts - 2
-        # Two parts leave no choice for the last; else it has what leaves the middle one layer each.
+        # With two parts the last gets the rest; otherwise it leaves each middle part one layer.
         least = 1 if middle_parts else num_layers - first
         for last in range(least, num_layers - first - middle_parts + 1):
             middle = _even(num_layers - first - last, middle_parts) if middle_parts else ()

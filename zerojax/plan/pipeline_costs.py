@@ -1,4 +1,4 @@
-"""Costs of a pipeline: idle time, balance, buffers and messages.
+"""Computes the costs of a pipeline: idle time, balance, buffers and messages.
 
 Counts what the executor does in each run of the table, masked slots included; never knows a model's
 parameters, a program or a device.
@@ -21,15 +21,15 @@ HEAD_FACTOR = 3
 """The last virtual stage does the head's forward and backward in its F slot."""
 
 EMBED_BACKWARD_FACTOR = 3
-"""Forward, done again, and backward of the embedding, behind the first virtual stage's B."""
+"""Recomputed forward, and backward of the embedding, after the first virtual stage's B."""
 
 
 def slot_costs(layout: PipelineLayout) -> Costs:
-    """Time of F, B and W, with 1 for a forward of the layers, as the executor computes them.
+    """Returns the times of F, B and W, in units of a forward pass of the layers.
 
-    B makes gradients of inputs (1) and, where no W follows, of weights (1). W goes back through the
-    chunk once more for the gradients of weights (2). With the stash `input` each of them first
-    computes the forward again. What activation checkpointing inside a layer repeats is left out.
+    B computes gradients of inputs (1) and, if no W follows, of weights (1). W goes through the
+    chunk backward once more for the gradients of weights (2). With the stash `input` each of them
+    first recomputes the forward pass. Recomputation by checkpoints inside a layer is not counted.
     """
     again = float(layout.table.stash == "input")
     split = layout.schedule.splits_backward
@@ -37,7 +37,7 @@ def slot_costs(layout: PipelineLayout) -> Costs:
 
 
 def ticks_of(layout: PipelineLayout, slot: str) -> int:
-    """Ticks in which every device computes a slot, masked where it idles.
+    """Returns the ticks in which every device computes a slot, masked where it idles.
 
     Args:
       slot: "forward", "backward", "weight", "embed", "head" or "embed_backward" (attributes
@@ -47,10 +47,10 @@ def ticks_of(layout: PipelineLayout, slot: str) -> int:
 
 
 def bubble(layout: PipelineLayout) -> float:
-    """Share of a step's slots in which a device computes nothing of use, stages being equal.
+    """Returns the share of a step's slots without useful computation, for equal stages.
 
-    All stages are in step and every slot of a run takes its time on all of them, as the executor
-    does it; `slot_costs` are the times.
+    The executor runs all stages in lockstep, so every slot of a run takes its time on all of them;
+    the times are `slot_costs`.
     """
     schedule, times = layout.schedule, slot_costs(layout).of(layout.schedule)
     whole = sum(
@@ -61,7 +61,7 @@ def bubble(layout: PipelineLayout) -> float:
 
 
 def field_bubble(layout: PipelineLayout) -> float:
-    """The same as papers count it: no stage waits for anything but its inputs.
+    """Returns the bubble as papers count it: stages wait only for their inputs.
 
     (p-1)/(m+p-1) for 1f1b and gpipe, with p stages and m microbatches.
     """
@@ -69,12 +69,12 @@ def field_bubble(layout: PipelineLayout) -> float:
 
 
 def in_flight(layout: PipelineLayout) -> tuple[int, ...]:
-    """Most microbatches that each stage holds at a time, one for each chunk they are held in."""
+    """Returns the maximum microbatches in flight on each stage, counted once per chunk."""
     return _simulated(layout).in_flight
 
 
 def bubble_of_more(layout: PipelineLayout) -> float | None:
-    """`bubble` with twice as many microbatches; None for a schedule without a formula."""
+    """Returns `bubble` with twice as many microbatches; None for a schedule without a formula."""
     schedule = layout.schedule
     if schedule.name not in SCHEDULES or schedule.name == "1f1b_classic":
         return None
@@ -93,7 +93,7 @@ def _simulated(layout: PipelineLayout) -> Simulation:
 
 
 def chunk_flops(layout: PipelineLayout) -> tuple[float, ...]:
-    """Forward FLOPs of one microbatch in each virtual stage, embedding and head where they are."""
+    """Returns forward FLOPs of one microbatch per virtual stage, with its embedding or head."""
     flops = [number * layout.layer_flops for number in layout.layers]
     flops[0] += layout.embed_flops
     flops[-1] += layout.head_flops
@@ -101,12 +101,12 @@ def chunk_flops(layout: PipelineLayout) -> tuple[float, ...]:
 
 
 def stage_flops(layout: PipelineLayout) -> tuple[float, ...]:
-    """The same of each stage: the sum over its chunks."""
+    """Returns forward FLOPs of one microbatch per stage: the sum over its chunks."""
     return by_stage(layout, chunk_flops(layout))
 
 
 def by_stage(layout: PipelineLayout, values: Sequence[float]) -> tuple[float, ...]:
-    """Sums over the chunks of each stage of one value per virtual stage."""
+    """Returns the sum over the chunks of each stage of one value per virtual stage."""
     schedule = layout.schedule
     sums = [0.0] * schedule.num_stages
     for virtual, value in enumerate(values):
@@ -115,10 +115,10 @@ def by_stage(layout: PipelineLayout, values: Sequence[float]) -> tuple[float, ..
 
 
 def balance(layout: PipelineLayout) -> float:
-    """What the forward of a tick costs, over the mean of the virtual stages.
+    """Returns the forward cost of a tick over the mean of the virtual stages.
 
-    Where padding is computed, all of them compute as many rows as the longest has layers; the
-    dearest has the embedding or the head besides.
+    Where padding is computed, every virtual stage computes as many rows as the longest has layers;
+    the most expensive one has the embedding or the head in addition.
     """
     flops = math.fsum(chunk_flops(layout))
     if layout.skips_padding:
@@ -131,14 +131,15 @@ def balance(layout: PipelineLayout) -> float:
 
 
 def executed_flops(layout: PipelineLayout) -> float:
-    """FLOPs that one device goes through in a step, masked slots and padding included.
+    """Returns the FLOPs that one device executes in a step, masked slots and padding included.
 
-    Embedding and head are computed where a run has them, the embedding's forward again before its
-    backward. Where padding is passed over it is what a device waits for: in the forward slot the
-    dearest of the virtual stages with its embedding or head, in the others the longest.
+    Embedding and head are computed where a run has them; the embedding's forward is recomputed
+    before its backward. Where padding is skipped, a device's time is that of the stage it waits
+    for: in the forward slot the most expensive virtual stage with its embedding or head, in the
+    others the longest.
     """
     times, chunk = slot_costs(layout).of(layout.schedule), layout.chunk_rows * layout.layer_flops
-    chunk *= layout.schedule.num_chunks  # of which the times are those of one
+    chunk *= layout.schedule.num_chunks  # slot times are those of one
     total = 0.0
     for run in layout.table.runs:
         tick = sum(times[kind] for kind in _kinds(run)) * chunk
@@ -150,7 +151,7 @@ def executed_flops(layout: PipelineLayout) -> float:
 
 
 def _forward_ends(layout: PipelineLayout, embed: float, head: float) -> float:
-    """What embedding and head add to the forward slot of the longest chunk."""
+    """Returns the FLOPs that embedding and head add to the forward slot of the longest chunk."""
     if not layout.skips_padding:
         return embed + head
     parts = [count * layout.layer_flops for count in layout.layers]
@@ -161,23 +162,23 @@ def _forward_ends(layout: PipelineLayout, embed: float, head: float) -> float:
 
 
 def useful_flops(layout: PipelineLayout) -> float:
-    """FLOPs of one device's share of a step: three forward passes of the model over its stages.
+    """Returns one device's share of a step's FLOPs: three forward passes over the stages.
 
-    As everywhere for model FLOPs, nothing that is computed again counts.
+    Recomputation is not counted, as for all model FLOPs.
     """
     whole = layout.embed_flops + layout.num_layers * layout.layer_flops + layout.head_flops
     return TRAINING_FACTOR * whole * layout.schedule.num_microbatches / layout.schedule.num_stages
 
 
 def activation_bytes(layout: PipelineLayout) -> int:
-    """Of what travels from stage to stage for one microbatch of one data shard."""
+    """Returns the bytes sent from stage to stage for one microbatch of one data shard."""
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in layout.activations)
 
 
 def buffer_bytes(layout: PipelineLayout) -> dict[str, tuple[int, int]]:
-    """Buffer -> (slots, bytes of each slot), the spare slot included; the same on every device.
+    """Returns {buffer: (slots, bytes of each slot)}, the spare slot included; same on every device.
 
-    `sent` are the gradients that leave at the end of a tick and arrive in the next.
+    `sent` holds the gradients sent at the end of a tick and received in the next.
     """
     table, message = layout.table, activation_bytes(layout)
     buffers = {
@@ -194,21 +195,23 @@ def buffer_bytes(layout: PipelineLayout) -> dict[str, tuple[int, int]]:
 
 
 def total_buffer_bytes(layout: PipelineLayout) -> int:
-    """Bytes of all buffers on each device."""
+    """Returns the bytes of all buffers on each device."""
     return sum(slots * size for slots, size in buffer_bytes(layout).values())
 
 
 def stash_bytes_of_stages(layout: PipelineLayout) -> tuple[int, ...]:
-    """Bytes that each stage keeps for its backward passes at most; the buffer has as many slots
-    as the stage that keeps most."""
+    """Returns the maximum bytes that each stage keeps for its backward passes.
+
+    The buffer has as many slots as the stage that keeps most.
+    """
     return tuple(number * layout.stash_bytes for number in in_flight(layout))
 
 
 def num_permutes(layout: PipelineLayout) -> int:
-    """Messages to neighbours that a device in the middle sends in a step, masked ticks included.
+    """Returns the messages per step from a middle device to its neighbours, masked ticks included.
 
-    One in each tick of a run, for each direction in which the run receives something; from one
-    chunk to another of the same stage nothing is sent.
+    One per tick of a run for each direction in which the run receives something; nothing is sent
+    between chunks of the same stage.
     """
     return sum(
         _length(run) * sum(direction != "local" for _, direction in run.receives)
@@ -217,7 +220,7 @@ def num_permutes(layout: PipelineLayout) -> int:
 
 
 def message_bytes(layout: PipelineLayout) -> int:
-    """Bytes that such a device sends to its neighbours in a step, both directions."""
+    """Returns the bytes that such a device sends to its neighbours in a step, both directions."""
     return num_permutes(layout) * activation_bytes(layout)
 
 

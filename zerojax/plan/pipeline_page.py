@@ -1,4 +1,4 @@
-"""Pipeline section of a plan's page, and its dictionary."""
+"""Formats the pipeline section of a plan's page, and its dictionary."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from zerojax.plan.schedules.schedule_table import format_cell
 from zerojax.plan.state_layout import PipelineLayout
 
 MAX_CELLS = 20_000
-"""Ticks x stages of the largest table that goes into the dictionary."""
+"""Limit of ticks x stages for a table in the dictionary."""
 
 MAX_STAGE_ROWS = 16
-"""Stages that have a row each; of more the middle is left out."""
+"""Maximum stages with one row each; beyond it the middle is left out."""
 
 ZERO_SENTENCES = (
     "zero=0: gradients are summed over data once per step, behind the last tick",
@@ -31,7 +31,7 @@ ZERO_SENTENCES = (
 
 
 def pipeline_line(layout: PipelineLayout) -> str:
-    """A few words: schedule, stages, bubble."""
+    """Returns a short summary: schedule, stages, bubble."""
     schedule = layout.schedule
     chunks = f" x {schedule.num_chunks} chunks" if schedule.num_chunks > 1 else ""
     return (
@@ -41,7 +41,7 @@ def pipeline_line(layout: PipelineLayout) -> str:
 
 
 def pipeline_lines(layout: PipelineLayout, placement: Placement) -> list[str]:
-    """The section of a plan's page, at most 100 columns: schedule, stages, bytes, picture."""
+    """Returns the page's section: schedule, stages, bytes, picture; at most 100 columns."""
     schedule = layout.schedule
     lines = [
         f"pipeline: {schedule.name}, {schedule.num_stages} stages, {schedule.num_microbatches} "
@@ -100,7 +100,7 @@ def _stage_rows(layout: PipelineLayout, placement: Placement) -> list[str]:
 
 
 def _chunks(layout: PipelineLayout, stage: int) -> list[int]:
-    """Layers of each chunk of a stage."""
+    """Returns the number of layers of each chunk of a stage."""
     schedule = layout.schedule
     places = [schedule.locate(virtual) for virtual in range(schedule.num_virtual_stages)]
     found = {chunk: layout.layers[v] for v, (where, chunk) in enumerate(places) if where == stage}
@@ -108,7 +108,7 @@ def _chunks(layout: PipelineLayout, stage: int) -> list[int]:
 
 
 def stage_parameters(layout: PipelineLayout, placement: Placement) -> tuple[int, ...]:
-    """Parameters of each stage's layers, without padding and before ZeRO and `model` split them."""
+    """Returns the parameters of each stage's layers, unpadded, before ZeRO and `model` splits."""
     layer = sum(
         trees.num_elements(placement.leaves[name].shape) // layout.num_layers
         for name in layout.stacked
@@ -117,7 +117,7 @@ def stage_parameters(layout: PipelineLayout, placement: Placement) -> tuple[int,
 
 
 def shared_parameters(layout: PipelineLayout, placement: Placement) -> int:
-    """Parameters that every stage has: those of embedding and head."""
+    """Returns the parameters that every stage has: those of embedding and head."""
     return sum(
         trees.num_elements(leaf.shape)
         for name, leaf in placement.leaves.items()
@@ -176,7 +176,7 @@ def _wrap(sentence: str) -> list[str]:
 
 
 def pipeline_dict(layout: PipelineLayout, placement: Placement) -> dict[str, Any]:
-    """The same as JSON takes it; sizes in bytes. `table` is None where it is too large."""
+    """Returns the section as JSON takes it; sizes in bytes. `table` is None if it is too large."""
     schedule, times = layout.schedule, costs.slot_costs(layout)
     small = schedule.num_ticks * schedule.num_stages <= MAX_CELLS
     return {

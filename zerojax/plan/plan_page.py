@@ -1,4 +1,4 @@
-"""Text, table and JSON of a plan, with its offload section."""
+"""Formats a plan as text, table and JSON, with its offload section."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from zerojax.plan.placement import Placement, straight_pieces, unrolled
 from zerojax.plan.state_layout import OffloadLayout
 
 _NAMES = 3
-"""Of a reason that several parameters share, so many are named."""
+"""Number of parameters named per shared reason."""
 
 WIDTH = 98
-"""Of the section; a forecast's page puts two spaces before it."""
+"""Column width of the section, without a forecast page's two-space indent."""
 NAMES = {DEVICE: "device", HOST: "host", NVME: "disk"}
 ROLE, CELL = 18, 11
 
 
 def plan_line(plan: Decisions) -> str:
-    """One line: model size, mesh, ZeRO, precision, batch, pipeline, bytes of state per device."""
+    """Returns one line: size, mesh, ZeRO, precision, batch, pipeline, bytes of state per device."""
     counts = trees.format_count(plan.placement.num_parameters())
     active = active_parameters(plan)
     met = "" if active is None else f" ({trees.format_count(active)} for each token)"
@@ -64,7 +64,7 @@ def _deterministic_words(plan: Decisions) -> str:
 
 
 def plan_table(plan: Decisions) -> str:
-    """One page: bytes by role, the pipeline, one line per parameter, every exception and reason."""
+    """Returns one page: bytes by role, the pipeline, each parameter, every exception and reason."""
     lines = [plan_line(plan), ""]
     if plan.offload is None:
         lines += _role_lines(plan)
@@ -94,7 +94,7 @@ def _role_lines(plan: Decisions) -> list[str]:
 
 
 def _exception_lines(placement: Placement) -> list[str]:
-    """One line per reason, with how many parameters it is of and the names of some."""
+    """Returns one line per reason, with the number of its parameters and some names."""
     names: dict[str, list[str]] = {}
     for name, reason in placement.exceptions():
         names.setdefault(reason, []).append(name)
@@ -136,7 +136,7 @@ def _axis_words(axes: Any) -> str:
 
 
 def plan_dict(plan: Decisions) -> dict[str, Any]:
-    """The same as JSON takes it."""
+    """Returns the plan as a JSON-compatible dictionary."""
     placement: Placement = plan.placement
     return {
         "summary": plan_line(plan),
@@ -178,9 +178,7 @@ def plan_dict(plan: Decisions) -> dict[str, Any]:
 
 
 def _codes_dict(plan: Decisions) -> dict[str, Any]:
-    """{"frozen_codes": {user's name: how it is coded}}, by which checkpoints are exported; {} where
-    nothing is coded.
-    """
+    """Returns {"frozen_codes": {user's name: its codes}}, used by exports; {} without codes."""
     found = {
         name: dataclasses.asdict(leaf.codes)
         for name, leaf in plan.users_placement.leaves.items()
@@ -190,7 +188,7 @@ def _codes_dict(plan: Decisions) -> dict[str, Any]:
 
 
 def offload_words(plan: Decisions) -> str:
-    """For a plan's line: what of its state lies elsewhere; "" where nothing does."""
+    """Returns words for a plan's line on state outside device memory; "" if there is none."""
     if plan.offload is None:
         return ""
     places = {HOST: "in host memory", NVME: "on disk"}
@@ -201,7 +199,7 @@ def offload_words(plan: Decisions) -> str:
 
 
 def tier_lines(roles: Mapping[str, Tiers]) -> list[str]:
-    """Bytes per device by role and tier, and their sums."""
+    """Returns bytes per device by role and tier, and their sums."""
     used = [tier for tier in TIERS if tier == DEVICE or any(t.get(tier) for t in roles.values())]
     head = "".join(f" {NAMES[tier]:>{CELL}}" for tier in used)
     lines = [f"{'bytes per device':<{ROLE + 2}}{head}"]
@@ -218,7 +216,7 @@ def _cells(tiers: Tiers, used: Sequence[str]) -> str:
 
 
 def offload_lines(plan: Decisions) -> list[str]:
-    """The section of a plan's page: what moves, in which pieces, and what hides it, if known."""
+    """Returns the offload section of a plan's page: transfers, slices, and what hides them."""
     layout, moved = plan.offload, moved_bytes(plan)
     assert layout is not None
     lines = moved_lines(moved)
@@ -234,7 +232,7 @@ def offload_lines(plan: Decisions) -> list[str]:
 
 
 def moved_lines(moved: Sequence[Moved]) -> list[str]:
-    """What one device moves per step."""
+    """Describes what one device moves per step."""
     head = "".join(f" {name:>{CELL}}" for name in ("to device", "to host"))
     lines = [f"{'offload, per step':<{ROLE + 2}}{head}"]
     rows = [(part.what, (part.to_device, part.to_host)) for part in moved]
@@ -251,7 +249,7 @@ def moved_lines(moved: Sequence[Moved]) -> list[str]:
 
 
 def hiding_lines(found: Hiding, tokens: int | None) -> list[str]:
-    """How long it takes at best, and with how many tokens the products last as long."""
+    """Describes the minimum time of transfers, and the tokens for which products take as long."""
     rates = found.rates
     sentence = f"link at {_rate(rates.to_device)} and {_rate(rates.to_host)} ({rates.link})"
     if found.disk_seconds is None:
@@ -297,7 +295,7 @@ def _slices_sentence(layout: OffloadLayout) -> str:
 
 
 def offload_dict(plan: Decisions) -> dict[str, Any] | None:
-    """Everything that the page says of offload, as JSON takes it; bytes per device."""
+    """Returns the page's offload facts as a JSON-compatible dictionary; bytes per device."""
     layout = plan.offload
     if layout is None:
         return None

@@ -1,4 +1,4 @@
-"""Reasons of a plan's decisions, in sentences."""
+"""Describes the reasons of a plan's decisions in sentences."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def describe_choices(
     precision: Precision,
     placement: Placement,
 ) -> list[str]:
-    """What the settings come down to, one sentence each."""
+    """Describes the effects of the settings, one sentence each."""
     shards = math.prod(mesh.shape[axis] for axis in meshes.STATE_AXES)
     num_shards = meshes.num_data_shards(mesh)
     split = "the batch is not split" if num_shards == 1 else f"{num_shards} shards of the batch"
@@ -70,7 +70,7 @@ def describe_choices(
 
 
 def describe_deterministic(settings: MeshConfig, num_microbatches: int) -> list[str]:
-    """What `deterministic` comes down to, in one sentence."""
+    """Describes the effect of `deterministic` in one sentence."""
     if settings.deterministic is None:
         return []
     count = settings.virtual_shards
@@ -79,9 +79,9 @@ def describe_deterministic(settings: MeshConfig, num_microbatches: int) -> list[
         f"of which computes {num_microbatches} of {count} virtual shards, one after the other"
     ]
     if settings.zero >= 2:
-        lines.append("gradients of each virtual shard are exchanged by themselves")
+        lines.append("gradients of each virtual shard are exchanged separately")
     elif num_microbatches > 1:
-        lines.append("gradients travel as float32 sums, once per step")
+        lines.append("gradients are sent as float32 sums, once per step")
     return lines
 
 
@@ -96,14 +96,14 @@ def describe_model(
     precision: Precision,
     regather: bool,
 ) -> list[str]:
-    """What the model does that a reader should know, one sentence each.
+    """Describes properties of the model that a reader should know, one sentence each.
 
     Args:
       model: the model; params: {name: parameter as the model has it}.
-      trace: what its forward pass does.
+      trace: of its forward pass.
       placement: the table.
       extras: {name: its state besides parameters}; counted: those to which sums are added.
-      batch: what the loss is called with; precision: the dtypes.
+      batch: the argument of the loss; precision: the dtypes.
       regather: whether the step gathers parameters again in the backward pass.
     """
     lines = []
@@ -120,7 +120,7 @@ def describe_model(
         lines.append(f"{_some(unread, 'parameters')} never read by the loss")
     if switched := getattr(model, "switched", ()):
         names = ", ".join(switched)
-        lines.append(f"{names}: set by the mode, training or evaluation, where a call does not")
+        lines.append(f"{names}: set by the mode, training or evaluation, unless a call sets them")
     averaged = [
         name
         for name, leaf in extras.items()
@@ -136,14 +136,14 @@ def describe_model(
         )
     if counted:
         lines.append(
-            f"{_some(sorted(counted), 'arrays')} carried besides parameters as counts: what the "
-            "shards of the batch add to them is added up"
+            f"{_some(sorted(counted), 'arrays')} carried besides parameters as counts: the "
+            "additions of all shards of the batch are summed"
         )
     if model.step_rules:
         targets = sorted(rule.target for rule in model.step_rules.values())
         lines.append(
-            f"{_some(targets, 'arrays')} made anew once per step, by a rule of the model, of what "
-            f"all passes counted in {_some(sorted(model.step_rules), 'arrays')}"
+            f"{_some(targets, 'arrays')} recomputed once per step, by a rule of the model, from "
+            f"the counts of all passes in {_some(sorted(model.step_rules), 'arrays')}"
         )
     if model.overwritten:
         lines.append(
@@ -162,16 +162,16 @@ def describe_model(
 
 
 def _describe_gathers(placement: Placement, trace: ModelTrace) -> list[str]:
-    """What is gathered how often at stage 3, and what lives together of it."""
+    """Describes how often parameters are gathered at stage 3, and which are alive together."""
     leaves = placement.leaves.values()
     on_use = [leaf.name for leaf in leaves if leaf.access is Access.GATHER_ON_USE]
     once = sum(leaf.access is Access.GATHER_ONCE for leaf in leaves)
     rest = f"; {once} {'are' if once > 1 else 'is'} gathered once per step and kept" if once else ""
     if not on_use:
-        return [f"no parameter is gathered where it is read{rest}"] if once else []
+        return [f"no parameter is gathered on use{rest}"] if once else []
     lines = [
-        f"{len(on_use)} of {len(placement.leaves)} parameters are gathered where they are read and "
-        f"again in the backward pass, which keeps none of them{rest}"
+        f"{len(on_use)} of {len(placement.leaves)} parameters are gathered on use in the forward "
+        f"pass and again in the backward pass; none is kept between{rest}"
     ]
     together = unrolled(placement, straight_pieces(trace.jaxpr.jaxpr))
     if together:
@@ -186,7 +186,7 @@ def _describe_gathers(placement: Placement, trace: ModelTrace) -> list[str]:
 def _describe_raised(
     params: Mapping[str, Any], placement: Placement, precision: Precision
 ) -> list[str]:
-    """Which parameters are kept in more bits than the model's own, or in fewer than 64."""
+    """Describes parameters kept in more bits than the model's dtype, or in fewer than 64."""
     kept = jnp.dtype(precision.param_dtype)
     lower = [
         name
@@ -211,7 +211,7 @@ def _describe_raised(
 def describe_frozen(
     params: Mapping[str, Any], frozen: Mapping[str, Any], precision: Precision
 ) -> list[str]:
-    """In which dtype parameters that are not trained are kept, and what that saves.
+    """Describes the dtype of parameters that are not trained, and the memory that it saves.
 
     Args:
       params: {name: parameter}, in the model's dtypes.
@@ -225,7 +225,7 @@ def describe_frozen(
     many = f"{len(floats)} frozen parameters are" if len(floats) > 1 else "1 frozen parameter is"
     line = f"{many} stored in {kept.name} and computed with in {computed.name}"
     if any(params[name].dtype.itemsize > kept.itemsize for name in frozen):
-        line += f": the model's own bits below {kept.name} are gone, also from exports"
+        line += f": the model's extra precision beyond {kept.name} is lost, in exports too"
         if kept == jnp.float16:
             line += f", and what is beyond {jnp.finfo(kept).max:,.0f} is infinite"
         line += "; freeze_dtype=fp32 keeps them"
@@ -233,12 +233,12 @@ def describe_frozen(
 
 
 WIDE_ENOUGH = 0.1
-"""Share of the FLOPs from which float32 products are said; attention's own are below at most
-lengths."""
+"""Share of the FLOPs above which float32 products are reported; attention's own are below it at
+most lengths."""
 
 
 def _describe_wide(trace: ModelTrace, batch: Any, precision: Precision) -> list[str]:
-    """How much of the model's arithmetic is float32 in spite of a compute dtype of 16 bits."""
+    """Describes the share of float32 arithmetic despite a 16-bit compute dtype."""
     computed = jnp.dtype(precision.compute_dtype)
     if computed.itemsize >= 4:
         return []
@@ -261,7 +261,7 @@ def _describe_wide(trace: ModelTrace, batch: Any, precision: Precision) -> list[
 
 
 def _some(names: list[str], things: str) -> str:
-    """How many, with an example: "3 parameters (such as a/kernel) are"."""
+    """Returns a count with an example: "3 parameters (such as a/kernel) are"."""
     verb = "are" if len(names) > 1 else "is"
     return f"{len(names)} {things if len(names) > 1 else things[:-1]} (such as {names[0]}) {verb}"
 
@@ -273,7 +273,7 @@ def describe_update(
     params: Mapping[str, Any],
     mesh: Mesh | AbstractMesh,
 ) -> list[str]:
-    """Which implementation updates parameters, and why; what is done to each layer by itself.
+    """Describes the implementation of the update and its reason, and updates of single layers.
 
     Args:
       choices: {"update" and "statistics": which implementation, and why}; tx: the optimizer.
@@ -283,7 +283,7 @@ def describe_update(
     chosen = choices["update"]
     on_gpu = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform in ("gpu", "cuda", "rocm")
     lines, stacks = [], params.keys() & set(stacks)
-    # That no kernel runs says something where one could.
+    # Report a missing kernel only where one could run.
     if on_gpu or chosen.implementation != "xla":
         lines.append(f"optimizer update by {chosen.implementation}: {chosen.reason}")
         measured = isinstance(tx, Optimizer) and tx.begin is not None
@@ -305,10 +305,10 @@ def describe_update(
 
 
 def describe_ragged(trace: ModelTrace, mesh: Mesh | AbstractMesh) -> list[str]:
-    """What products of rows with the matrix of their group cost on NVIDIA GPUs, in one sentence.
+    """Describes in one sentence the cost of `ragged_dot` products on NVIDIA GPUs.
 
-    For these XLA puts each row, among zeros, into a row that is longer by the number of groups, and
-    multiplies that with the matrices of all groups. Compiled for H100 with jax 0.10.2 and 0.12.0, 8
+    XLA puts each row, padded with zeros, into a row that is longer by the number of groups, and
+    multiplies it with the matrices of all groups. Compiled for H100 with jax 0.10.2 and 0.12.0, 8
     groups: 8.0 times the FLOPs, forward and in both products of the backward pass.
     """
     if not meshes.has_nvidia_gpus(mesh):
@@ -331,13 +331,13 @@ def describe_ragged(trace: ModelTrace, mesh: Mesh | AbstractMesh) -> list[str]:
 
 
 def describe_options(known: Mapping[str, Any], dropped: Mapping[str, str]) -> list[str]:
-    """One line per compiler option that was asked for."""
+    """Returns one line per requested compiler option."""
     lines = [f"compiler option {name}={value}" for name, value in known.items()]
     return lines + [f"compiler option {name} is left out: {why}" for name, why in dropped.items()]
 
 
 def describe_offload(settings: MeshConfig, layout: OffloadLayout | None) -> list[str]:
-    """How many parameters have their masters and moments where they were asked for, and why."""
+    """Describes how many parameters have masters and moments in the requested tier, and why."""
     config = settings.offload
     if layout is None or not (config.moves_opt_state or config.params == HOST):
         return []

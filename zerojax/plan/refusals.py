@@ -1,4 +1,4 @@
-"""Refusals of a plan: uneven batches, models without parameters, settings beside each other."""
+"""Refuses invalid plans: uneven batches, models without parameters, conflicting settings."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ Tree = Any
 def check_no_other_way(
     asked: str, what: str, settings: MeshConfig, mesh: Mesh | AbstractMesh
 ) -> None:
-    """Refuses a setting of the wire beside what sends the same values in a way of its own.
+    """Raises if a `wire` setting conflicts with another setting that sends the same values.
 
     Args:
       asked: the setting, as it is written.
-      what: what the others do, such as "gathers weights".
+      what: the purpose of the other settings, such as "gathers weights".
 
     Raises:
       ValueError: names the other one.
@@ -46,13 +46,13 @@ def check_no_other_way(
     for other, is_there in others.items():
         if is_there:
             raise ValueError(
-                f"{asked} with {other} is not supported, which {what} in a way of its own; leave "
-                "one of them out"
+                f"{asked} with {other} is not supported, because the latter {what} in its own way; "
+                "leave one of them out"
             )
 
 
 def check_batch(batch: Tree, mesh: Mesh | AbstractMesh, num_microbatches: int) -> None:
-    """Refuses a batch that cannot be cut evenly over data shards and microbatches.
+    """Raises if a batch cannot be cut evenly over data shards and microbatches.
 
     Raises:
       ValueError: no arrays, different batch sizes, or an uneven cut.
@@ -98,13 +98,13 @@ def check_deterministic(
     precision: Precision,
     num_microbatches: int | None,
 ) -> int | None:
-    """Refuses what cannot be made the same on every number of devices.
+    """Raises if results cannot be identical on every number of devices.
 
     Returns:
-      The number of microbatches: what was given, or what the virtual shards make it.
+      The number of microbatches: the user's, or the one that follows from the virtual shards.
 
     Raises:
-      ValueError: axes, precision or microbatches under which bits would depend on the mesh.
+      ValueError: axes, precision or microbatches for which bits would depend on the mesh.
     """
     if settings.deterministic is None:
         return num_microbatches
@@ -146,10 +146,10 @@ def check_deterministic(
 
 
 def check_wire(settings: MeshConfig, eight_bits: Collection[str]) -> None:
-    """Refuses 8 bits on the wire where no weight could be sent in them.
+    """Raises if 8-bit gathers are requested but no weight could use them.
 
     Args:
-      eight_bits: names of the parameters that the model uses as 8-bit floats alone.
+      eight_bits: names of the parameters that the model uses only as 8-bit floats.
 
     Raises:
       ValueError: not stage 3, or there is none.
@@ -159,13 +159,13 @@ def check_wire(settings: MeshConfig, eight_bits: Collection[str]) -> None:
     asked = f"wire.weights={settings.wire.weights}"
     if settings.zero != 3:
         raise ValueError(
-            f"{asked} is for weights that are gathered where they are read, and with "
-            f"zero={settings.zero} none is; use zero=3, or wire.weights=compute"
+            f"{asked} is for weights that are gathered on use, and with zero={settings.zero} none "
+            "is; use zero=3, or wire.weights=compute"
         )
     if not eight_bits:
         raise ValueError(
-            f"{asked} sends what a model uses as 8-bit floats alone, and this model uses no "
-            "parameter so: give a reference model matmul_dtype='fp8', or use wire.weights=compute"
+            f"{asked} is for parameters that a model uses only as 8-bit floats, and this model has "
+            "none: give a reference model matmul_dtype='fp8', or use wire.weights=compute"
         )
 
 
@@ -174,23 +174,23 @@ def _near_power(number: int) -> int:
 
 
 def check_elementwise(settings: MeshConfig, tx: Any) -> None:
-    """Refuses an optimizer whose update of an element depends on other elements of its shard.
+    """Raises if an optimizer's update of an element depends on other elements of its shard.
 
     Raises:
-      ValueError: with the optimizers that do not.
+      ValueError: names the elementwise optimizers.
     """
     if settings.deterministic is None or getattr(tx, "begin", None) is not None:
         return
     kernel = getattr(tx, "kernel", None)
     what = f"the optimizer {kernel}" if kernel else "a plain optax transformation"
     raise ValueError(
-        f"deterministic='mesh' needs an update that goes element by element, and {what} may look "
-        "at whole shards, which other meshes cut otherwise; use zerojax.adamw, lion or sgd"
+        f"deterministic='mesh' needs an elementwise update, and {what} may use whole shards, which "
+        "differ between meshes; use zerojax.adamw, lion or sgd"
     )
 
 
 def check_trained(placement: Placement) -> None:
-    """Refuses a plan that trains nothing.
+    """Raises if a plan trains nothing.
 
     Raises:
       ValueError: every parameter is frozen.
@@ -203,7 +203,7 @@ def check_trained(placement: Placement) -> None:
 
 
 def check_reads(names: Collection[str], read: Collection[str]) -> None:
-    """Refuses a loss that computes with none of the model's parameters.
+    """Raises if a loss reads none of the model's parameters.
 
     Args:
       names: all parameters.
@@ -221,15 +221,15 @@ def check_reads(names: Collection[str], read: Collection[str]) -> None:
 
 
 def check_not_per_example(result: Any, batch: Tree, piece: Tree) -> None:
-    """Refuses a loss with a value for each row.
+    """Raises if a loss returns a value for each row.
 
     Args:
-      result: what the loss returned.
+      result: of the loss.
       batch: the global batch.
-      piece: the rows of it that the loss was traced with.
+      piece: its rows with which the loss was traced.
 
     Raises:
-      ValueError: with the shapes that the user has, not only those of a piece.
+      ValueError: names the shapes of the global batch as well as those of a piece.
     """
     first = result[0] if isinstance(result, tuple) and result else result
     shape: tuple[int, ...] = getattr(first, "shape", ())
@@ -245,14 +245,14 @@ def check_not_per_example(result: Any, batch: Tree, piece: Tree) -> None:
 
 
 def check_arguments(loss: Callable[..., Any]) -> None:
-    """Refuses a loss that cannot be called as loss(model, batch).
+    """Raises if a loss cannot be called as loss(model, batch).
 
     Raises:
-      TypeError: naming its arguments.
+      TypeError: names its arguments.
     """
     try:
         signature = inspect.signature(loss)
-    except (TypeError, ValueError):  # not every callable has one
+    except (TypeError, ValueError):  # not every callable has a signature
         return
     try:
         signature.bind(None, None)
@@ -266,12 +266,12 @@ def check_arguments(loss: Callable[..., Any]) -> None:
 
 @contextlib.contextmanager
 def errors_with_users_lines(batch: Tree) -> Iterator[None]:
-    """Around the tracing of a model: says which of its lines asked for a value.
+    """Wraps the tracing of a model: errors name the user's line that needed a concrete value.
 
-    Another error of the user's code or of a library passes with a note of what the loss was given.
+    Other errors of the user's code or of a library pass with a note of the loss's arguments.
 
     Args:
-      batch: the rows that the loss is traced with.
+      batch: the rows with which the loss is traced.
 
     Raises:
       TypeError: a line needed the value of an array of which only the shape is known.
@@ -293,13 +293,13 @@ def errors_with_users_lines(batch: Tree) -> Iterator[None]:
 
 
 def _is_ours(error: BaseException) -> bool:
-    """Whether zerojax itself has raised an error, which then says what to do."""
+    """Returns whether zerojax itself raised an error, whose message then contains the remedy."""
     frames = traceback.extract_tb(error.__traceback__)
     return f"{os.sep}zerojax{os.sep}" in frames[-1].filename
 
 
 def _described(batch: Tree) -> str:
-    """`batch['x'] float32[2, 8], ...`, at most eight of them."""
+    """Returns `batch['x'] float32[2, 8], ...`, at most eight of them."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(batch)
     shown = [
         f"batch{jax.tree_util.keystr(path)} {leaf.dtype.name}{list(leaf.shape)}"
@@ -310,7 +310,7 @@ def _described(batch: Tree) -> str:
 
 
 def _instead(line: str) -> str:
-    """What to write in place of a line that asks for a value."""
+    """Returns what to write in place of a line that needs a concrete value."""
     asked = re.search(r"\b(float|int|bool)\(|\.(item|tolist)\(|\bnp\.|\bnumpy\.", line)
     if asked is not None and not re.match(r"(if|elif|while|assert)\b", line):
         word = asked[1] or asked[2]
@@ -320,7 +320,7 @@ def _instead(line: str) -> str:
 
 
 def _frame_of_user(error: BaseException) -> traceback.FrameSummary:
-    """The innermost line that is neither a library's nor of zerojax's core."""
+    """Returns the innermost frame that is neither a library's nor of zerojax's core."""
     frames = traceback.extract_tb(error.__traceback__)
     libraries = [f"{os.sep}{name}{os.sep}" for name in ("jax", "flax", "numpy", "optax", "zerojax")]
     models = f"{os.sep}zerojax{os.sep}models{os.sep}"
@@ -329,6 +329,6 @@ def _frame_of_user(error: BaseException) -> traceback.FrameSummary:
         for frame in frames
         if models in frame.filename or not any(part in frame.filename for part in libraries)
     ]
-    # Also `contextlib`, through which this very frame is reached, is not a user's.
+    # Frames of `contextlib`, which calls this frame, are not the user's either.
     theirs = [frame for frame in theirs if not frame.filename.endswith("contextlib.py")]
     return (theirs or frames)[-1]

@@ -1,6 +1,6 @@
-"""Choice of the layers of a Python list that are rolled into one loop and stored stacked.
+"""Chooses the layers of a Python list that are rolled into one loop and stored stacked.
 
-Knows traces, names and settings. Whatever is in doubt leaves the model as the user wrote it.
+Knows traces, names and settings. In case of doubt the model stays as the user wrote it.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from zerojax.plan.stacked_updates import over_stacks
 
 Structs = Mapping[str, Any]
 MIN_TURNS = 4
-"""Fewer layers compile in little time, and as a loop they cost what a loop costs."""
+"""Fewer layers compile fast, and a loop has its own cost."""
 _LENGTH = 240
-"""Characters of an error in a reason."""
+"""Maximum characters of an error in a reason."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rolling:
-    """What is rolled.
+    """The rolled loops of a model.
 
     Attributes:
       model: with loops in place of layers; None where nothing is rolled.
-      loops: of it.
+      loops: of this model.
       reasons: a line for every list of layers, rolled or not.
     """
 
@@ -59,14 +59,14 @@ class Rolling:
         return {stack: rows for loop in self.loops for stack, rows in loop.stacks.items()}
 
     def given_up(self, error: Exception) -> Rolling:
-        """Nothing rolled, because of what came of it."""
+        """Returns a result without loops, whose reasons name the error that rolling caused."""
         titles = ", ".join(loop.title for loop in self.loops)
         return Rolling(reasons=(f"layers: {titles} not rolled: {describe_error(error)}",))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Wishes:
-    """What is asked of parameters by name, and has to be the same for all rows of a stack.
+    """Settings of parameters by name, which have to be the same for all rows of a stack.
 
     Attributes:
       settings: the mesh options; mesh: made from them.
@@ -86,19 +86,19 @@ def choose_rolling(
     params: Structs,
     wishes: Wishes,
 ) -> Rolling:
-    """The loops that a model's layers become.
+    """Returns the loops that replace a model's layers.
 
     Args:
       model: as the user wrote it.
       trace: of its loss on one microbatch.
       params: {name: struct} of all parameters.
-      wishes: what is asked of parameters.
+      wishes: settings of parameters by name.
     """
     if wishes.settings.roll == "off":
         return Rolling()
     try:
         return _choose(model, trace, params, wishes)
-    except Exception as error:  # any doubt leaves the model as it is
+    except Exception as error:  # on any error the model stays unrolled
         return Rolling(reasons=(f"layers: not rolled: {describe_error(error)}",))
 
 
@@ -139,10 +139,11 @@ def _choose(
 
 
 def _choose_remat(loop: Loop, wishes: Wishes, params: Structs) -> tuple[str, str]:
-    """Chooses what the backward pass computes again of each turn.
+    """Chooses what the backward pass recomputes in each iteration.
 
-    By itself, a loop keeps elementwise results of every turn, where layers left alone compute them
-    again within other operations. That may take more memory than a loop's gathers by layer save.
+    Without remat a loop saves elementwise results of every iteration, where unrolled layers
+    recompute them within other operations. That may take more memory than gathering layer by layer
+    saves.
 
     Returns:
       (name of the policy, a clause for the plan).
@@ -159,13 +160,13 @@ def _choose_remat(loop: Loop, wishes: Wishes, params: Structs) -> tuple[str, str
         return "model", ""
     sizes = [trees.format_bytes(x) for x in (fewer, kept, weights)]
     return ELEMENTWISE, (
-        f"; the backward pass computes elementwise results again: it keeps {sizes[0]}, not "
-        f"{sizes[1]}, beside {sizes[2]} of weights (roll_remat=model keeps them)"
+        f"; the backward pass recomputes elementwise results: it keeps {sizes[0]}, not {sizes[1]}, "
+        f"beside {sizes[2]} of weights (roll_remat=model keeps them)"
     )
 
 
 def _why_never(model: models.Model, wishes: Wishes) -> str | None:
-    """What speaks against any loop."""
+    """Returns the reason against any loop, or None."""
     if model.overwritten:
         return f"{min(model.overwritten)} is overwritten with its gradient, layer by layer"
     if isinstance(wishes.tx, Optimizer) and wishes.tx.with_stacks is None:
@@ -179,14 +180,15 @@ def _why_never(model: models.Model, wishes: Wishes) -> str | None:
 
 
 def _why_not_worth(loop: Loop, wishes: Wishes) -> str | None:
-    """Why a loop costs more than it saves, if it does.
+    """Returns why a loop costs more than it saves, or None.
 
-    Without a checkpoint around each layer, and without weights that come layer by layer, a loop
-    only stacks what the backward pass needs: 188 MiB where 24 unrolled layers had 146.
+    Without a checkpoint around each layer, and without weights that are gathered or streamed layer
+    by layer, a loop only stacks what the backward pass needs: 188 MiB where 24 unrolled layers had
+    146.
     """
     settings = wishes.settings
     if loop.count < _fewest_turns(wishes):
-        return f"{loop.count} turns, fewer than {_fewest_turns(wishes)}"
+        return f"{loop.count} iterations, fewer than {_fewest_turns(wishes)}"
     remat = settings.roll_remat
     by_layer = (
         settings.zero == 3
@@ -212,13 +214,13 @@ def _fewest_turns(wishes: Wishes) -> int:
 
 
 def works_with_loops_alone(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> bool:
-    """Whether the settings are refused for a model whose layers run in no loop."""
+    """Returns whether the settings are refused for a model whose layers do not run in a loop."""
     on_host = HOST in (settings.offload.params, settings.offload.activations)
     return mesh.shape[STAGE] > 1 or on_host
 
 
 def check_remat(settings: MeshConfig, rolling: Rolling) -> None:
-    """Refuses a remat that no layer would get.
+    """Raises if a remat setting would apply to no layer.
 
     Raises:
       ValueError: nothing is rolled.
@@ -234,7 +236,7 @@ def check_remat(settings: MeshConfig, rolling: Rolling) -> None:
 
 
 class _Rows:
-    """What is asked of each parameter by its name."""
+    """Settings of each parameter, by its name."""
 
     def __init__(self, model: models.Model, params: Structs, wishes: Wishes) -> None:
         self._params, self._wishes = params, wishes
@@ -253,7 +255,7 @@ class _Rows:
         self._forms = {} if isinstance(tx, Optimizer) else self._state_forms()
 
     def kind_of(self, name: str) -> tuple[Any, ...]:
-        """Returns what is asked of one parameter, by who asks: the same for all rows of a stack."""
+        """Returns the settings of a parameter by source; all rows of a stack need the same."""
         return (
             ("freeze", self._frozen[name]),
             ("a tensor-parallel rule", self._axes[name]),
@@ -262,9 +264,10 @@ class _Rows:
         )
 
     def _state_forms(self) -> dict[str, tuple[Any, ...]]:
-        """{name: how a transformation keeps the state of that parameter}.
+        """Returns {name: how a transformation keeps the state of that parameter}.
 
-        Groups and masks, such as those of `optax.multi_transform`, keep other state for others.
+        Groups and masks, such as those of `optax.multi_transform`, keep different state for
+        different parameters.
         """
         state = jax.eval_shape(self._wishes.tx.init, self._trained)
         forms: dict[str, list[Any]] = {name: [] for name in self._trained}
@@ -276,7 +279,7 @@ class _Rows:
         return {name: tuple(form) for name, form in forms.items()}
 
     def why_state_differs(self, loop: Loop) -> str | None:
-        """Why a transformation's state of rows is not that of one array, if it is not."""
+        """Returns why a transformation's state of rows cannot be that of one array, or None."""
         if isinstance(self._wishes.tx, Optimizer):
             return None
         stacks = {s: names for s, names in loop.stacks.items() if names[0] in self._trained}
@@ -291,7 +294,7 @@ class _Rows:
 
 
 def _axes_of(model: models.Model, params: Structs, wishes: Wishes) -> dict[str, Any]:
-    """{name: the mesh axes that rules give to its dimensions}."""
+    """Returns {name: the mesh axes that rules give to its dimensions}."""
     rules = wishes.settings.rules
     if rules is None:
         rules = models.bound_attribute(model, "tensor_parallel_rules") or ()
@@ -302,7 +305,7 @@ def _axes_of(model: models.Model, params: Structs, wishes: Wishes) -> dict[str, 
 
 
 def stack_structs(params: Structs, stacks: Stacks) -> dict[str, jax.ShapeDtypeStruct]:
-    """Parameters as they are stored, each stack in the place of its first row."""
+    """Returns parameters as they are stored, each stack in the place of its first row."""
     stack_of = {row: stack for stack, rows in stacks.items() for row in rows}
     stored: dict[str, Any] = {}
     for name, x in params.items():
@@ -313,7 +316,7 @@ def stack_structs(params: Structs, stacks: Stacks) -> dict[str, jax.ShapeDtypeSt
 
 
 def check_same_result(one: models.ModelTrace, other: models.ModelTrace) -> None:
-    """Refuses a rolled loss that does not return what the user's returns.
+    """Raises if a rolled loss does not return what the user's loss returns.
 
     Raises:
       ValueError: another structure, shape or dtype.
@@ -329,7 +332,7 @@ def _form(result: Any) -> tuple[Any, list[Any]]:
 
 
 def fit_stacks(tx: optax.GradientTransformation, stacks: Stacks) -> optax.GradientTransformation:
-    """The optimizer for stacks: each row is updated as an array of its own."""
+    """Returns the optimizer for stacks: each row is updated as a separate array."""
     if not stacks:
         return tx
     if isinstance(tx, Optimizer):
@@ -339,6 +342,6 @@ def fit_stacks(tx: optax.GradientTransformation, stacks: Stacks) -> optax.Gradie
 
 
 def describe_error(error: Exception) -> str:
-    """An exception in one line of a plan."""
+    """Returns an exception as one line of a plan."""
     words = " ".join(str(error).split()) or type(error).__name__
     return words if len(words) <= _LENGTH else f"{words[:_LENGTH]} ..."

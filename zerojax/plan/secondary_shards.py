@@ -1,8 +1,8 @@
-"""Secondary shards (hpZ): which parameters a node gathers by itself, from what it has for a step.
+"""Chooses the parameters that nodes gather within themselves: secondary shards (hpZ).
 
 ZeRO++ (Wang et al. 2023, arXiv:2306.10209, section 3.2) keeps a second copy of the weights in each
-node. Here it is a value of the step, which nothing saves, restores or forgets to renew: weights do
-not change inside of a step.
+node. Here the copy is a value inside the step, so it is never saved, restored or stale: weights do
+not change within a step.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _ASKED = "wire.secondary=true"
 
 
 def check_secondary(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> None:
-    """Refuses secondary shards where nodes gather nothing, or in ways of their own.
+    """Raises if nodes gather nothing, or if another setting changes how weights are gathered.
 
     Raises:
-      ValueError: with what to change.
+      ValueError: names what to change.
     """
     if not settings.wire.secondary:
         return
     if settings.zero != 3:
         raise ValueError(
-            f"{_ASKED} is for weights that are gathered where they are read, and with "
-            f"zero={settings.zero} none is; use zero=3, or wire.secondary=false"
+            f"{_ASKED} is for weights that are gathered on use, and with zero={settings.zero} none "
+            "is; use zero=3, or wire.secondary=false"
         )
     check_no_other_way(_ASKED, "gathers weights", settings, mesh)
     over = state_axes(mesh.shape)
@@ -50,15 +50,15 @@ def check_secondary(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> None:
     if members == 1:
         raise ValueError(
             f"{_ASKED} needs the same number of shards in each node, at least 2, and the {shards} "
-            f"over {' x '.join(over)} do not lie so; use wire.secondary=false, or say with "
-            "mesh.node how many devices a node has"
+            f"over {' x '.join(over)} are not distributed like that; use wire.secondary=false, or "
+            "say with mesh.node how many devices a node has"
         )
 
 
 def with_secondary(
     placement: Placement, settings: MeshConfig, mesh: Mesh | AbstractMesh
 ) -> Placement:
-    """The placement with what each node gathers by itself."""
+    """Returns the placement with the parameters that each node gathers within itself."""
     if not settings.wire.secondary:
         return placement
 
@@ -73,13 +73,13 @@ def with_secondary(
 
 
 def describe_secondary(settings: MeshConfig, placement: Placement) -> Sequence[str]:
-    """What nodes gather by themselves, and what not."""
+    """Describes which parameters nodes gather within themselves, and which not."""
     if not settings.wire.secondary:
         return []
     leaves = placement.leaves.values()
     found = [leaf for leaf in leaves if leaf.node_shards is not None]
     if not found:
-        return [f"{_ASKED} changes nothing: no parameter is gathered where it is read"]
+        return [f"{_ASKED} changes nothing: no parameter is gathered on use"]
     members, shards = found[0].node_shards, placement.num_shards(found[0])
     assert members is not None
     elements = sum(trees.num_elements(leaf.shape) for leaf in found)

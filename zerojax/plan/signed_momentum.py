@@ -1,4 +1,4 @@
-"""Plans of optimizers that send signs of momentum: what is refused, what is kept, what is sent."""
+"""Plans optimizers that send signs of momentum: refusals, stored state and bytes sent."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ _LAYERS = "layers_"
 def check_one_bit(
     settings: MeshConfig, mesh: Mesh | AbstractMesh, precision: Precision, tx: Any
 ) -> None:
-    """Refuses what an optimizer that sends signs cannot go with.
+    """Raises if an optimizer that sends signs conflicts with other settings.
 
     Raises:
-      ValueError: in one sentence each.
+      ValueError: names each conflict in one sentence.
     """
     one_bit = one_bit_of(tx)
     if one_bit is None:
@@ -58,10 +58,10 @@ def check_one_bit(
             3: "stage 3 would save the 2 bytes of a weight beside them",
         }[settings.zero]
         raise ValueError(
-            f"{one_bit.name} with zero={settings.zero} is not supported: what a device's signs "
-            "leave out is of its own whole momentum, 4 bytes per parameter that no sharding "
-            f"divides, beside 16/{devices} = {16 / devices:.2g} of masters, moments and errors "
-            f"that stage 1 shards already, and {gain}; use zero=0 or 1"
+            f"{one_bit.name} with zero={settings.zero} is not supported: the residual error of a "
+            "device's signs belongs to its own whole momentum, 4 bytes per parameter that no "
+            f"sharding divides, beside 16/{devices} = {16 / devices:.2g} of masters, moments and "
+            f"errors that stage 1 shards already, and {gain}; use zero=0 or 1"
         )
     others = {
         **{f"{axis}={mesh.shape[axis]}": mesh.shape[axis] > 1 for axis in AXES if axis != DATA},
@@ -80,21 +80,21 @@ def check_one_bit(
             )
     if not precision.has_masters or precision.moments_dtype != jnp.float32:
         raise ValueError(
-            f"{one_bit.name} with bfloat16 parameters or moments is not supported: what signs "
-            "leave out is added up over steps and would be lost in bfloat16; use param_dtype and "
-            "moments_dtype float32"
+            f"{one_bit.name} with bfloat16 parameters or moments is not supported: the residual "
+            "errors of signs accumulate over steps and would be lost in bfloat16; use param_dtype "
+            "and moments_dtype float32"
         )
 
 
 def sends_signs(leaf: LeafPlacement) -> bool:
-    """Whether a parameter's momentum is sent as signs after the warm-up."""
+    """Returns whether a parameter's momentum is sent as signs after the warm-up."""
     return not (leaf.frozen or leaf.gradient_in_full)
 
 
 def row_elements(leaf: LeafPlacement, devices: int) -> int:
-    """Elements of the part of a momentum that one device adds up: of a shard, or of an equal part.
+    """Returns the elements of a momentum that one device reduces: of a shard, or of an equal part.
 
-    The last part of what is not sharded may have fewer; the rest of its row is zeros.
+    The last part of a parameter that is not sharded may be smaller; the rest of its row is zeros.
     """
     if leaf.zero_dim is not None:
         return trees.num_elements(leaf.stored_shape) // devices
@@ -102,12 +102,14 @@ def row_elements(leaf: LeafPlacement, devices: int) -> int:
 
 
 def signed_leaves(placement: Placement) -> dict[str, LeafPlacement]:
-    """{name: placement} of the parameters whose momentum is sent as signs."""
+    """Returns {name: placement} of the parameters whose momentum is sent as signs."""
     return {name: leaf for name, leaf in placement.leaves.items() if sends_signs(leaf)}
 
 
 def errors_key(placement: Placement, beginning: str = OneBit.errors_name) -> str:
-    """Name of what signs left out, in a state and in checkpoints; another wherever parts differ.
+    """Returns the name of the residual errors in a state and in checkpoints.
+
+    The residual is what the signs left out. Its name differs where the parts differ.
 
     Args:
       beginning: the optimizer's `errors_name`.
@@ -122,7 +124,7 @@ def errors_key(placement: Placement, beginning: str = OneBit.errors_name) -> str
 
 
 def layers_key(kept: Mapping[str, Any]) -> str:
-    """Name of the coefficients of layers in what a state of 1-bit LAMB has under `ONE_BIT`."""
+    """Returns the name of the layer coefficients in the `ONE_BIT` state of 1-bit LAMB."""
     (found,) = (name for name in kept if name.startswith(_LAYERS))
     return found
 
@@ -130,7 +132,7 @@ def layers_key(kept: Mapping[str, Any]) -> str:
 def abstract_one_bit(
     placement: Placement, mesh: Mesh | AbstractMesh, tx: Any, forward: ClosedJaxpr
 ) -> dict[str, Any]:
-    """What the state has under `ONE_BIT`, as `ShapeDtypeStruct`s with shardings.
+    """Returns the state's `ONE_BIT` as `ShapeDtypeStruct`s with shardings.
 
     Args:
       placement: the table; mesh: of the plan; tx: an optimizer that sends signs.
@@ -168,7 +170,7 @@ def abstract_one_bit(
 def _abstract_layers(
     placement: Placement, mesh: Mesh | AbstractMesh, stacks: Collection[str]
 ) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
-    """What is kept of each parameter, or of each layer of a stack."""
+    """Returns the coefficients of each parameter, or of each layer of a stack."""
     numbers, fresh = {}, {}
     for name, leaf in signed_leaves(placement).items():
         is_stack = name in stacks
@@ -182,15 +184,17 @@ def _abstract_layers(
 
 
 def signs_sent(placement: Placement) -> int:
-    """Bytes that one device sends in a step after the warm-up for signs, there and back."""
+    """Returns the bytes of signs that one device sends and returns per step after the warm-up."""
     devices = placement.axis_sizes[DATA]
     rows = (row_elements(leaf, devices) for leaf in signed_leaves(placement).values())
     return 2 * (devices - 1) * sum(map(message_bytes, rows))
 
 
 def compressed_bytes(placement: Placement, precision: Precision) -> int:
-    """Bytes that one device sends in a step after the warm-up: signs, weights that are gathered,
-    and gradients of parameters that `wire.exact` names."""
+    """Returns the bytes that one device sends per step after the warm-up.
+
+    Counts signs, weights that are gathered, and gradients of parameters that `wire.exact` names.
+    """
     devices, sent = placement.axis_sizes[DATA], float(signs_sent(placement))
     ring = (devices - 1) / devices
     for leaf in placement.leaves.values():
@@ -211,7 +215,7 @@ def compressed_bytes(placement: Placement, precision: Precision) -> int:
 def describe_one_bit(
     placement: Placement, precision: Precision, tx: Any, settings: MeshConfig
 ) -> list[str]:
-    """What changes after the warm-up, what it sends and what it keeps."""
+    """Describes what changes after the warm-up, what it sends and what it stores."""
     one_bit = one_bit_of(tx)
     if one_bit is None:
         return []
@@ -226,8 +230,9 @@ def describe_one_bit(
         f"of {len(trained)} parameters as signs with a scale for 256: "
         f"{format_bytes(signs_sent(placement))} per step and device, {format_bytes(total)} in "
         f"all{weights}",
-        f"{one_bit.name} keeps what signs leave out, {format_bytes(4 * rows * (devices + 1))} on "
-        "each device; on another number of devices it begins at zero",
+        f"{one_bit.name} keeps the residual errors of signs, "
+        f"{format_bytes(4 * rows * (devices + 1))} on each device; on another number of devices "
+        "they begin at zero",
     ]
     if one_bit.per_layer:
         shards = sum(trees.num_elements(leaf.stored_shape) for leaf in signed.values())
@@ -238,15 +243,15 @@ def describe_one_bit(
         )
     if one_bit.options.clip_norm is not None:
         lines.append(
-            f"clip_norm={one_bit.options.clip_norm:g} after step {one_bit.freeze_step} is a limit "
-            "of the root mean square over devices of the norm of each one's gradient, since none "
-            "knows the norm of their mean"
+            f"clip_norm={one_bit.options.clip_norm:g} after step {one_bit.freeze_step} limits the "
+            "root mean square over devices of their gradient norms, since no device knows the norm "
+            "of the mean gradient"
         )
     return lines
 
 
 def errors_begin_anew(plan_state: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint has what signs left out, but not of devices and parts like these.
+    """Returns whether a checkpoint has residual errors, but for other devices or parts.
 
     Args:
       plan_state: the abstract state of the run; saved: names of arrays in the checkpoint.
@@ -257,7 +262,7 @@ def errors_begin_anew(plan_state: Mapping[str, Any], saved: Mapping[str, Any]) -
 
 
 def coefficients_begin_anew(plan_state: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint has coefficients of 1-bit LAMB, but of layers in other arrays.
+    """Returns whether a checkpoint has coefficients of 1-bit LAMB, but of layers in other arrays.
 
     Args:
       plan_state, saved: as `errors_begin_anew` takes them.

@@ -1,4 +1,4 @@
-"""Conversion between a stored parameter and its slices in memory tiers."""
+"""Converts between a stored parameter and its slices in memory tiers."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ Tiers = dict[str, Any]
 
 
 def to_device(x: jax.Array) -> jax.Array:
-    """Traced: a copy in device memory."""
+    """Copies to device memory (traced)."""
     return jax.device_put(x, jax.memory.Space.Device)
 
 
 def to_host(x: jax.Array) -> jax.Array:
-    """Traced: a copy in pinned host memory."""
+    """Copies to pinned host memory (traced)."""
     return jax.device_put(x, jax.memory.Space.Host)
 
 
 def tier_sharding(leaf: SlicedLeaf, tier: str, mesh: Mesh | AbstractMesh) -> NamedSharding:
-    """How slices lie: those of one shard on the device that has this shard."""
+    """Returns the sharding of slices: those of one shard on the device that has this shard."""
     spec = P(leaf.axes) if leaf.axes else P()
     if tier == HOST:
         return NamedSharding(mesh, spec, memory_kind=HOST_KIND)
@@ -41,12 +41,12 @@ def tier_sharding(leaf: SlicedLeaf, tier: str, mesh: Mesh | AbstractMesh) -> Nam
 
 
 def on_host(sharding: NamedSharding) -> NamedSharding:
-    """The same sharding in pinned host memory."""
+    """Returns the same sharding in pinned host memory."""
     return NamedSharding(sharding.mesh, sharding.spec, memory_kind=HOST_KIND)
 
 
 def abstract_tiers(leaf: SlicedLeaf, dtype: Any, mesh: Mesh | AbstractMesh) -> Tiers:
-    """The slices of one array as `ShapeDtypeStruct`s."""
+    """Returns the slices of one array as `ShapeDtypeStruct`s."""
     return {
         tier: jax.ShapeDtypeStruct(
             (leaf.num_shards * leaf.counts[tier], leaf.slice_elements),
@@ -61,12 +61,12 @@ def abstract_tiers(leaf: SlicedLeaf, dtype: Any, mesh: Mesh | AbstractMesh) -> T
 def map_moments(
     leaves: Mapping[str, SlicedLeaf], function: Callable[..., Any], opt_state: Any, *others: Any
 ) -> Any:
-    """An optimizer's state, changed at every moment of a sliced parameter.
+    """Returns an optimizer's state with a function applied to each moment of a sliced parameter.
 
     Args:
       leaves: the sliced parameters.
-      function: (leaf, number of the moment in the order of the rule, the moment, that of each of
-        `others`) -> what takes its place.
+      function: (leaf, number of the moment in the order of the rule, the moment, the same moment
+        of each of `others`) -> the replacement.
       opt_state: of an optimizer of zerojax; its dicts are its moments.
       others: states of the same form.
     """
@@ -87,7 +87,7 @@ def map_moments(
 
 
 def without_moments(opt_state: Any) -> Any:
-    """An optimizer's state with its counts alone: what begins an update."""
+    """Returns an optimizer's state with only its counts, from which an update starts."""
     return jax.tree.map(
         lambda node: {} if isinstance(node, dict) else node,
         opt_state,
@@ -99,12 +99,12 @@ def without_moments(opt_state: Any) -> Any:
 
 
 def as_slices(leaf: SlicedLeaf, shard: jax.Array) -> jax.Array:
-    """A shard -> [slices, elements], without a copy."""
+    """Returns a shard as [slices, elements], without a copy."""
     return shard.reshape(leaf.num_slices, leaf.slice_elements)
 
 
 def cut(leaf: SlicedLeaf, shard: jax.Array) -> Tiers:
-    """A shard on the device -> its slices in the memory tiers; those of files are left out."""
+    """Cuts a shard on the device into its slices in the memory tiers; leaves out those of files."""
     slices, result = as_slices(leaf, shard), {}
     for tier in MEMORY_TIERS:
         first, count = leaf.first(tier), leaf.counts[tier]
@@ -115,14 +115,14 @@ def cut(leaf: SlicedLeaf, shard: jax.Array) -> Tiers:
 
 
 def take_slice(slices: jax.Array, number: Any) -> jax.Array:
-    """slices[number], one copy where they are on the host; `number` linear in a loop's counter."""
+    """Returns slices[number], one copy if on the host; `number` linear in a loop's counter."""
     # Without negative numbers the index stays linear, so that the copy is one of memory (DMA) and
     # not a kernel that reads host memory.
     return lax.dynamic_index_in_dim(slices, number, 0, keepdims=False, allow_negative_indices=False)
 
 
 def put_slice(slices: jax.Array, new: jax.Array, number: Any) -> jax.Array:
-    """`slices` with `new` at `number`, in place."""
+    """Returns `slices` with `new` at `number`, in place."""
     return lax.dynamic_update_index_in_dim(slices, new, number, 0, allow_negative_indices=False)
 
 
@@ -130,14 +130,14 @@ def put_slice(slices: jax.Array, new: jax.Array, number: Any) -> jax.Array:
 
 
 def shards_of(array: jax.Array) -> dict[jax.Device, np.ndarray]:
-    """{device: its shard}, of this process's devices, as NumPy arrays that may share its memory."""
+    """Returns {device: shard} of this process, as NumPy arrays that may share its memory."""
     return {shard.device: np.asarray(shard.data) for shard in array.addressable_shards}
 
 
 def array_of_shards(
     shape: tuple[int, ...], sharding: NamedSharding, shards: Mapping[jax.Device, np.ndarray]
 ) -> jax.Array:
-    """A global array of every process's shards."""
+    """Builds a global array from every process's shards."""
     kind = sharding.memory_kind
 
     def place(device: jax.Device, shard: np.ndarray) -> jax.Array:
@@ -153,13 +153,13 @@ def join_leaf(
     stored: jax.ShapeDtypeStruct,
     from_files: Mapping[jax.Device, np.ndarray] | None = None,
 ) -> jax.Array:
-    """The stored parameter or moment that slices make up. Its bytes are copied once, by the CPU.
+    """Joins slices into the stored parameter or moment; the CPU copies its bytes once.
 
     Args:
       leaf: its layout.
       tiers: the slices in memory.
       stored: shape, dtype and sharding of the result.
-      from_files: {device: [slices, elements]} of the slices that lie in files, if there are any.
+      from_files: {device: [slices, elements]} of the slices in files, if there are any.
     """
     parts = [shards_of(tiers[tier]) for tier in MEMORY_TIERS if leaf.counts[tier]]
     if leaf.counts[NVME]:
@@ -175,7 +175,7 @@ def join_leaf(
 def cut_leaf(
     leaf: SlicedLeaf, array: jax.Array, mesh: Mesh
 ) -> tuple[Tiers, dict[jax.Device, np.ndarray]]:
-    """The inverse of `join_leaf`: (slices in memory, {device: [slices, elements]} for files)."""
+    """Inverts `join_leaf`: (slices in memory, {device: [slices, elements]} for files)."""
     shards = {device: as_numpy_slices(leaf, x) for device, x in shards_of(array).items()}
     abstract, result = abstract_tiers(leaf, array.dtype, mesh), {}
     for tier, target in abstract.items():
@@ -187,5 +187,5 @@ def cut_leaf(
 
 
 def as_numpy_slices(leaf: SlicedLeaf, shard: np.ndarray) -> np.ndarray:
-    """A shard -> [slices, elements], without a copy where it is contiguous."""
+    """Returns a shard as [slices, elements], without a copy where it is contiguous."""
     return np.ascontiguousarray(shard).reshape(leaf.num_slices, leaf.slice_elements)

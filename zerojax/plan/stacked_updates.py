@@ -1,8 +1,8 @@
-"""Updates of the user's arrays, run on stacks: one program for all rows of a stack.
+"""Runs updates of the user's arrays on stacks: one program for all rows of a stack.
 
-An optax transformation is traced over the user's names. What it does to every row of a stack alike
-runs once, mapped over the rows; what joins rows, such as a global norm, is given slices. Knows
-transformations and names, never models or meshes.
+An optax transformation is traced over the user's names. Operations that are the same for every row
+of a stack run once, mapped over the rows; operations that combine rows, such as a global norm, get
+slices. Knows transformations and names, never models or meshes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Tree = Any
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Stored:
-    """An array as it is stored: a parameter's own, a stack, or neither."""
+    """An array as it is stored: a parameter of its own, a stack, or neither."""
 
     value: Any
 
@@ -39,11 +39,11 @@ class _RowOf:
 def over_stacks(
     tx: optax.GradientTransformation, stacks: Stacks
 ) -> optax.GradientTransformationExtraArgs:
-    """A transformation of stacks that does to each row what `tx` does to an array of its name.
+    """Returns a transformation of stacks that applies `tx` to each row under its own name.
 
-    Its state has `tx`'s structure with stacks in place of their rows: what belongs to a row lies in
-    row 0, 1, ... of one array. Parameters under other names than those of stacks, as the canonical
-    form has them, go to `tx` itself.
+    Its state has `tx`'s structure with stacks in place of their rows: the state of a row is row
+    0, 1, ... of one array. Parameters under other names than those of stacks, as in the canonical
+    form, are passed to `tx` itself.
 
     Args:
       tx: any transformation; its state keeps what belongs to parameters in dicts of their names.
@@ -64,7 +64,7 @@ def over_stacks(
     def update(updates: Any, state: Tree, params: Any = None, **extra: Any) -> tuple[Any, Tree]:
         if not _is_stacked(updates, stacks):
             return inner.update(updates, state, params, **extra)
-        if "layers" in extra:  # rows are arrays of their own here, and have no layers
+        if "layers" in extra:  # rows are separate arrays here, without a layer dimension
             extra["layers"] = frozenset(extra["layers"]) - stacks.keys()
         fixed = {name: x for name, x in extra.items() if not _is_arrays(x)}
         arrays = {name: x for name, x in extra.items() if name not in fixed}
@@ -91,14 +91,14 @@ def _as_key(value: Any) -> Any:
 
 
 class _Mapped:
-    """Runs functions of the user's arrays on stacks; each is traced once for each set of shapes."""
+    """Runner of the user's functions on stacks; each is traced once per set of shapes."""
 
     def __init__(self, stacks: Stacks) -> None:
         self._stacks = stacks
         self._made: dict[Any, tuple[Any, Any]] = {}
 
     def __call__(self, key: Any, function: Callable[..., Tree], stored: tuple[Any, ...]) -> Tree:
-        """`function(*stored)` with the user's names, its result with stacks again."""
+        """Returns `function(*stored)`, called with the user's names, its result stacked again."""
         boxed = jax.tree.map(_Stored, stored)
         named = ungroup_rows(boxed, self._stacks, _RowOf)
         leaves, structure = jax.tree.flatten(named)
@@ -126,7 +126,7 @@ class _Mapped:
     def _trace(
         self, function: Callable[..., Tree], structs: Any, groups: list[tuple[int, ...]]
     ) -> tuple[Any, Any]:
-        """(the mapped program, the result: (number of a stack, StackRows), or a position)."""
+        """Returns (the mapped program, the result: (stack number, StackRows), or a position)."""
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*structs)
         leaves, structure = jax.tree.flatten(shapes)
         positions = structure.unflatten(range(len(leaves)))
@@ -148,12 +148,12 @@ def _check_rows(
     outputs: Sequence[Sequence[int]],
     stacked: Sequence[jax.Array],
 ) -> None:
-    """Refuses rows that a pipeline leaves empty where a result has none for them.
+    """Raises if a pipeline leaves rows empty and a result has no such rows.
 
-    What is computed from stacks has such rows as well; new arrays, as moments are, have not.
+    Values computed from stacks have these rows as well; new arrays, such as moments, do not.
 
     Raises:
-      NotProven: so that the transformation is given stacks without these rows.
+      NotProven: the caller then passes stacks without these rows.
     """
     stored: dict[int, set[int]] = {}
     for box, rows in groups.items():
@@ -169,7 +169,7 @@ def _is_place(place: Any) -> bool:
 
 
 def _in_order(groups: Mapping[Any, Mapping[int, int]]) -> list[tuple[int, ...]]:
-    """For each stack the positions of its rows, by row: names sort as text, 10 before 2."""
+    """Returns for each stack the positions of its rows, by row: names sort as text, 10 before 2."""
     return [tuple(rows[row] for row in sorted(rows)) for rows in groups.values()]
 
 

@@ -1,4 +1,4 @@
-"""Training state, and its abstract form: shape, dtype and sharding of every array.
+"""Defines the training state and its abstract form: shape, dtype and sharding of every array.
 
 "step" is the number of batches the optimizer loop has consumed, so that the data position follows
 from it. Updates applied are `step - skipped`; optax's own counts follow those.
@@ -32,9 +32,9 @@ from zerojax.plan.state_layout import OffloadLayout, SlicedLeaf
 
 Tree = Any
 ONE_BIT = "one_bit"
-"""The part of a state, and of names in checkpoints, that sending signs of momentum keeps."""
+"""Key of the signed-momentum data in a state and in checkpoint names."""
 COPIES = "copies"
-"""The part of both that `wire.weights=delta_int8` and `delta_int4` keep."""
+"""Key of the weight copies of `wire.weights=delta_int8` and `delta_int4` in both."""
 
 
 class TrainState(TypedDict):
@@ -42,27 +42,27 @@ class TrainState(TypedDict):
 
     Fields:
       step: int32 []; batches consumed.
-      skipped: int32 []; steps whose gradients were not finite and that changed nothing else.
+      skipped: int32 []; steps with non-finite gradients, which changed nothing else.
       rng: uint32, [2] under JAX's default `jax_default_prng_impl`; key data of the run's PRNG key;
         step keys are folded from it.
       params: {name: array}, the trained weights (float32 masters unless the precision says
-        otherwise), padded as the placement says. Of a parameter whose optimizer state is sliced
+        otherwise), padded as in the placement. For a parameter whose optimizer state is sliced
         (`zerojax.plan.state_layout`) the copy in the compute dtype that forward and backward
         read.
       frozen: {name: array}, parameters without gradient, in the precision's `frozen_dtype`; uint8
         where the placement has `codes` for them.
-      opt_state: what the optax transformation keeps for `params`; each moment of a sliced parameter
+      opt_state: the optax transformation's state for `params`; each moment of a sliced parameter
         as {tier: array}, like its master.
       extras: {name: array}, the model's own state (batch statistics, random counts), replicated.
       loss_scale: the counters of `zerojax.optim.loss_scale`; {} where the loss is not scaled.
-      masters: only where something is offloaded: {name: {tier: float32 [slices of all shards,
-        elements]}} of sliced parameters.
-      disk: only there: what holds the slices that lie in files, a node without leaves; {} where
-        none do.
-      one_bit: only where momentum is sent as signs: what `zerojax.plan.signed_momentum` says.
-      copies: only where weights are sent as codes of what changed: {key: {name: weight in the
-        compute dtype}}, whole on every device (`zerojax.plan.kept_parts.abstract_copies`). What
-        the last step read; a skipped step renews them, too, and changes no master.
+      masters: only with offload: {name: {tier: float32 [slices of all shards, elements]}} of sliced
+        parameters.
+      disk: only with offload: handle of the slices in files, a node without leaves; {} without
+        files.
+      one_bit: only where momentum is sent as signs: see `zerojax.plan.signed_momentum`.
+      copies: only where weights are sent as codes of their change: {key: {name: weight in the
+        compute dtype}}, whole on every device (`zerojax.plan.kept_parts.abstract_copies`). The
+        weights that the last step read; a skipped step renews them, too, and changes no master.
     """
 
     step: Any
@@ -80,15 +80,15 @@ class TrainState(TypedDict):
 
 
 def step_key(rng: jax.Array, step: jax.Array) -> jax.Array:
-    """The typed PRNG key of one step, from stored key data; the same on every device."""
+    """Returns the typed PRNG key of one step from stored key data; the same on every device."""
     return jax.random.fold_in(jax.random.wrap_key_data(rng), step)
 
 
 def as_seed(seed: Any) -> int:
-    """A seed as an integer.
+    """Returns a seed as an integer.
 
     Raises:
-      TypeError: it is none.
+      TypeError: it is not an integer.
       ValueError: it does not fit into 64 bits.
     """
     try:
@@ -101,26 +101,26 @@ def as_seed(seed: Any) -> int:
 
 
 def run_key_data(seed: int) -> jax.Array:
-    """uint32, [2] by default and [4] of "rbg" keys: the stored key data of a run's seed.
+    """Returns the stored key data of a run's seed: uint32, [2] by default and [4] for "rbg" keys.
 
     Raises:
-      TypeError, ValueError: as of `as_seed`.
+      TypeError, ValueError: as in `as_seed`.
     """
     return jax.random.key_data(jax.random.key(as_seed(seed)))
 
 
 def zero_counter() -> jax.Array:
-    """int32 []."""
+    """Returns 0 as int32 []."""
     return jnp.zeros((), jnp.int32)
 
 
 @dataclasses.dataclass(frozen=True)
 class StageRows:
-    """How a stored leaf on a pipeline differs from its canonical form in dimension 0.
+    """Difference in dimension 0 between a stored leaf on a pipeline and its canonical form.
 
     Attributes:
       rows: see `LeafPlacement.layer_rows`.
-      sharding: how the leaf lies, in its stored shape, while rows change places.
+      sharding: of the leaf in its stored shape, while rows are reordered.
     """
 
     rows: tuple[int, ...]
@@ -137,7 +137,7 @@ def abstract_state(
     *,
     canonical: bool,
 ) -> TrainState:
-    """The state as `ShapeDtypeStruct`s: padded as stored, or in its canonical form."""
+    """Returns the state as `ShapeDtypeStruct`s: padded as stored, or in its canonical form."""
 
     def place(leaf: LeafPlacement) -> jax.ShapeDtypeStruct:
         shape = leaf.kept_shape if canonical else leaf.stored_shape
@@ -171,7 +171,7 @@ def abstract_state(
 def canonical_opt_state(
     tx: optax.GradientTransformation, trained: Mapping[str, jax.ShapeDtypeStruct]
 ) -> Tree:
-    """The optimizer's state in its canonical form, over parameters of any shape and sharding."""
+    """Returns the optimizer's canonical state for parameters of any shape and sharding."""
     mesh = next(iter(trained.values())).sharding.mesh
 
     def replicate(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -194,7 +194,7 @@ def _opt_state(
     *,
     canonical: bool,
 ) -> Tree:
-    """The optimizer's state: what has a parameter's shape lies where the parameter does."""
+    """Returns the optimizer's state; arrays with a parameter's shape have its sharding."""
     coding = coding_of(tx)
     if coding is not None and not canonical:
         return coding.abstract_state(trained, sizes)
@@ -213,7 +213,7 @@ def rows_of_state(
     tx: optax.GradientTransformation,
     stored: TrainState,
 ) -> TrainState | None:
-    """For each leaf of a state its `StageRows`, or None where both forms have the same rows.
+    """Returns `StageRows` for each leaf of a state, or None where both forms have the same rows.
 
     Args:
       placement: the table.
@@ -246,9 +246,9 @@ def _opt_state_rows(
     trained: Mapping[str, Any],
     rows: Mapping[str, StageRows | None],
 ) -> Tree:
-    """`StageRows` of an optimizer's state: its leaves that are stored as a parameter is.
+    """Returns `StageRows` of the optimizer state's leaves that are stored as a parameter is.
 
-    Others are the same in both forms: see `zerojax.plan.optimizer_shapes`.
+    Other leaves are the same in both forms: see `zerojax.plan.optimizer_shapes`.
     """
     shapes = {name: tuple(x.shape) for name, x in trained.items()}
 
@@ -264,7 +264,7 @@ def _init_shapes(
     shapes: Mapping[str, tuple[int, ...]],
     params: Mapping[str, Any],
 ) -> Tree:
-    """The optimizer's state in its canonical form, over parameters of these shapes."""
+    """Returns the optimizer's canonical state for parameters of these shapes."""
     coding = coding_of(tx)
     init = tx.init if coding is None else coding.canonical_init
     bare = {n: jax.ShapeDtypeStruct(shapes[n], x.dtype) for n, x in params.items()}
@@ -274,7 +274,7 @@ def _init_shapes(
 def fit(
     x: jax.Array, shape: tuple[int, ...], rows: StageRows | None, *, to_rows: bool
 ) -> jax.Array:
-    """Traced: an array cut, or padded with zeros, to a shape, its rows in their places."""
+    """Cuts an array, or pads it with zeros, to a shape and reorders its rows (traced)."""
     if rows is not None and not to_rows:
         x = _layers_in_order(x, rows)
     sizes = shape if rows is None else (x.shape[0], *shape[1:])
@@ -284,7 +284,7 @@ def fit(
 
 
 def _layers_in_rows(x: jax.Array, rows: StageRows) -> jax.Array:
-    """[layers, ...] -> [rows, ...]; rows without a layer are zeros."""
+    """Converts [layers, ...] to [rows, ...]; rows without a layer are zeros."""
     layers = np.asarray(rows.rows)
     taken = _take(x, np.maximum(layers, 0), rows.sharding)
     if layers.min() >= 0:
@@ -294,16 +294,16 @@ def _layers_in_rows(x: jax.Array, rows: StageRows) -> jax.Array:
 
 
 def _layers_in_order(x: jax.Array, rows: StageRows) -> jax.Array:
-    """[rows, ...] -> [layers, ...]; the inverse of `_layers_in_rows`."""
+    """Converts [rows, ...] to [layers, ...]; the inverse of `_layers_in_rows`."""
     layers = np.asarray(rows.rows)
     return _take(x, np.argsort(layers)[np.sum(layers < 0) :], rows.sharding)
 
 
 def _take(x: jax.Array, indices: np.ndarray, sharding: NamedSharding) -> jax.Array:
-    """x[indices], which every device does for its part of all rows.
+    """Returns x[indices]; every device computes it for its part of all rows.
 
-    Left to itself the compiler gathers each stack whole on every device (XLA of JAX 0.10 and 0.12,
-    on CPU).
+    Without this sharding the compiler gathers each stack whole on every device (XLA of JAX 0.10 and
+    0.12, on CPU).
     """
     x = jax.lax.with_sharding_constraint(x, sharding)
     taken = x.at[indices].get(mode="promise_in_bounds")
@@ -311,7 +311,7 @@ def _take(x: jax.Array, indices: np.ndarray, sharding: NamedSharding) -> jax.Arr
 
 
 def abstract(tree: Tree) -> Tree:
-    """`ShapeDtypeStruct`s of arrays, numbers or structs, with the dtypes JAX would give them.
+    """Returns `ShapeDtypeStruct`s of arrays, numbers or structs, with the dtypes of JAX.
 
     Raises:
       TypeError: leaves that are not arrays of numbers.
@@ -328,14 +328,14 @@ def abstract(tree: Tree) -> Tree:
 
 
 def slice_batch(batch: Tree, parts: int) -> Tree:
-    """A batch of as many times fewer rows."""
+    """Returns a batch with 1/parts of the rows."""
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]), x.dtype), batch
     )
 
 
 def abstract_model(model: models.Model, batch: Tree, loss: models.Loss) -> tuple[dict, dict]:
-    """({name: parameter}, {name: other state}) of a model, as `ShapeDtypeStruct`s.
+    """Returns ({name: parameter}, {name: other state}) of a model, as `ShapeDtypeStruct`s.
 
     Raises:
       ValueError: a model without parameters, or with complex ones.
@@ -360,7 +360,7 @@ def abstract_model(model: models.Model, batch: Tree, loss: models.Loss) -> tuple
 
 
 def as_read(params: Mapping[str, Any], precision: Precision) -> dict[str, Any]:
-    """Parameters in the dtype in which the model reads them."""
+    """Returns parameters in the dtype in which the model reads them."""
 
     def one(leaf: Any) -> jax.ShapeDtypeStruct:
         floating = jnp.issubdtype(leaf.dtype, jnp.floating)
@@ -372,15 +372,15 @@ def as_read(params: Mapping[str, Any], precision: Precision) -> dict[str, Any]:
 def abstract_offloaded(
     stored: TrainState, layout: OffloadLayout, precision: Precision
 ) -> TrainState:
-    """The state as it is with offload.
+    """Returns the state with offload.
 
     Args:
-      stored: what it would be with everything on the device, in one piece.
-      layout: what lies where.
+      stored: the state with everything on the device, in one piece.
+      layout: slices and tiers of each array.
       precision: the dtype in which weights are read.
 
     Returns:
-      `ShapeDtypeStruct`s; slices in files are nowhere in it.
+      `ShapeDtypeStruct`s; slices in files are not part of it.
     """
     mesh = next(iter(stored["params"].values())).sharding.mesh
     result = stored.copy()
@@ -405,7 +405,7 @@ def abstract_offloaded(
 def _working(
     x: jax.ShapeDtypeStruct, name: str, layout: OffloadLayout, precision: Precision
 ) -> jax.ShapeDtypeStruct:
-    """What forward and backward read of a parameter."""
+    """Returns the array of a parameter that forward and backward read."""
     if name not in layout.leaves:
         return x
     dtype = jnp.dtype(precision.compute_dtype) if precision.has_masters else x.dtype
@@ -414,7 +414,7 @@ def _working(
 
 
 def canonical_on_host(canonical: TrainState, layout: OffloadLayout) -> TrainState:
-    """The canonical form with everything on the host that does not all fit on the device.
+    """Returns the canonical form with all arrays on the host that do not all fit on the device.
 
     Args:
       canonical: that of any layout; layout: under the user's names.

@@ -1,9 +1,9 @@
-"""Layouts of a training state: slices of each parameter in tiers, layers of each pipeline stage.
+"""Lays out a training state: slices of each parameter in tiers, layers of each pipeline stage.
 
-A shard of a parameter, as a device holds it, is read as one long vector and cut into `num_slices`
-slices of `slice_elements`: parts of a layer, or several whole layers. Masters and moments are
-stored so, [slices, elements] on each device: the first `device` slices in device memory, the next
-`host` in pinned host memory, the rest in files.
+A device's shard of a parameter is viewed as one long vector and cut into `num_slices` slices of
+`slice_elements`: parts of a layer, or several whole layers. Masters and moments are stored as
+[slices, elements] on each device: the first `device` slices in device memory, the next `host` in
+pinned host memory, the rest in files.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from zerojax.config.mesh import DEVICE, HOST, NVME, OffloadConfig
 from zerojax.plan.schedules import ExecutorTable, Schedule
 
 MASTER = "master"
-"""What `OffloadLayout.arrays` calls the float32 weights."""
+"""Name of the float32 weights in `OffloadLayout.arrays`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,8 +32,8 @@ class SlicedLeaf:
     Attributes:
       name: of the parameter.
       shard_shape: of the stored parameter on one device.
-      axes: mesh axes that its shards lie over, outermost first; all of the mesh's axes that split
-        any of its dimensions.
+      axes: mesh axes that shard it, outermost first; all of the mesh's axes that split any of its
+        dimensions.
       num_shards: devices among which these axes divide it.
       slice_elements: of one slice.
       counts: {tier: slices of each shard in it}, of every tier, nearest first.
@@ -52,25 +52,25 @@ class SlicedLeaf:
         return sum(self.counts.values())
 
     def first(self, tier: str) -> int:
-        """Number of the first slice of a tier."""
+        """Returns the number of the first slice of a tier."""
         before = {DEVICE: (), HOST: (DEVICE,), NVME: (DEVICE, HOST)}[tier]
         return sum(self.counts[nearer] for nearer in before)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OffloadLayout:
-    """What of a plan lies where.
+    """Tiers of a plan's state.
 
     Attributes:
       leaves: {name: slices} of the parameters whose masters and moments are offloaded, in the order
         of the state.
-      arrays: what a slice has of state, the order in which a bucket on disk has them: "master"
-        (where the precision has masters), then names of the optimizer's moments, of which "ema" is
-        an average of the weights.
-      streamed: names of the parameters whose weights wait on the host and come layer by layer.
-      activations: whether what each layer is given waits on the host.
-      update_in_backward: whether layers are updated as their gradients appear.
-      kept: (name, reason) of every parameter that stays on the device although others leave it.
+      arrays: the state arrays of a slice, in the order of a bucket on disk: "master" (where the
+        precision has masters), then names of the optimizer's moments, of which "ema" is an average
+        of the weights.
+      streamed: names of the parameters whose weights are on the host and are read layer by layer.
+      activations: whether the input of each layer is offloaded to the host.
+      update_in_backward: whether layers are updated as soon as their gradients are computed.
+      kept: (name, reason) of every parameter that stays on the device while others are offloaded.
     """
 
     leaves: Mapping[str, SlicedLeaf]
@@ -82,7 +82,7 @@ class OffloadLayout:
 
     @property
     def moments(self) -> tuple[str, ...]:
-        """Those of `arrays` that are the optimizer's."""
+        """The optimizer's part of `arrays`."""
         return tuple(name for name in self.arrays if name != MASTER)
 
     @property
@@ -98,7 +98,7 @@ class OffloadLayout:
 
 
 def store_folder(config: OffloadConfig) -> Path:
-    """The folder of the files of this process.
+    """Returns the folder of the files of this process.
 
     Raises:
       ValueError: the settings name no folder.
@@ -113,7 +113,7 @@ def store_folder(config: OffloadConfig) -> Path:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class PipelineLayout:
-    """A pipeline, before anything runs.
+    """The layout of a pipeline, before anything runs.
 
     "Virtual stages" are the parts of the model in its own order; a stage that holds several calls
     them chunks (see `zerojax.pipeline_schedules.Schedule`).
@@ -123,12 +123,12 @@ class PipelineLayout:
       layers: number of layers on each virtual stage.
       stacked: names of the parameters that the layer loop slices; a stage holds only its rows of
         them. All others are on every stage.
-      activations: what travels from stage to stage for one microbatch of one data shard, as
+      activations: the arrays sent from stage to stage for one microbatch of one data shard, as
         `ShapeDtypeStruct`s.
       embed_flops, layer_flops, head_flops: of the forward pass of one microbatch of one data shard;
         matrix products alone.
-      stash_bytes: what one chunk keeps of one microbatch of one data shard between its forward and
-        its backward.
+      stash_bytes: bytes that one chunk keeps for one microbatch of one data shard between its
+        forward and its backward.
       skips_padding: whether a stage with fewer layers than another waits instead of computing rows
         that hold none.
     """
@@ -153,12 +153,12 @@ class PipelineLayout:
 
     @property
     def chunk_rows(self) -> int:
-        """Rows of a stack that each chunk has: as many as the longest needs."""
+        """Rows of a stack on each chunk: as many as the longest needs."""
         return max(self.layers)
 
     @cached_property
     def rows(self) -> tuple[int, ...]:
-        """For each row of a stored stack the layer in it, -1 for padding.
+        """The layer in each row of a stored stack, -1 for padding.
 
         Ordered by stage, then chunk, then layer, so that cutting the stack evenly over the stages
         gives each its own.
@@ -167,7 +167,7 @@ class PipelineLayout:
 
 
 def layer_rows(schedule: Schedule, layers: tuple[int, ...]) -> tuple[int, ...]:
-    """See `PipelineLayout.rows`.
+    """Returns `PipelineLayout.rows`.
 
     >>> from zerojax.plan.schedules import make_schedule
     >>> layer_rows(make_schedule("1f1b", stages=2, microbatches=2), (2, 1))

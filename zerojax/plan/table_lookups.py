@@ -1,4 +1,4 @@
-"""Tables whose rows are looked up where they lie (`mesh.lookup: owners`), and why not others."""
+"""Chooses the tables whose rows are looked up on their owning device (`mesh.lookup: owners`)."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from zerojax.plan.placement import Placement
 
 _ASKED = "lookup=owners"
 _ONE_DEVICE = tuple(axis for axis in AXES if axis not in DATA_AXES or axis == EXPERT)
-"""Axes along which nothing may be split."""
+"""Axes that must have size 1."""
 
 
 def check_lookup(settings: MeshConfig, mesh: Mesh | AbstractMesh, precision: Any) -> None:
-    """Refuses what is not known to be the same with rows that are looked up.
+    """Raises if results with looked-up rows are not known to equal those of gathered tables.
 
     Args:
-      precision: as the user gave it.
+      precision: the user's setting.
 
     Raises:
-      ValueError: with what stands in the way, and what to do.
+      ValueError: names the obstacle and the remedy.
     """
     if settings.lookup != "owners":
         return
@@ -50,7 +50,7 @@ def check_lookup(settings: MeshConfig, mesh: Mesh | AbstractMesh, precision: Any
 
 
 def check_update_of_tables(placement: Placement, tx: Any) -> None:
-    """Refuses optimizers of which equality with one device is not shown.
+    """Raises if an optimizer is not shown to give the same result as on one device.
 
     Raises:
       ValueError: an update that looks at whole shards.
@@ -65,11 +65,11 @@ def check_update_of_tables(placement: Placement, tx: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Lookups:
-    """What is looked up.
+    """The tables whose rows are looked up.
 
     Attributes:
-      asked: {table whose rows are looked up: how many, on a device in a microbatch}.
-      reasons: a sentence for what is, and for each table that is not.
+      asked: {table: number of rows looked up on a device per microbatch}.
+      reasons: a sentence for these tables, and for each other table.
     """
 
     asked: Mapping[str, Asked] = dataclasses.field(default_factory=dict)
@@ -86,15 +86,15 @@ def plan_lookups(
     num_microbatches: int,
     frozen: Collection[str] = (),
 ) -> Lookups:
-    """Which tables are looked up.
+    """Returns the tables whose rows are looked up.
 
-    Those of which the traced loss takes whole rows by integers, and which it uses for nothing else;
-    where that sends less than gathering them.
+    These are the tables that the traced loss uses only to take whole rows by integers, where that
+    sends less than gathering them.
 
     Args:
       params: {name: abstract parameter}; trace: of the loss on one microbatch.
       settings, mesh, precision, num_microbatches: of the run.
-      frozen: names of what has no gradient.
+      frozen: names of the parameters without gradient.
     """
     if settings.lookup != "owners":
         return Lookups()
@@ -117,29 +117,29 @@ def plan_lookups(
         if why is None:
             asked[name] = rows
             lines.append(
-                f"{_ASKED}: {name} is never gathered, nor is its gradient: rows travel, "
+                f"{_ASKED}: {name} is never gathered, nor is its gradient: rows are sent, "
                 f"{costs.words(mesh.shape[DATA])}"
             )
         else:
-            lines.append(f"{_ASKED}: {name} is gathered all the same: {why}")
+            lines.append(f"{_ASKED}: {name} is still gathered: {why}")
     return Lookups(asked, tuple(lines))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Costs:
-    """Bytes of a step on one device, before (N-1)/N of them are sent."""
+    """Bytes of a step on one device, before the factor (N-1)/N."""
 
     looked_up: int
     gathered: int
 
     def words(self, devices: int) -> str:
         sent = [format_bytes(x * (devices - 1) / devices) for x in (self.looked_up, self.gathered)]
-        return f"{sent[0]} sent by each device in a step in place of {sent[1]}"
+        return f"{sent[0]} sent by each device in a step instead of {sent[1]}"
 
 
 @dataclasses.dataclass(frozen=True)
 class _Sent:
-    """Bytes of a number on its way to a reader, and of its gradient on its way back."""
+    """Bytes of an element sent to its reader, and of its gradient sent back."""
 
     there: int
     back: int
@@ -152,7 +152,7 @@ class _Sent:
     def costs(
         self, shape: tuple[int, ...], asked: Asked, zero: int, num_microbatches: int
     ) -> _Costs:
-        # The backward pass needs nothing of the table, so at stage 3 it is gathered once, too.
+        # The backward pass does not read the table, so at stage 3 it is gathered only once, too.
         gathers, scatters = (num_microbatches if zero >= stage else 1 for stage in (3, 2))
         rows = (asked.rows + asked.again) * self.there + asked.rows * self.back
         return _Costs(

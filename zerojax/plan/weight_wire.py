@@ -1,15 +1,15 @@
-"""Weights on the wire in codes: which parameters are gathered so, what is kept, what is refused.
+"""Chooses the weights that are sent in codes: which parameters, stored copies, refusals.
 
-int8 is qwZ of ZeRO++ (Wang et al. 2023, arXiv:2306.10209, section 3.1). Masters stay exact; what
-forward and backward read is off by half a step of its block, and the gradient is taken as if it
-were exact.
+int8 is qwZ of ZeRO++ (Wang et al. 2023, arXiv:2306.10209, section 3.1). Masters stay exact; the
+weights that forward and backward read are off by at most half a quantization step of their block,
+and the gradient is computed as if they were exact.
 
-With delta_int8 and delta_int4 every device keeps a copy of the weights, the same bits on all, and
-what is sent is the code of (master, rounded to the copy's dtype, - copy). What a code misses is in
-the next difference by itself, so that no error is kept. The copy is in the compute dtype, since
-that is what is read: float32 would be 4 bytes per parameter and a cast more. The master is rounded
-first, since the rounding of a block's largest weight would else be a difference at every step, and
-make the step of its small ones large.
+With delta_int8 and delta_int4 every device keeps a copy of the weights, bitwise the same on all,
+and sends the code of (master, rounded to the copy's dtype, - copy). The error of a code is part of
+the next difference, so no residual is stored. The copy is in the compute dtype, because that is
+what is read: float32 would take 4 bytes per parameter and one more cast. The master is rounded
+first; otherwise the rounding of a block's largest weight would be a difference at every step, and
+would enlarge the quantization step of its small weights.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from zerojax.plan.refusals import check_no_other_way
 
 _ASKED = "wire.weights=int8"
 DELTA_BITS = {"delta_int8": 8, "delta_int4": 4}
-"""{`wire.weights`: bits of a code of what changed}."""
+"""{`wire.weights` value: bits of a code of a change}."""
 _GATHERED = (Access.GATHER_ONCE, Access.GATHER_ONCE_SCATTER_EARLY, Access.GATHER_ON_USE)
 
 
 def check_weight_wire(settings: MeshConfig, mesh: Mesh | AbstractMesh, tx: Any) -> None:
-    """Refuses codes where no weight is gathered, and where they are not proven.
+    """Raises if no weight is gathered, or if codes are not proven for these settings.
 
     Raises:
-      ValueError: with what to change.
+      ValueError: names what to change.
     """
     if settings.wire.weights in DELTA_BITS:
         _check_deltas(settings, mesh, tx)
@@ -67,8 +67,8 @@ def _check_deltas(settings: MeshConfig, mesh: Mesh | AbstractMesh, tx: Any) -> N
         )
     if settings.zero == 3:
         raise ValueError(
-            f"{asked} is for a copy of the weights that every device keeps, and with zero=3 none "
-            "does; use zero=1 or 2, or wire.weights=int8"
+            f"{asked} is for a copy of the weights that every device keeps, and with zero=3 there "
+            "is none; use zero=1 or 2, or wire.weights=int8"
         )
     others = {
         f"deterministic={settings.deterministic}": settings.deterministic is not None,
@@ -86,8 +86,11 @@ def _check_deltas(settings: MeshConfig, mesh: Mesh | AbstractMesh, tx: Any) -> N
 
 
 def with_weight_wire(placement: Placement, settings: MeshConfig, precision: Precision) -> Placement:
-    """The placement with what is gathered as codes: all that is less than in the compute dtype, but
-    for names of `wire.exact`, and of what changed for frozen parameters, which do not."""
+    """Returns the placement with the weights that are gathered as codes.
+
+    These are all that become smaller than in the compute dtype, except names of `wire.exact`, and,
+    for codes of changes, except frozen parameters, which do not change.
+    """
     deltas = settings.wire.weights in DELTA_BITS
     if settings.wire.weights != "int8" and not deltas:
         return placement
@@ -109,8 +112,7 @@ def with_weight_wire(placement: Placement, settings: MeshConfig, precision: Prec
 
 
 def sent_elements(placement: Placement, leaf: LeafPlacement) -> int:
-    """Elements that a device sends of a parameter in one gather: its shard of what is read at
-    once."""
+    """Returns the elements that a device sends in one gather: its shard of what is read at once."""
     at_once = leaf.access is Access.GATHER_ON_USE and leaf.node_shards is None
     return placement.shard_elements(leaf) // (leaf.num_slices if at_once else 1)
 
@@ -130,17 +132,17 @@ def _describe_deltas(
     others = sum(math.prod(leaf.shape) for leaf in leaves if leaf.delta_codes is None)
     return [
         f"{asked}: every device keeps {len(coded)} of {len(leaves)} parameters in {dtype.name} "
-        f"({format_bytes(kept)}), the same bits on all; what they lack to the masters is sent once "
-        f"per step as integers of {bits} bits with a scale for {BLOCKS[bits]}, and what a code "
-        f"misses is in the next one; losses are near those of exact weights, not equal; {others:,} "
-        "elements are sent as before"
+        f"({format_bytes(kept)}), the same bits on all; their difference to the masters is sent "
+        f"once per step as integers of {bits} bits with a scale for {BLOCKS[bits]}, and the error "
+        "of a code is part of the next one; losses are close to those of exact weights, not equal; "
+        f"{others:,} elements are sent as before"
     ]
 
 
 def describe_weight_wire(
     settings: MeshConfig, placement: Placement, precision: Precision
 ) -> Sequence[str]:
-    """What is gathered as codes, and what not."""
+    """Describes which weights are gathered as codes, and which not."""
     if settings.wire.weights in DELTA_BITS:
         return _describe_deltas(settings, placement, precision)
     if settings.wire.weights != "int8":
@@ -154,6 +156,6 @@ def describe_weight_wire(
     where = "fetched from other nodes" if between else "gathered"
     return [
         f"{_ASKED}: {len(coded)} of {len(leaves)} parameters are {where} as integers of 8 bits "
-        f"with a scale for {BLOCKS[8]}; masters are exact, losses are near those of exact weights, "
-        f"not equal; {others:,} elements are sent as before"
+        f"with a scale for {BLOCKS[8]}; masters are exact, losses are close to those of exact "
+        f"weights, not equal; {others:,} elements are sent as before"
     ]

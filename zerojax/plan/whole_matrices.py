@@ -1,6 +1,6 @@
-"""Exchanges of an optimizer of whole matrices (Muon): classes of matrices, bytes, reasons.
+"""Describes the exchanges of an optimizer of whole matrices (Muon): classes, bytes, reasons.
 
-Decides nothing: it says what `zerojax.optim.matrices` does with the shards of a plan.
+Decides nothing: it describes what `zerojax.optim.matrices` does with the shards of a plan.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from zerojax.plan.placement import Placement, axes_of_dims
 from zerojax.plan.state import TrainState
 
 DIRECTION_BYTES = 4
-"""Of one element on the wire: float32."""
+"""Bytes of one sent element: float32."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MatrixClass:
-    """Matrices that are dealt out together.
+    """Matrices that are distributed over devices together.
 
     Attributes:
       counts: {parameter: matrices of it in one group of devices}.
@@ -44,23 +44,23 @@ class MatrixClass:
 
     @property
     def devices(self) -> int:
-        """That share the matrices."""
+        """Number of devices that share the matrices."""
         return math.prod(exchange.size for exchange in self.exchanges)
 
     @property
     def useful(self) -> float:
-        """Share of the products that is not of padding."""
+        """Share of the products that is not padding."""
         return sum(self.counts.values()) / (self.devices * self.per_device)
 
     def bytes_over(self, exchange: MatrixExchange) -> float:
-        """That one device sends in a step for one exchange, there and back."""
+        """Returns the bytes that one device sends per step for one exchange, there and back."""
         return 2 * DIRECTION_BYTES * exchange.elements * (exchange.size - 1) / exchange.size
 
 
 def find_classes(
     tx: Any, stored: TrainState, placement: Placement, mesh: Mesh | AbstractMesh
 ) -> list[MatrixClass]:
-    """The classes of an optimizer's matrices; [] of one that needs no whole matrices.
+    """Returns the classes of an optimizer's matrices; [] if it needs no whole matrices.
 
     Args:
       tx: the optimizer.
@@ -95,12 +95,12 @@ def find_classes(
 
 
 def classes_of_plan(plan: Decisions) -> list[MatrixClass]:
-    """`find_classes` of a plan."""
+    """Returns `find_classes` of a plan."""
     return find_classes(plan.tx, plan.abstract_stored, plan.placement, plan.mesh)
 
 
 def matrix_bytes(plan: Decisions) -> dict[str, int]:
-    """{mesh axes, as in "data+context": bytes that one device sends over them per step}."""
+    """Returns {mesh axes, as in "data+context": bytes that one device sends over them per step}."""
     sent: collections.Counter[str] = collections.Counter()
     for one in classes_of_plan(plan):
         for exchange in one.exchanges:
@@ -109,7 +109,7 @@ def matrix_bytes(plan: Decisions) -> dict[str, int]:
 
 
 def exchanges_of_parameter(plan: Decisions, name: str) -> list[tuple[tuple[str, ...], float]]:
-    """[(mesh axes, bytes that one device sends for a parameter's matrices per step)]."""
+    """Returns [(mesh axes, bytes that one device sends for a parameter's matrices per step)]."""
     return [
         (exchange.axes, one.bytes_over(exchange) * one.counts[name] / sum(one.counts.values()))
         for one in classes_of_plan(plan)
@@ -121,7 +121,7 @@ def exchanges_of_parameter(plan: Decisions, name: str) -> list[tuple[tuple[str, 
 def describe_matrices(
     tx: Any, stored: TrainState, placement: Placement, mesh: Mesh | AbstractMesh
 ) -> list[str]:
-    """How matrices are dealt out, and which work is repeated; [] on one device."""
+    """Describes how matrices are distributed, and which work is repeated; [] on one device."""
     classes = find_classes(tx, stored, placement, mesh)
     if mesh.size == 1 or not classes:
         return []
@@ -137,8 +137,9 @@ def describe_matrices(
         )
         lines.append(
             f"{tx.kernel}: {count} matrices, {len(dealt)} class{'es' if len(dealt) > 1 else ''} of "
-            f"equal ones, are dealt out over {', '.join(axes)} and multiplied by one device each: "
-            f"{format_bytes(sent)} sent in float32; {useful:.0%} of the products are not of padding"
+            f"equal ones, are distributed over {', '.join(axes)} and multiplied by one device "
+            f"each: {format_bytes(sent)} sent in float32; {useful:.0%} of the products are not "
+            "padding"
         )
     whole = {
         name: number for one in classes if not one.exchanges for name, number in one.counts.items()
@@ -154,6 +155,6 @@ def describe_matrices(
 
 
 def _work(shape: tuple[int, int]) -> int:
-    """Products of one matrix, in units that are equal for all."""
+    """Returns the products of one matrix, in relative units."""
     short, long = sorted(shape)
     return 2 * short * short * long + short**3

@@ -1,4 +1,4 @@
-"""Bytes that a plan's step sends, by formula: for each parameter, and in all.
+"""Computes the bytes that a plan's step sends, by formula: for each parameter, and in total.
 
 Sources: ZeRO, Rajbhandari et al. 2019 (arXiv:1910.02054), section 7: 2, 2, 2 and 3 units per step
 at stages 0 to 3, a unit being the bytes of all parameters as sent; ring collectives send (N-1)/N of
@@ -32,11 +32,11 @@ class LeafTransfer:
       phase: "before", "forward", "backward" or "after".
       kind: "all-gather", "reduce-scatter", "all-reduce" or, of rows and codes, "all-to-all".
       over: mesh axes.
-      dtype: on the wire, by name.
-      times: per step; 1 is all that a device reads of the parameter, so that a loop over layers
-        counts once.
-      num_bytes: that one device sends in a step.
-      within: "node" for what stays in a node, "nodes" for what goes between nodes alone; "": among
+      dtype: dtype of the sent values, by name.
+      times: per step; 1 is everything that a device reads of the parameter, so that a loop over
+        layers counts once.
+      num_bytes: bytes that one device sends in a step.
+      within: "node" for transfers inside a node, "nodes" for those only between nodes; "": among
         all devices of the axes.
     """
 
@@ -50,10 +50,10 @@ class LeafTransfer:
 
 
 def wire_unit(plan: Decisions) -> float:
-    """2 bytes x parameters x (N-1)/N, per device: what one all-gather of bfloat16 weights sends.
+    """Returns the bytes that one all-gather of bfloat16 weights sends: 2 x parameters x (N-1)/N.
 
-    N is the number of shards; parameters are those that a device reads: divided by tensor
-    parallelism, and of a pipeline those of one stage.
+    Per device. N is the number of shards; parameters are those that a device reads: divided by
+    tensor parallelism, and with a pipeline those of one stage.
     """
     placement = plan.placement
     return WIRE_UNIT_BYTES * math.fsum(
@@ -63,17 +63,18 @@ def wire_unit(plan: Decisions) -> float:
 
 
 def wire_bytes(plan: Decisions) -> int:
-    """Bytes that one device sends per step for weights and gradients: `leaf_transfers` of all.
+    """Returns the bytes that one device sends per step for weights and gradients.
 
-    A parameter that the model reads several times (tied weights) is counted once. Messages between
-    pipeline stages are not in it (`pipeline_costs.message_bytes`).
+    It is the sum of `leaf_transfers`. A parameter that the model reads several times (tied weights)
+    is counted once. Messages between pipeline stages are not included
+    (`pipeline_costs.message_bytes`).
     """
     leaves = plan.placement.leaves.values()
     return round(math.fsum(t.num_bytes for leaf in leaves for t in leaf_transfers(plan, leaf)))
 
 
 def bytes_by_level(plan: Decisions) -> tuple[int, int]:
-    """Of `wire_bytes` what stays in nodes and what goes between them alone (`wire.secondary`)."""
+    """Splits `wire_bytes` into bytes within nodes and only between nodes (`wire.secondary`)."""
     leaves = plan.placement.leaves.values()
     sent = [transfer for leaf in leaves for transfer in leaf_transfers(plan, leaf)]
     inside, between = (
@@ -84,26 +85,26 @@ def bytes_by_level(plan: Decisions) -> tuple[int, int]:
 
 
 def leaf_transfers(plan: Decisions, leaf: LeafPlacement) -> list[LeafTransfer]:
-    """The collectives of one parameter in a step, in their order.
+    """Returns the collectives of one parameter in a step, in their order.
 
     They follow from how it is read (`zerojax.plan.leaf_placement.Access`):
       whole: one all-reduce of its gradient, twice (N-1)/N of it.
       gather once: one all-gather and one reduce-scatter.
       gather once, scatter early: one all-gather, one reduce-scatter per microbatch.
-      either of these with `delta_codes`: the all-gather is of codes of what changed.
+      either of these with `delta_codes`: the all-gather sends codes of the change.
       gather on use: per microbatch two all-gathers (forward, backward) and one reduce-scatter; the
-        gathers in 8 bits where the placement says so (`wire.weights`); what is coded, with scales.
+        gathers in 8 bits where the placement says so (`wire.weights`); codes include their scales.
       look up: per microbatch two all-to-alls, of the rows and of their gradients; the ids besides
         (4 bytes for each row) are not counted.
       the same with `node_shards` (`wire.secondary`): these inside of a node, and once per step an
         all-gather and a reduce-scatter between nodes of a node's part.
-    In codes (`wire.gradients`) a reduce-scatter is all-to-alls of these.
-    Of frozen parameters in codes these are gathered.
+    With `wire.gradients` codes a reduce-scatter is all-to-alls of the codes.
+    Frozen parameters in codes are gathered as codes.
       streamed (`offload.params`), whatever the stage: per microbatch each layer is gathered twice,
         the last one once, and its gradient reduced once.
-    Of a pipeline a device has the layers of one stage, over `data`; what is said per microbatch
-    happens in every tick that has the slot, masked ones included: m+p-1 times in place of m for
-    1f1b. What all stages read goes over `data` and `stage` together, once per step.
+    With a pipeline a device has the layers of one stage, over `data`; transfers per microbatch
+    occur in every tick that has the slot, masked ones included: m+p-1 times in place of m for
+    1f1b. Parameters that all stages read are sent over `data` and `stage` together, once per step.
     """
     placement, shards = plan.placement, plan.placement.num_shards(leaf)
     replicas = placement.axis_sizes[REPLICA]
@@ -162,11 +163,11 @@ def leaf_transfers(plan: Decisions, leaf: LeafPlacement) -> list[LeafTransfer]:
 def _add_shards(
     plan: Decisions, leaf: LeafPlacement, add: Callable[..., None], reduce: jnp.dtype
 ) -> None:
-    """Adds what is sent of a parameter that is gathered, among its shards.
+    """Adds the transfers among the shards of a parameter that is gathered.
 
     Args:
       add: (phase, kind, axes, dtype, times, elements sent, `LeafTransfer.within`).
-      reduce: dtype of its gradient on the wire.
+      reduce: dtype of its gradient when sent.
     """
     placement, shards = plan.placement, plan.placement.num_shards(leaf)
     compute, codes = jnp.dtype(plan.precision.compute_dtype), leaf.gradient_codes
@@ -210,7 +211,7 @@ def _add_shards(
 
 
 def _over_replicas(plan: Decisions, leaf: LeafPlacement) -> float:
-    """Elements of a shard's gradient that one device sends to sum it over `replica`."""
+    """Returns the elements that one device sends to sum a shard's gradient over `replica`."""
     replicas = plan.placement.axis_sizes[REPLICA]
     elements = whole_elements(plan.placement, leaf) / plan.placement.num_shards(leaf)
     return 2 * _ring(replicas) * elements
@@ -221,7 +222,7 @@ def _is_streamed(plan: Decisions, leaf: LeafPlacement) -> bool:
 
 
 def _times_used(plan: Decisions, leaf: LeafPlacement) -> tuple[float, float, float]:
-    """(gathers of the forward pass or before it, of the backward pass, scatters) in one step."""
+    """Returns gathers per step in or before forward, gathers in backward, and scatters."""
     if _is_streamed(plan, leaf):
         microbatches = plan.num_microbatches
         return microbatches, microbatches * (1 - 1 / layers_of(plan, leaf)), microbatches
@@ -237,7 +238,7 @@ def _times_used(plan: Decisions, leaf: LeafPlacement) -> tuple[float, float, flo
         last = "weight" if layout.schedule.splits_backward else "backward"
         scatters = ticks_of(layout, last) / chunks
     if lazily:
-        # With the stash `input` the backward slots begin with a forward pass.
+        # With the stash `input` backward slots start with a recomputed forward pass.
         again = 2 if layout.table.stash == "input" else 1
         forward = ticks_of(layout, "forward") / chunks
         backward = again * (ticks_of(layout, "backward") + ticks_of(layout, "weight")) / chunks

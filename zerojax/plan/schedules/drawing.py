@@ -1,4 +1,4 @@
-"""Drawings of a schedule: text for terminals, at most 100 columns wide, and SVG."""
+"""Draws a schedule: text for terminals, at most 100 columns wide, and SVG."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ COLOURS = {"F": "#4c78a8", "B": "#e45756", "W": "#54a24b"}
 MEANINGS = {"F": "forward", "B": "backward", "W": "gradient of the weights"}
 LANE, GAP, LEFT, TOP = 28, 6, 70, 54
 SMALLEST_BOX = 22.0
-"""Width in pixels of the cheapest operation; less only beside one that costs over 10 times it."""
+"""Width in pixels of the cheapest operation; less if another one costs over 10 times as much."""
 
 
 def chunk_letter(chunk: int) -> str:
-    """a, b, c ...; behind z the number itself."""
+    """Returns a, b, c ... for chunks, and the number itself after z."""
     return chr(ord("a") + chunk) if chunk < 26 else f".{chunk}"
 
 
 def label(operation: Operation, num_chunks: int) -> str:
-    """The microbatch, and its chunk as a letter where there are several: `4` or `4b`."""
+    """Returns the microbatch, with a letter for its chunk if there are several: `4` or `4b`."""
     letter = chunk_letter(operation.chunk) if num_chunks > 1 else ""
     return f"{operation.microbatch}{letter}"
 
 
 def draw(schedule: Schedule) -> str:
-    """One row for each stage and slot, one column for each tick, `.` where a slot is idle.
+    """Draws one row per stage and slot, one column per tick, `.` for an idle slot.
 
-    A table that is too wide goes on below; of one that is too long the middle is left out.
+    Wide tables continue below; in long tables the middle is left out.
     """
     rows = _label_rows(schedule)
     heads = [head for head, _ in rows]
@@ -60,12 +60,12 @@ def draw(schedule: Schedule) -> str:
 
 
 def draw_short(schedule: Schedule, width: int = WIDTH) -> str:
-    """The same in one block: of a table that is too wide the middle is left out.
+    """Draws one block; in a wide table the middle is left out.
 
-    Of more than `SHORT_ROWS` rows nothing is drawn, and where to see the rest is said.
+    A table of more than `SHORT_ROWS` rows is not drawn; the text names the command that draws it.
 
     Args:
-      width: columns that may be used.
+      width: available columns.
     """
     rows = _label_rows(schedule)
     if len(rows) > SHORT_ROWS:
@@ -91,7 +91,7 @@ def draw_short(schedule: Schedule, width: int = WIDTH) -> str:
 
 
 def _see(schedule: Schedule) -> str:
-    """What to type to have all of a schedule drawn."""
+    """Returns the command that draws the whole schedule."""
     if schedule.name not in SCHEDULES:
         return "see `zerojax schedule FILE.csv --svg FILE`"
     words = f"{schedule.name} --stages {schedule.num_stages} "
@@ -101,7 +101,7 @@ def _see(schedule: Schedule) -> str:
 
 
 def _label_rows(schedule: Schedule) -> list[tuple[str, list[str]]]:
-    """(heading, one text for each tick), stage by stage and slot by slot."""
+    """Returns (heading, one text for each tick), stage by stage and slot by slot."""
     kinds = KINDS if schedule.splits_backward else KINDS[:2]
     rows = []
     for stage in range(schedule.num_stages):
@@ -116,7 +116,7 @@ def _label_rows(schedule: Schedule) -> list[tuple[str, list[str]]]:
 
 
 def describe(schedule: Schedule, simulation: Simulation) -> str:
-    """What the picture shows, in words and numbers."""
+    """Describes the picture in words and numbers."""
     split = schedule.splits_backward
     slots = "F forward, B backward" + (" (gradient of the input), W gradient of weights" * split)
     chunks = schedule.num_chunks
@@ -146,10 +146,10 @@ def _describe_bubble(simulation: Simulation) -> str:
 
 
 def draw_svg(schedule: Schedule, costs: Costs | None = None) -> str:
-    """Lanes of stages over time, all stages in step; a box for each operation.
+    """Draws lanes of stages over time, all stages in lockstep; a box for each operation.
 
-    The width of a box is its cost, lighter boxes are later chunks, and every box names its
-    operation, stage and tick when pointed at.
+    The width of a box is its cost, lighter boxes are later chunks, and the tooltip of a box names
+    its operation, stage and tick.
 
     Raises:
       ScheduleError: the table cannot run.
@@ -185,7 +185,10 @@ def draw_svg(schedule: Schedule, costs: Costs | None = None) -> str:
 
 
 def _pixels_per_time(times: list[float]) -> float:
-    """The cheapest operation gets a box one can read, unless another costs 10 times as much."""
+    """Returns a scale at which the cheapest operation has a readable box.
+
+    The box is narrower if another operation costs more than 10 times as much.
+    """
     cheapest, dearest = min(time for time in times if time > 0), max(times)
     return SMALLEST_BOX / max(cheapest, dearest / 10)
 
@@ -217,7 +220,7 @@ def _heading(schedule: Schedule, simulation: Simulation) -> list[str]:
 
 
 def _lanes(schedule: Schedule, width: float) -> list[str]:
-    """The name of each stage and the grey that shows through where it idles."""
+    """Draws the name of each stage and the grey background of its idle time."""
     lanes = []
     for stage in range(schedule.num_stages):
         y = TOP + stage * (LANE + GAP)

@@ -1,8 +1,9 @@
-"""Known schedules (1F1B, GPipe, interleaved, zero-bubble) by name, and others from CSV files.
+"""Builds known schedules (1F1B, GPipe, interleaved, zero-bubble) by name, others from CSV files.
 
-The papers let a stage start when its input is there. In one compiled program the stages move in
-step, so here a tick has one F slot and one B slot and stages fill both (see `Schedule`). The price
-is memory: `1f1b` holds 2(p-1-s)+1 microbatches at stage s of p, where the paper's holds p-s.
+The papers let a stage start as soon as its input arrives. In one compiled program the stages run in
+lockstep, so here a tick has one F slot and one B slot and stages fill both (see `Schedule`). This
+takes more memory: `1f1b` holds 2(p-1-s)+1 microbatches at stage s of p, where the paper's holds
+p-s.
 
 A CSV file has one line per tick and one column per stage:
 
@@ -43,20 +44,20 @@ SCHEDULES = {
     "1f1b": "one forward and one backward in every tick; memory does not grow with microbatches",
     "gpipe": "all forwards, then all backwards; every stage holds all microbatches",
     "interleaved": "1f1b with several chunks on each stage; the smallest bubble in step",
-    "zb_h1": "1f1b with the gradient of the weights as an operation of its own",
-    "zb_v": "the same, two chunks folded like a V; all stages hold equally much",
+    "zb_h1": "1f1b with the gradient of the weights as a separate operation",
+    "zb_v": "the same, two chunks folded like a V; all stages hold the same memory",
     "1f1b_classic": "1f1b as published, for comparison; half of its slots idle in step",
 }
 """Name -> one line on what it is good for."""
 
 MAX_OPERATIONS = 50_000
-"""Most forwards in one table; more would be a table nobody can compile."""
+"""Maximum forwards in one table; larger tables cannot be compiled in practice."""
 
 MAX_STAGES = 256
-"""Most stages in one table, which grows with their square."""
+"""Maximum stages in one table, which grows with their square."""
 
 _EXAMPLE = "`zerojax schedule 1f1b --stages 4 --microbatches 8 --csv mine.csv`"
-"""The command that writes a table to begin with."""
+"""The command that writes an example table."""
 
 _WITH_CHUNKS = re.compile(r"(\w+)\((\d+)\)")
 
@@ -71,17 +72,17 @@ def make_schedule(
     microbatches: int | None = None,
     chunks: int | None = None,
 ) -> Schedule:
-    """A checked schedule.
+    """Makes a schedule and checks it.
 
     Args:
       source: a name of `SCHEDULES` (`interleaved(4)` sets chunks), the path of a CSV file, or a
-        `Schedule` of the user's own, also as the mapping of its fields that a run's config holds.
-      stages: number of pipeline stages; a table of one's own has it already and must agree.
-      microbatches: number of microbatches in a step; the same.
+        `Schedule` of the user's own, also as the mapping of its fields in a run's config.
+      stages: number of pipeline stages; must agree with the table if the user gives one.
+      microbatches: number of microbatches in a step; likewise.
       chunks: pieces of the model on each stage; None takes 2 for interleaved and zb_v, else 1.
 
     Raises:
-      ScheduleError: unknown name, numbers the schedule cannot do, or a table that cannot run.
+      ScheduleError: unknown name, unsupported numbers, or a table that cannot run.
       OSError: the file cannot be read.
 
     >>> make_schedule("1f1b", stages=4, microbatches=8).num_ticks
@@ -100,7 +101,7 @@ def make_schedule(
 
 
 def forward_schedule(schedule: Schedule, num_microbatches: int) -> Schedule:
-    """A schedule over the same stages and chunks whose forwards run without a pause.
+    """Returns a schedule over the same stages and chunks whose forwards run without gaps.
 
     For evaluation, with any number of microbatches: see `build_forward`.
     """
@@ -147,7 +148,7 @@ def _make_named(
 
 
 def _split_name(source: str, chunks: int | None) -> tuple[str, int | None]:
-    """`interleaved(4)` says how many chunks; any name must be known."""
+    """Splits `interleaved(4)` into name and chunks; raises on unknown names."""
     name, match = source, _WITH_CHUNKS.fullmatch(source)
     if match is not None:
         name, written = match[1], int(match[2])
@@ -165,7 +166,7 @@ def _split_name(source: str, chunks: int | None) -> tuple[str, int | None]:
 
 
 def _check_numbers(name: str, stages: int, microbatches: int, chunks: int | None) -> int:
-    """The number of chunks, after refusing what `name` cannot do."""
+    """Returns the number of chunks; raises on numbers that `name` does not support."""
     own = {"interleaved": 2, "zb_v": 2}.get(name, 1)
     chunks = own if chunks is None else chunks
     for what, value in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
@@ -194,7 +195,7 @@ def _or(words: list[str]) -> str:
 
 
 def _fewer(name: str, stages: int, chunks: int) -> str:
-    """What makes a table small enough to be built."""
+    """Returns the remedy for a table that is too large to build."""
     group = stages if name == "interleaved" else 1
     most = MAX_OPERATIONS // (stages * chunks) // group * group
     if most:
@@ -224,7 +225,7 @@ def _check_interleaved(stages: int, microbatches: int, chunks: int) -> None:
 
 
 def assemble(name: str, ticks: Ticks, num_stages: int, placement: str = "loop") -> Schedule:
-    """The table in which every operation stands at its tick."""
+    """Builds the table from the tick of every operation."""
     cells: list[list[list[Operation]]] = [
         [[] for _ in range(num_stages)] for _ in range(1 + max(ticks.values()))
     ]
@@ -243,7 +244,7 @@ def assemble(name: str, ticks: Ticks, num_stages: int, placement: str = "loop") 
 
 
 def build_gpipe(num_stages: int, num_microbatches: int) -> Schedule:
-    """All forwards, then all backwards in the opposite order (arXiv:1811.06965).
+    """Builds GPipe: all forwards, then all backwards in the opposite order (arXiv:1811.06965).
 
     Bubble (p-1)/(m+p-1); every stage holds all m microbatches.
     """
@@ -257,10 +258,10 @@ def build_gpipe(num_stages: int, num_microbatches: int) -> Schedule:
 
 
 def build_1f1b(num_stages: int, num_microbatches: int) -> Schedule:
-    """One forward and one backward in every tick: the default.
+    """Builds 1F1B with one forward and one backward in every tick: the default.
 
-    The bubble is that of 1F1B (arXiv:2104.04473), (p-1)/(m+p-1), also where stages move in step;
-    stage s holds min(m, 2(p-1-s)+1) microbatches, however many there are.
+    The bubble is that of 1F1B (arXiv:2104.04473), (p-1)/(m+p-1), also with stages in lockstep;
+    stage s holds min(m, 2(p-1-s)+1) microbatches, for any m.
     """
     p, m = num_stages, num_microbatches
     ticks = {}
@@ -272,10 +273,10 @@ def build_1f1b(num_stages: int, num_microbatches: int) -> Schedule:
 
 
 def build_1f1b_classic(num_stages: int, num_microbatches: int) -> Schedule:
-    """1F1B as published (arXiv:2104.04473): one operation in a tick.
+    """Builds 1F1B as published (arXiv:2104.04473): one operation per tick.
 
     Stage s holds min(m, p-s) microbatches. The bubble is (p-1)/(m+p-1) only where stages do not
-    wait for each other; in step, half of all slots are empty.
+    wait for each other; in lockstep, half of all slots are empty.
     """
     p, m = num_stages, num_microbatches
     orders = []
@@ -288,7 +289,7 @@ def build_1f1b_classic(num_stages: int, num_microbatches: int) -> Schedule:
             order.append(("B", microbatch))
         orders.append(order)
     ticks: dict[tuple[str, int, int], int] = {}
-    # The table is read off by letting every stage go through its order as early as it can.
+    # The table follows from every stage running its order as early as possible.
     free = [0] * p
     while any(orders):
         for stage, order in enumerate(orders):
@@ -305,14 +306,14 @@ def build_1f1b_classic(num_stages: int, num_microbatches: int) -> Schedule:
 
 
 def _input_of(kind: str, stage: int, microbatch: int, p: int) -> tuple[str, int, int] | None:
-    """The operation of a neighbour (or of the last stage itself) that must come first."""
+    """Returns the operation of a neighbour (or of the last stage itself) that must come first."""
     if kind == "F":
         return ("F", stage - 1, microbatch) if stage else None
     return ("B", stage + 1, microbatch) if stage < p - 1 else ("F", stage, microbatch)
 
 
 def build_interleaved(num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
-    """1F1B with v chunks on each stage (arXiv:2104.04473, section 2.2).
+    """Builds 1F1B with v chunks on each stage (arXiv:2104.04473, section 2.2).
 
     Bubble (p-1)/(vm+p-1); stage s holds min(vm, 2(p-1-s)+(v-1)p+1) activations of a v-th of its
     layers. Microbatches go through in groups of p, so m must be a multiple of p.
@@ -332,11 +333,12 @@ def build_interleaved(num_stages: int, num_microbatches: int, num_chunks: int) -
 
 
 def build_zb_h1(num_stages: int, num_microbatches: int) -> Schedule:
-    """1F1B whose backward is split into B and W (ZB-H1, arXiv:2401.10241).
+    """Builds 1F1B whose backward is split into B and W (ZB-H1, arXiv:2401.10241).
 
-    Stage s delays its W by s ticks, so that all stages do W in the same m ticks. In step the bubble
-    is (p-1)(F+B)/(m(F+B+W)+(p-1)(F+B)); where stages do not wait for each other it is the paper's,
-    with (p-1)(F+B-W). Stage s holds min(m, 2p-1-s) microbatches: at most what `1f1b` holds.
+    Stage s delays its W by s ticks, so that all stages do W in the same m ticks. In lockstep the
+    bubble is (p-1)(F+B)/(m(F+B+W)+(p-1)(F+B)); where stages do not wait for each other it is the
+    paper's, with (p-1)(F+B-W). Stage s holds min(m, 2p-1-s) microbatches: at most what `1f1b`
+    holds.
     """
     p, m = num_stages, num_microbatches
     ticks = {}
@@ -349,13 +351,13 @@ def build_zb_h1(num_stages: int, num_microbatches: int) -> Schedule:
 
 
 def build_zb_v(num_stages: int, num_microbatches: int) -> Schedule:
-    """Split backward with the model folded over the stages like a V (arXiv:2405.15362).
+    """Builds a split-backward schedule with the model folded in a V over stages (arXiv:2405.15362).
 
-    A microbatch enters every second tick; the two chunks of a stage then never meet, because one is
-    an even and the other an odd number of stages from the input. All stages do W in the same 2m
-    ticks and hold the same number of activations, 3p-1 of half a stage. The bubble in step is that
-    of `zb_h1`, and no V has a smaller one: the last stage does 2m forwards, the first of which is
-    p-1 ticks from the input and the last of which is p-1 ticks from the end of the model.
+    A microbatch enters every second tick; the two chunks of a stage then never collide, because one
+    is an even and the other an odd number of stages from the input. All stages do W in the same 2m
+    ticks and hold the same number of activations, 3p-1 of half a stage. The bubble in lockstep is
+    that of `zb_h1`, and no V has a smaller one: the last stage does 2m forwards, the first of which
+    is p-1 ticks from the input and the last of which is p-1 ticks from the end of the model.
     """
     p, m = num_stages, num_microbatches
     ticks = {}
@@ -377,10 +379,10 @@ def build_zb_v(num_stages: int, num_microbatches: int) -> Schedule:
 def build_forward(
     num_stages: int, num_microbatches: int, num_chunks: int, placement: str
 ) -> Schedule:
-    """All forwards as early as they can be, for evaluation; backwards follow in mirror order.
+    """Builds all forwards as early as possible, for evaluation; backwards follow in mirror order.
 
-    In every tick a stage takes what is ready, first of the lowest group of p microbatches, then of
-    the lowest chunk, then of the lowest microbatch.
+    In every tick a stage takes a ready operation, first of the lowest group of p microbatches, then
+    of the lowest chunk, then of the lowest microbatch.
     """
     p, last = num_stages, num_stages * num_chunks - 1
     ready = {(0, microbatch) for microbatch in range(num_microbatches)}
@@ -405,7 +407,7 @@ def build_forward(
 
 
 def write_csv(schedule: Schedule, path: str | Path) -> Path:
-    """Writes what `read_csv` reads; returns the path."""
+    """Writes a file for `read_csv`; returns the path."""
     path = user_path(path)
     lines = [f"# name: {schedule.name}", f"# placement: {schedule.placement}"]
     lines.append(",".join(["tick", *(f"stage {stage}" for stage in range(schedule.num_stages))]))
@@ -419,7 +421,7 @@ def read_csv(path: str | Path) -> Schedule:
     """Reads and checks a table.
 
     Raises:
-      ScheduleError: the text names the file and, wherever one is to blame, the line.
+      ScheduleError: the text names the file and, if a line is wrong, the line.
     """
     path = user_path(path)
     try:
@@ -438,7 +440,7 @@ def read_csv(path: str | Path) -> Schedule:
     facts, lines = _split_facts(path, text)
     numbered = list(_read_rows(path, lines))
     if not numbered:
-        line = "0,F0,." if lines else "F0,."  # below a heading, or without one
+        line = "0,F0,." if lines else "F0,."  # after a heading, or without one
         raise ScheduleError(
             f"{path}: no ticks; write one line for each, with a cell for each stage, such as "
             f"{line} ({_EXAMPLE} writes a whole table)"
@@ -456,7 +458,7 @@ def read_csv(path: str | Path) -> Schedule:
 
 
 def _split_facts(path: Path, text: str) -> tuple[dict[str, str], list[tuple[int, str]]]:
-    """The `# key: value` lines, and the other lines that are not empty with their numbers."""
+    """Returns the `# key: value` lines, and the other non-empty lines with their numbers."""
     facts, lines = {}, []
     for number, line in enumerate(text.splitlines(), 1):
         key, colon, value = line.strip().removeprefix("#").partition(":")
@@ -473,7 +475,7 @@ def _split_facts(path: Path, text: str) -> tuple[dict[str, str], list[tuple[int,
 
 
 def _read_rows(path: Path, lines: list[tuple[int, str]]) -> Iterator[tuple[int, tuple]]:
-    """(line, cells) of each tick."""
+    """Yields (line, cells) of each tick."""
     has_ticks, num_cells = False, None
     for place, (number, line) in enumerate(lines):
         fields = [field.strip() for field in next(csv.reader([line]))]

@@ -1,9 +1,9 @@
-"""Executor tables of a schedule: integer columns, buffer slots and directions of messages.
+"""Lowers a schedule to executor tables: integer columns, buffer slots, message directions.
 
-A tick is, on every stage: the gradients that neighbours sent in the tick before are received; the F
-slot; the B slot; the W slot; the activations that were sent behind the F slot are received. (They
-may travel while B is computed.) Buffers have one slot more than is needed, the last one, for
-everything that an idle stage reads and writes.
+On every stage a tick has this order: receive the gradients that neighbours sent in the previous
+tick; the F slot; the B slot; the W slot; receive the activations that were sent after the F slot.
+(These may be in transit while B is computed.) Buffers have one spare slot, the last one, for all
+reads and writes of an idle stage.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _Item = tuple[int, int]
 
 
 class TickRun(NamedTuple):
-    """Ticks start to stop - 1, which one loop goes through with the same slots in its body.
+    """Ticks start to stop - 1, which one loop runs with the same slots in its body.
 
     forward, backward, weight: whether the body has the slot; embed, head: whether the first and
     the last virtual stage do F in it; embed_backward: whether the first does B; receives: (what,
@@ -48,24 +48,24 @@ class TickRun(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ExecutorTable:
-    """A schedule as numbers.
+    """A schedule as integer arrays.
 
     Attributes:
-      schedule: where it comes from.
-      stash: `residuals`, what the backward of a chunk needs is kept from F on; or `input`, only the
-        chunk's input is kept and F is computed again in B.
+      schedule: its source.
+      stash: `residuals`: the values for the backward of a chunk are kept from F on; or `input`:
+        only the chunk's input is kept and F is recomputed in B.
       columns: name -> int32 [ticks, stages]. For x in forward, backward, weight: `x_active` (0 or
         1), `x_microbatch`, `x_chunk` (0 where idle), `x_input`, `x_residual`, `x_gradient` (slots;
         the spare slot where idle or not used). `forward_first`, `forward_last`, `backward_first`: 1
-        where the first or last virtual stage works. The input of the first virtual stage is made
-        by the embedding; with stash `input` it is written to `forward_input`, elsewhere that slot
-        is read. `forward_gradient` is written by the head of the last virtual stage, all others
-        are read. `receive_activation_D` and `receive_gradient_D` for D in right, left, local: the
-        slot into which what comes travelling to the right (from stage s - 1, round the ring), to
-        the left, or from the stage itself is put in this tick.
+        where the first or last virtual stage works. The embedding makes the input of the first
+        virtual stage; with stash `input` it is written to `forward_input`, for other stages that
+        slot is read. `forward_gradient` is written by the head of the last virtual stage; all other
+        gradients are read. `receive_activation_D` and `receive_gradient_D` for D in right, left,
+        local: the slot for a value received in this tick that moves to the right (from stage s - 1,
+        around the ring), to the left, or from the stage itself.
       num_inputs, num_gradients, num_residuals: slots of each buffer without the spare one, which
-        has this number. Residuals are 0 with stash `input`.
-      runs: the ticks, cut where the slots in use change.
+        has this number as its index. Residuals are 0 with stash `input`.
+      runs: the ticks, cut where the used slots change.
     """
 
     schedule: Schedule
@@ -83,7 +83,7 @@ class ExecutorTable:
 
     @property
     def wraps(self) -> bool:
-        """Whether something travels between the last and the first stage."""
+        """Whether anything is sent between the last and the first stage."""
         chunks, placement = self.schedule.num_chunks, self.schedule.placement
         return placement == "loop" and chunks > 1 and self.schedule.num_stages > 1
 
@@ -91,13 +91,13 @@ class ExecutorTable:
 def lower(
     schedule: Schedule, *, stash: str = "residuals", max_runs: int | None = 8
 ) -> ExecutorTable:
-    """Turns a schedule into what the executor reads.
+    """Converts a schedule into the executor's table.
 
     Args:
       schedule: any table; it is checked.
       stash: `residuals` or `input`.
-      max_runs: most runs, each of which is compiled by itself. Where the table changes its slots
-        more often, neighbouring runs are joined and work in masked slots; None joins nothing.
+      max_runs: maximum number of runs, each of which is compiled separately. If the table changes
+        its slots more often, neighbouring runs are joined and use masked slots; None joins none.
 
     Raises:
       ScheduleError: the table cannot run, or stash or max_runs is unknown.
@@ -138,7 +138,7 @@ def _moment(tick: int, phase: int) -> int:
 
 
 def _lifetimes(schedule: Schedule, stash: str) -> dict[str, list[list[tuple[int, int, _Item]]]]:
-    """Buffer -> for each stage (first write, last read, item) of everything it keeps."""
+    """Returns {buffer: for each stage (first write, last read, item) of all its items}."""
     lives: dict[str, list[list[tuple[int, int, _Item]]]] = {
         buffer: [[] for _ in range(schedule.num_stages)]
         for buffer in ("input", "gradient", "residual")
@@ -175,10 +175,10 @@ def _lifetimes(schedule: Schedule, stash: str) -> dict[str, list[list[tuple[int,
 
 
 def _allocate(intervals: list[tuple[int, int, _Item]]) -> tuple[dict[_Item, int], int]:
-    """A slot for each item, none shared by two that live at the same time, and the number used.
+    """Returns a slot for each item, unshared while items are alive, and the number of slots.
 
-    In the order of first writes each item takes the lowest slot that is free. The number of slots
-    is then the largest number of items alive at one moment, which is the least possible.
+    In the order of first writes each item takes the lowest free slot. The number of slots is then
+    the largest number of items alive at one moment, which is the minimum.
     """
     free: list[int] = []
     busy: list[tuple[int, int]] = []
@@ -200,7 +200,7 @@ _SLOTS = {"F": "forward", "B": "backward", "W": "weight"}
 
 
 def _empty_columns(schedule: Schedule, sizes: dict[str, int]) -> dict[str, np.ndarray]:
-    """All columns, idle everywhere."""
+    """Returns all columns, idle everywhere."""
     spare = {"forward_first": 0, "forward_last": 0, "backward_first": 0}
     for slot in _SLOTS.values():
         spare |= {f"{slot}_active": 0, f"{slot}_microbatch": 0, f"{slot}_chunk": 0}
@@ -234,7 +234,7 @@ def _write_operation(
         columns["backward_first"][place] = is_first
     for buffer, found in slots.items():
         if buffer == "input" and kind != "F" and stash != "input":
-            continue  # the input has been given up by then
+            continue  # the input is freed by then
         if buffer == "gradient" and kind == "F" and not is_last:
             continue
         if item in found:
@@ -247,7 +247,7 @@ def _write_message(
     event: Event,
     slots: dict[str, dict[_Item, int]],
 ) -> None:
-    """Where the neighbour puts what this operation sends."""
+    """Writes the slot in which the neighbour stores this operation's message."""
     kind, microbatch, chunk = event.operation
     step = {"F": 1, "B": -1, "W": 0}[kind]
     target = event.virtual_stage + step
@@ -257,8 +257,8 @@ def _write_message(
     if stage == event.stage:
         direction = "local"
     else:
-        # In a loop activations always go to the right, gradients to the left; in a V the second
-        # chunk turns them round. With two stages both are the same neighbour: keep them apart.
+        # In a loop activations always move right and gradients left; in a V the second
+        # chunk reverses both. With two stages both are the same neighbour: keep them apart.
         goes_right = (kind == "F") != (schedule.placement == "v" and chunk == 1)
         direction = "right" if goes_right else "left"
     item = target, microbatch
@@ -269,7 +269,7 @@ def _write_message(
 
 
 def _cut(columns: dict[str, np.ndarray], sizes: dict[str, int]) -> list[TickRun]:
-    """The longest runs in which every tick uses the same slots."""
+    """Returns the longest runs in which every tick uses the same slots."""
     used = np.stack([columns[f"{slot}_active"].any(axis=1) for slot in _SLOTS.values()], axis=1)
     changes = np.flatnonzero((used[1:] != used[:-1]).any(axis=1)) + 1
     borders = [0, *changes.tolist(), len(used)]
@@ -293,7 +293,7 @@ def _cut(columns: dict[str, np.ndarray], sizes: dict[str, int]) -> list[TickRun]
 
 
 def _join(runs: list[TickRun], max_runs: int) -> list[TickRun]:
-    """Neighbours become one, those first that gain the fewest masked slots."""
+    """Joins neighbouring runs, first those that add the fewest masked slots."""
     runs = list(runs)
     while len(runs) > max_runs:
         place = min(range(len(runs) - 1), key=lambda i: _masked(runs[i], runs[i + 1]))
@@ -316,6 +316,6 @@ def _merge(left: TickRun, right: TickRun) -> TickRun:
 
 
 def _masked(left: TickRun, right: TickRun) -> int:
-    """Slots times ticks that would be computed for nothing if the two were one."""
+    """Returns the masked slots times ticks if the two runs were joined."""
     merged = sum(_merge(left, right)[2:5])
     return sum((run.stop - run.start) * (merged - sum(run[2:5])) for run in (left, right))

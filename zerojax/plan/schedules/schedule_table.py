@@ -1,4 +1,4 @@
-"""Schedule tables: operations in ticks x stages, and their validation.
+"""Defines schedule tables, operations in ticks x stages, and validates them.
 
 A table that passes `check_schedule` has every operation once, in slots that exist, after its
 dependencies, and within the memory of its buffers.
@@ -18,9 +18,9 @@ _OPERATION = re.compile(r"([FBW])(\d{1,9})(?:\.(\d{1,9}))?")
 
 
 class ScheduleError(ValueError):
-    """A schedule that cannot be built, read or run; the text says where and what to do.
+    """Error for a schedule that cannot be built, read or run; names the place and the remedy.
 
-    tick is that of the broken rule, None where the whole table is meant.
+    tick is that of the broken rule, None for the whole table.
     """
 
     def __init__(self, text: str, *, tick: int | None = None):
@@ -29,11 +29,11 @@ class ScheduleError(ValueError):
 
 
 class Operation(NamedTuple):
-    """One piece of work of one stage on one microbatch.
+    """One operation of one stage on one microbatch.
 
     kind: F (forward), B (backward; where the table has W, only the gradient of the input) or W (the
-    gradient of the weights). microbatch and chunk count from 0; a stage that holds several pieces
-    of the model names them by chunk.
+    gradient of the weights). microbatch and chunk count from 0; chunk numbers the pieces of the
+    model on one stage.
     """
 
     kind: str
@@ -48,7 +48,7 @@ Cell = tuple[Operation, ...]
 
 
 class Event(NamedTuple):
-    """One operation of a table and where it stands."""
+    """One operation of a table and its place."""
 
     tick: int
     stage: int
@@ -57,14 +57,14 @@ class Event(NamedTuple):
 
 
 def parse_cell(text: str) -> Cell:
-    """The operations of a cell.
+    """Returns the operations of a cell.
 
     Args:
-      text: such as `F4`, `F4+B0` or `F4.1+B0.1+W0`; empty or `.` is idle. The number behind the
+      text: such as `F4`, `F4+B0` or `F4.1+B0.1+W0`; empty or `.` is idle. The number after the
         point is the chunk.
 
     Raises:
-      ScheduleError: something in it is not an operation.
+      ScheduleError: a part is not an operation.
 
     >>> parse_cell("F4+B0.1")
     (Operation(kind='F', microbatch=4, chunk=0), Operation(kind='B', microbatch=0, chunk=1))
@@ -86,15 +86,15 @@ def parse_cell(text: str) -> Cell:
 
 
 def format_cell(cell: Cell) -> str:
-    """The text that `parse_cell` reads; `.` for an idle cell."""
+    """Returns the text that `parse_cell` reads; `.` for an idle cell."""
     return "+".join(map(str, cell)) or "."
 
 
 def virtual_stage(placement: str, num_stages: int, stage: int, chunk: int) -> int:
-    """Which part of the model, counted from the input, is this chunk of this stage.
+    """Returns the number, from the model's input, of this chunk of this stage.
 
-    `loop` deals the parts out round and round; `v` goes down the stages with chunk 0 and comes
-    back up with chunk 1, so that stage 0 holds both the first and the last part.
+    `loop` distributes the parts round-robin; `v` goes down the stages with chunk 0 and comes back
+    up with chunk 1, so that stage 0 holds both the first and the last part.
     """
     if placement == "v":
         return stage if chunk == 0 else 2 * num_stages - 1 - stage
@@ -102,7 +102,7 @@ def virtual_stage(placement: str, num_stages: int, stage: int, chunk: int) -> in
 
 
 def locate(placement: str, num_stages: int, virtual: int) -> tuple[int, int]:
-    """(stage, chunk) of a virtual stage; the inverse of `virtual_stage`."""
+    """Returns (stage, chunk) of a virtual stage; the inverse of `virtual_stage`."""
     if placement == "v":
         return (virtual, 0) if virtual < num_stages else (2 * num_stages - 1 - virtual, 1)
     return virtual % num_stages, virtual // num_stages
@@ -110,12 +110,12 @@ def locate(placement: str, num_stages: int, virtual: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A table of cells, `table[tick][stage]`, and where the chunks lie.
+    """A table of cells, `table[tick][stage]`, and the placement of its chunks.
 
-    A tick has three slots, and every stage goes through them in step with the others: F, then B,
-    then W. A cell holds at most one operation for each slot. What F or B sends leaves in the same
-    tick and may be used one tick later; the last virtual stage turns its activation into a gradient
-    inside its F slot, so that its B may follow in the same tick.
+    A tick has three slots, and all stages run them in lockstep: F, then B, then W. A cell holds at
+    most one operation for each slot. The result of F or B is sent in the same tick and may be used
+    one tick later; the last virtual stage turns its activation into a gradient inside its F slot,
+    so that its B may follow in the same tick.
 
     Nothing is checked here; `check_schedule` does.
     """
@@ -128,10 +128,10 @@ class Schedule:
     def from_cells(
         cls, name: str, rows: Sequence[Sequence[str]], *, placement: str = "loop"
     ) -> Schedule:
-        """A user's own table, written down.
+        """Makes a schedule from the text of a user's own table.
 
         Args:
-          name: how it is called in plans and pictures.
+          name: its name in plans and pictures.
           rows: one sequence per tick, one text per stage, as `parse_cell` reads them.
           placement: `loop` or `v`, see `virtual_stage`.
 
@@ -151,7 +151,7 @@ class Schedule:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Schedule:
-        """A schedule of which only its fields are left, as JSON keeps them.
+        """Makes a schedule from its fields, as stored in JSON.
 
         Args:
           fields: `name`, `table` and `placement`; each operation a list of kind, microbatch, chunk.
@@ -194,24 +194,24 @@ class Schedule:
 
     @property
     def num_virtual_stages(self) -> int:
-        """In how many parts the model is cut."""
+        """Number of parts of the model."""
         return self.num_stages * self.num_chunks
 
     @cached_property
     def splits_backward(self) -> bool:
-        """Whether the gradient of the weights is an operation (W) of its own."""
+        """Whether the gradient of the weights is a separate operation (W)."""
         return any(event.operation.kind == "W" for event in self.events())
 
     @cached_property
     def tick_of(self) -> dict[tuple[str, int, int], int]:
-        """(kind, virtual stage, microbatch) -> tick."""
+        """{(kind, virtual stage, microbatch): tick}."""
         return {
             (event.operation.kind, event.virtual_stage, event.operation.microbatch): event.tick
             for event in self.events()
         }
 
     def events(self) -> Iterator[Event]:
-        """Every operation, in the order of ticks, and within a tick of slots, then stages."""
+        """Yields every operation in the order of ticks, and within a tick of slots, then stages."""
         for tick, row in enumerate(self.table):
             for kind in KINDS:
                 for stage, cell in enumerate(row):
@@ -223,7 +223,7 @@ class Schedule:
                             yield Event(tick, stage, virtual, operation)
 
     def locate(self, virtual: int) -> tuple[int, int]:
-        """(stage, chunk) of a virtual stage."""
+        """Returns (stage, chunk) of a virtual stage."""
         return locate(self.placement, self.num_stages, virtual)
 
 
@@ -232,11 +232,11 @@ def check_schedule(schedule: Schedule, *, max_in_flight: int | None = None) -> S
 
     Args:
       schedule: any table.
-      max_in_flight: most activations (one microbatch in one chunk) that a stage may hold at a
-        time; None is not a limit.
+      max_in_flight: maximum activations (one microbatch in one chunk) on a stage at a time; None:
+        no limit.
 
     Raises:
-      ScheduleError: the first rule that is broken: which tick, stage and operation, and the remedy.
+      ScheduleError: the first broken rule, with tick, stage, operation and the remedy.
     """
     _check_shape(schedule)
     _check_cells(schedule)
@@ -249,10 +249,10 @@ def check_schedule(schedule: Schedule, *, max_in_flight: int | None = None) -> S
 
 
 def count_in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """Most activations that each stage holds at a time.
+    """Returns the maximum number of activations that each stage holds at a time.
 
-    One activation is what one microbatch leaves behind in one chunk. It is held from its F up to
-    its B, or up to its W where the table has W, both included.
+    One activation is the data that one microbatch leaves in one chunk. It is held from its F to its
+    B, or to its W where the table has W, both included.
 
     Returns:
       One number for each stage; divided by `num_chunks` it is in microbatches of a whole stage.
@@ -363,7 +363,7 @@ def _join(words: Sequence[str]) -> str:
 
 
 def _check_dependencies(schedule: Schedule, event: Event) -> None:
-    """An operation comes after what it needs: one tick after a neighbour, or in a later slot."""
+    """Raises if an operation precedes its input: one tick after a neighbour's, or a later slot."""
     kind, microbatch = event.operation.kind, event.operation.microbatch
     virtual = event.virtual_stage
     if kind == "F" and virtual > 0:

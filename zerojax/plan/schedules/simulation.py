@@ -1,4 +1,4 @@
-"""Simulation of a schedule: time, bubble, activations in flight and messages."""
+"""Simulates a schedule: time, bubble, activations in flight and messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zerojax.plan.schedules.schedule_table import (
 class Costs:
     """Time of one microbatch in one whole stage, in any unit.
 
-    A table without W does B and W in one operation, which costs the sum; a chunk costs its part.
+    A table without W does B and W in one operation, which costs the sum; a chunk costs its share.
     """
 
     forward: float = 1.0
@@ -32,10 +32,10 @@ class Costs:
             if not (math.isfinite(value) and value >= 0):
                 raise ScheduleError(f"cost {name}={value} must be a number from 0; use 1,1,1")
         if self.forward + self.backward + self.weight == 0:
-            raise ScheduleError("costs 0,0,0 leave nothing to simulate; use 1,1,1")
+            raise ScheduleError("costs 0,0,0 make every operation free; use 1,1,1")
 
     def of(self, schedule: Schedule) -> dict[str, float]:
-        """Kind of operation -> its time in this table, one chunk."""
+        """Returns {kind of operation: its time in this table, one chunk}."""
         split = schedule.splits_backward
         whole = {
             "F": self.forward,
@@ -47,25 +47,25 @@ class Costs:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What became of a table under given costs. Times have the unit of the costs."""
+    """Simulated results of a table with given costs. Times have the unit of the costs."""
 
     num_ticks: int
     time: float
-    """With all stages in step: a slot that any stage uses takes its time on every stage."""
+    """Time in lockstep: a slot that any stage uses takes its time on every stage."""
     bubble: float
-    """1 - work / time, in step; work is what a stage computes, the same for all stages."""
+    """1 - work / time, in lockstep; work is the computation of a stage, equal for all stages."""
     asynchronous_time: float
-    """Where every stage starts an operation of its column as soon as its input is there."""
+    """Time if every stage starts an operation of its column as soon as its input arrives."""
     asynchronous_bubble: float
     """1 - work / asynchronous_time: what the papers count."""
     in_flight: tuple[int, ...]
     """Per stage, see `count_in_flight`."""
     num_messages: int
-    """Activations and gradients that travel between different stages."""
+    """Activations and gradients sent between different stages."""
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
-    """Runs a table in thought.
+    """Simulates a table.
 
     Raises:
       ScheduleError: it cannot run, see `check_schedule`.
@@ -92,7 +92,7 @@ def _idle_share(work: float, time: float) -> float:
 
 
 def used_slots(schedule: Schedule) -> list[tuple[str, ...]]:
-    """For each tick, the kinds that at least one stage does."""
+    """Returns for each tick the kinds of operations that at least one stage does."""
     return [
         tuple(
             kind
@@ -104,7 +104,7 @@ def used_slots(schedule: Schedule) -> list[tuple[str, ...]]:
 
 
 def tick_starts(schedule: Schedule, costs: Costs) -> list[float]:
-    """When each tick begins with all stages in step, and behind them when the last one ends."""
+    """Returns the start of each tick with all stages in lockstep, then the end of the last one."""
     times, starts = costs.of(schedule), [0.0]
     for kinds in used_slots(schedule):
         starts.append(starts[-1] + sum(times[kind] for kind in kinds))
@@ -112,7 +112,7 @@ def tick_starts(schedule: Schedule, costs: Costs) -> list[float]:
 
 
 def _run_without_waiting(schedule: Schedule, times: dict[str, float]) -> float:
-    """The end of the last operation if a stage waits for nothing but its inputs."""
+    """Returns the end of the last operation if stages wait only for their inputs."""
     ends: dict[tuple[str, int, int], float] = {}
     free = [0.0] * schedule.num_stages
     # In the order of ticks and slots every input is computed before it is needed.
@@ -134,12 +134,12 @@ def _count_messages(schedule: Schedule) -> int:
 def bubble_formula(
     name: str, *, stages: int, microbatches: int, chunks: int = 1, costs: Costs | None = None
 ) -> float:
-    """Share of the time in which a stage idles, all stages in step.
+    """Returns the share of idle time of a stage, with all stages in lockstep.
 
     With p stages, m microbatches and v chunks, gpipe (arXiv:1811.06965), 1f1b and interleaved
-    (arXiv:2104.04473): (p-1)/(vm+p-1), whatever the costs. 1f1b_classic has no formula in step:
-    half of its slots are empty. zb_h1 and zb_v: all stages do W at the same time, so that only F
-    and B leave a bubble.
+    (arXiv:2104.04473): (p-1)/(vm+p-1), for any costs. 1f1b_classic has no formula in lockstep: half
+    of its slots are empty. zb_h1 and zb_v: all stages do W at the same time, so only F and B leave
+    a bubble.
     """
     costs = costs or Costs()
     p, m = stages, microbatches
