@@ -255,7 +255,9 @@ def test_what_is_left_and_what_is_said(theirs, tmp_path):
     assert none is None
     assert said is not None
     assert said.endswith("they do not come from a Hugging Face folder")
-    with pytest.raises(ValueError, match=r"frozen=source: they do not come from a.*folder.*frozen=saved"):
+    with pytest.raises(
+        ValueError, match=r"frozen=source: they do not come from a.*folder.*frozen=saved"
+    ):
         base_of(in_memory, "source")
     assert base_of(lora_plan(theirs, devices=1, freeze=())) == (None, None)
     tensors = {name: x for name, x in tensors_of("llama").items() if name != "lm_head.weight"}
@@ -402,7 +404,9 @@ def test_runs_go_on_and_are_exported_as_from_whole_checkpoints(theirs, tmp_path,
 
 @pytest.mark.thorough
 def test_a_run_that_cannot_read_them_again_says_so_before_it_begins(theirs, tmp_path):
-    with pytest.raises(ValueError, match=r"checkpoint.frozen=source: they do not come from a Hugging Face folder"):
+    with pytest.raises(
+        ValueError, match=r"checkpoint.frozen=source: they do not come from a Hugging Face folder"
+    ):
         zerojax.train(
             zerojax.from_hugging_face(theirs).to_model(),
             {"data": 8},

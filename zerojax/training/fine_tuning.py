@@ -292,7 +292,7 @@ def _check_their_keys(config: RunConfig, choices: Sequence[ChosenSetting]) -> No
         ("run_dir", config.run_dir, "--out"),
     ):
         if found != said[key]:
-            raise ValueError(f"{key}={found} is set by {by} ({said[key]}); leave {key} out")
+            raise ValueError(f"{key}={found}: {by} sets it already ({said[key]}); leave {key} out")
 
 
 @contextlib.contextmanager
