@@ -70,7 +70,7 @@ def format_number(value: float | None) -> str:
 
 
 def _fixed(value: float, digits: int) -> str:
-    """Formats with a fixed number of decimals, so that columns align, unless very small or large."""
+    """Formats with fixed decimals, so that columns align, unless very small or large."""
     usual = value == 0 or 10.0**-digits <= abs(value) < 1e5
     return f"{value:.{digits}f}" if usual else format_number(value)
 
