@@ -231,7 +231,7 @@ def test_a_folder_that_changes_under_way_makes_checkpoints_whole(theirs, tmp_pat
         restored, again = restore_state(checkpointer, plan)
         assert restored.step == 3
         same_bits(again, state)
-        with pytest.raises(CheckpointError, match=r"where model.safetensors is missing; put back"):
+        with pytest.raises(CheckpointError, match=r"where model.safetensors is missing; put "):
             checkpointer.check_step(1)
 
 
@@ -243,8 +243,8 @@ def test_what_is_left_and_what_is_said(theirs, tmp_path):
     assert base.folder == theirs
     assert set(base.files) == {FILE}
     assert said == (
-        f"checkpoints leave {size} of frozen weights in {theirs}, which has to stay as it is "
-        "(checkpoint.frozen=saved: they hold all weights)"
+        f"checkpoints leave {size} of frozen weights in {theirs}, which must not change "
+        "(checkpoint.frozen=saved: checkpoints hold all weights)"
     )
     kept = base_of(plan, "saved")
     assert kept == (None, f"checkpoints hold frozen weights ({size}): checkpoint.frozen=saved")
@@ -254,8 +254,10 @@ def test_what_is_left_and_what_is_said(theirs, tmp_path):
     none, said = base_of(in_memory)
     assert none is None
     assert said is not None
-    assert said.endswith("they come from no folder of Hugging Face")
-    with pytest.raises(ValueError, match=r"frozen=source: they come from no folder.*frozen=saved"):
+    assert said.endswith("they do not come from a Hugging Face folder")
+    with pytest.raises(
+        ValueError, match=r"frozen=source: they do not come from a.*folder.*frozen=saved"
+    ):
         base_of(in_memory, "source")
     assert base_of(lora_plan(theirs, devices=1, freeze=())) == (None, None)
     tensors = {name: x for name, x in tensors_of("llama").items() if name != "lm_head.weight"}
@@ -268,7 +270,7 @@ def test_what_is_left_and_what_is_said(theirs, tmp_path):
     files, said = base_of(lora_plan(theirs, devices=1, offload=durable))
     assert files is None
     assert said is not None
-    assert said.endswith("a run with offload.durable may go on from its own files")
+    assert said.endswith("a run with offload.durable may resume from its own files")
 
 
 def test_only_what_a_state_has_from_the_folder_stays_there():
@@ -394,15 +396,17 @@ def test_runs_go_on_and_are_exported_as_from_whole_checkpoints(theirs, tmp_path,
     train(there, runs[1], 6, {"data": 8, "zero": 3}, "auto")
     assert read_metadata(runs[1] / "checkpoints" / "6").base == {}
     said = " ".join(capsys.readouterr().out.split())
-    assert "step 4 holds frozen weights, and so will the steps that follow" in said
-    assert f"of frozen weights in {there}, which has to stay as it is" in said
+    assert "step 4 holds frozen weights, and later steps will, too" in said
+    assert f"of frozen weights in {there}, which must not change" in said
     assert "checkpoints hold frozen weights (261.5 KiB): checkpoint.frozen=saved" in said
     assert not list((tmp_path / "auto" / "checkpoints").glob("*.damaged"))
 
 
 @pytest.mark.thorough
 def test_a_run_that_cannot_read_them_again_says_so_before_it_begins(theirs, tmp_path):
-    with pytest.raises(ValueError, match=r"checkpoint.frozen=source: they come from no folder"):
+    with pytest.raises(
+        ValueError, match=r"checkpoint.frozen=source: they do not come from a Hugging Face folder"
+    ):
         zerojax.train(
             zerojax.from_hugging_face(theirs).to_model(),
             {"data": 8},

@@ -236,7 +236,7 @@ def test_a_run_that_is_complete_says_so_in_one_line(tmp_path, capsys):
     capsys.readouterr()
     assert train(tmp_path, callbacks=[], steps=2).num_steps == 4
     out = capsys.readouterr().out
-    assert out.count("nothing to train: the run is at step 4 of 2; raise steps= to go on") == 1
+    assert out.count("nothing to train: the run is at step 4 of 2; raise steps=") == 1
     assert "resuming" not in out
     assert "4/2" not in out
 

@@ -108,4 +108,4 @@ def test_a_callback_that_reads_arrays_of_an_earlier_state_is_told_to_copy_them()
 
     with pytest.raises(RuntimeError, match="deleted") as caught:
         train(steps=4, callbacks=[callback], log=zerojax.LogConfig(every=1))
-    assert "Keep a copy, jax.device_get(trainer.state['params'])" in "".join(caught.value.__notes__)
+    assert "jax.device_get(trainer.state['params'])" in "".join(caught.value.__notes__)

@@ -135,7 +135,7 @@ def test_the_file_gives_reasons_and_says_the_same_as_the_words(model, chats, tmp
     assert f"then: zerojax train {file}\n" in text
     # 76 of 80 texts train, of at most 93 tokens, in rows of 128.
     assert config.data.seq_len == 128
-    assert "seq_len: 128  # the longest chat has 93, the model holds 128\n" in text
+    assert "seq_len: 128  # the longest chat has 93, the model's context 128\n" in text
     rows = int(text.split("rows, of ")[1].split()[0])
     assert config.global_batch_size == 16
     assert config.steps == -(-2 * rows // 16)
@@ -143,7 +143,7 @@ def test_the_file_gives_reasons_and_says_the_same_as_the_words(model, chats, tmp
     assert plan.abstract_batch["weights"].shape == (16, 128)
     assert "watch" not in text, "what was not chosen stays out of it"
     capsys.readouterr()
-    assert f"{file} is there already: go on with `zerojax train" in fails(capsys, *words)
+    assert f"{file} exists already: continue with `zerojax train" in fails(capsys, *words)
     assert file.read_text() == text
 
 
@@ -209,10 +209,10 @@ ASK, TELL = {"role": "user", "content": "Who?"}, {"role": "assistant", "content"
             short_context,
             None,
             (),
-            r"text \d+ of .*chats.jsonl has 93 tokens, and .*/model holds 80 .*long_texts=split",
+            r"text \d+ of .*chats.jsonl has 93 tokens, but .*/model is 80 .*long_texts=split",
         ),
         (None, None, ("seq_len=64",), "longer than a row of seq_len=64 .* raise seq_len to 93"),
-        (None, None, ("seq_len=256",), "seq_len=256 is above the 128 tokens .* to at most 128"),
+        (None, None, ("seq_len=256",), "seq_len=256 is above .* 128 tokens .* to at most 128"),
         (None, [{"text": "a book"}], (), r"chats.jsonl:1: it has the keys \['text'\]"),
         (None, ["no JSON"], (), "chats.jsonl:1: 'no JSON' is not an object"),
         (None, [], (), "has no rows; pass at least one chat"),
@@ -233,10 +233,10 @@ ASK, TELL = {"role": "user", "content": "Who?"}, {"role": "assistant", "content"
             None,
             None,
             ("model.pretrained=else",),
-            "pretrained=else is said by FOLDER .*leave model.pretrained out",
+            "pretrained=else: FOLDER sets it.*leave model.pretrained out",
         ),
-        (None, None, ("run_dir=else",), "run_dir=else is said by --out .*; leave run_dir out"),
-        (None, None, ("data.path=else",), "data.path=else is said by DATA .*; leave data.path out"),
+        (None, None, ("run_dir=else",), "run_dir=else: --out sets it.*; leave run_dir out"),
+        (None, None, ("data.path=else",), "data.path=else: DATA sets it.*; leave data.path out"),
         (
             None,
             None,
@@ -322,14 +322,14 @@ def test_masks_of_prepared_chats_are_looked_at(model, tmp_path, capsys, monkeypa
     assert f"none of its {count} targets is part of an answer" in told
     assert "--template FILE" in told
     assert main([*words, str(tmp_path / "ones"), "seq_len=16"]) == 0
-    note = f"every one of the {count} targets is asked for, those of questions too"
+    note = f"all {count} targets are trained on"
     assert note in capsys.readouterr().out
     (run / "run.yaml").unlink()
     told = fails(capsys, *words, str(tmp_path / "ones"), "--bad", "skip")
-    assert "--bad skip says how chats are prepared" in told
+    assert "--bad skip is an option for preparing chats" in told
     assert "ones is prepared already; leave the option out" in told
     assert main([*words, str(tmp_path / "all_but_one"), "seq_len=16"]) == 0
-    assert "is asked for" not in capsys.readouterr().out
+    assert "are trained on" not in capsys.readouterr().out
 
 
 def test_data_of_other_kinds_are_refused(model, tmp_path, capsys):
@@ -339,7 +339,7 @@ def test_data_of_other_kinds_are_refused(model, tmp_path, capsys):
     assert main(["data", "prepare", str(tmp_path / "book.txt"), str(tmp_path / "tokens")]) == 0
     capsys.readouterr()
     told = fails(capsys, *words, str(tmp_path / "tokens"))
-    assert "holds tokens of plain text, in which nothing is marked as an answer; give chats" in told
+    assert "holds tokens of plain text, without marked answers; give chats" in told
     assert "no/such" in fails(capsys, *words, "no/such")
     other = write_chat_model(tmp_path / "other")
     content = json.loads((other / "tokenizer.json").read_text())
@@ -358,7 +358,7 @@ def test_a_model_that_continues_no_text_is_refused(tmp_path, capsys):
     folder = write_folder(tmp_path / "model", "llama", tensors=tensors)
     (folder / "config.json").write_text(json.dumps(case["config"]))
     told = fails(capsys, "finetune", str(folder), str(chat_file(tmp_path / "c.jsonl")))
-    assert "is a t5, which continues no text" in told
+    assert "is a t5, which does not generate text" in told
 
 
 def test_one_of_several_processes_is_told_how(model, chats, capsys, monkeypatch):

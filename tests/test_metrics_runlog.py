@@ -297,7 +297,8 @@ def test_a_full_disk_ends_the_file_and_not_the_run(tmp_path, monkeypatch):
     run.log.close()
     warnings = [line for line in run.lines() if line.startswith("warning")]
     assert warnings == [
-        "warning: cannot write metrics.jsonl (No space left on device); training goes on without it"
+        "warning: cannot write metrics.jsonl (No space left on device); "
+        "training continues without it"
     ]
     assert run.lines()[-1].startswith("step   3/100")
 

@@ -437,7 +437,7 @@ def test_a_rolled_model_goes_on_rolled_with_the_same_bits_and_as_a_list_with_new
     listed = test_rolled_training.plan_of({**mesh, "roll": "off"}, optimizer=optimizer)
     state, said = restore(tmp_path, listed)
     assert len(said) == 2
-    assert "they begin as the ratios of the next step" in said[1]
+    assert "as the ratios of the next step" in said[1]
     state, found = goes_on(listed, state, 2)
     assert all(float(x) > 0 for x in kept_of(listed, state)[0][COEFFICIENTS].values())
     assert found < losses[2]
@@ -465,7 +465,7 @@ def test_on_other_devices_ratios_go_on_and_what_was_left_out_begins_at_zero(chan
     plan = planned(**change)
     state, said = restore(tmp_path, plan)
     assert len(said) == 1
-    assert "it begins at zero here" in said[0]
+    assert "at zero here" in said[0]
     begun = build_step(plan).begin(state)
     (of_all, of_devices), (old, _) = kept_of(plan, begun), kept_of(found.plan, found.state)
     same(of_all, old)

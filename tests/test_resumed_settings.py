@@ -38,7 +38,7 @@ def resume(folder, first, second, capsys, steps=4):
             checkpoint=folder,
         )
     lines = capsys.readouterr().out.splitlines()
-    words = "goes on as saved", "would have been"
+    words = "of the checkpoint is used", "would have been"
     return [line for line in lines if any(word in line for word in words)], trainer
 
 
@@ -48,7 +48,7 @@ def test_the_saved_value_of_an_injected_setting_counts_and_is_said(tmp_path, cap
     around = (lambda tx: optax.chain(optax.clip(1.0), tx)) if wrapped else (lambda tx: tx)
     first, second = around(injected(0.1, 0.5)), around(injected(0.01, 0.5))
     (line,), trainer = resume(tmp_path, first, second, capsys)
-    assert "learning_rate=0.1 goes on as saved, and not 0.01 of this call" in line
+    assert "learning_rate=0.1 of the checkpoint is used, not 0.01 of this call" in line
     assert "trainer.state['opt_state']" in line
     state = trainer.state["opt_state"][1] if wrapped else trainer.state["opt_state"]
     np.testing.assert_allclose(state.hyperparams["learning_rate"], 0.1)
@@ -58,8 +58,8 @@ def test_the_saved_value_of_an_injected_setting_counts_and_is_said(tmp_path, cap
 @pytest.mark.parametrize(
     ("first", "second", "said"),
     [
-        (cosine(100), cosine(10), "is 0.09045, and would have been 0.0999"),
-        (None, None, "(steps=2 there, steps=4 here): the schedule of this call counts"),
+        (cosine(100), cosine(10), "is 0.09045; in the saved run it would have been 0.0999"),
+        (None, None, "(steps=2 there, steps=4 here): the schedule of this call is used"),
         (cosine(100), cosine(100), None),
         (injected(0.1), injected(0.1), None),
         (

@@ -104,7 +104,7 @@ def test_a_device_that_is_lost_ends_the_start_and_the_next_one_leaves_the_kernel
             return super().__call__()
 
     other = Runs(clock, 0.5, result=RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS"))
-    with pytest.raises(RuntimeError, match=r"can use its device no more; start again: what fail"):
+    with pytest.raises(RuntimeError, match=r"no longer use its device; start again: the failed"):
         asked(clock, kept, other, reference=Lost(clock, 1.0))
     fresh = Runs(clock, 0.5)
     assert asked(clock, kept, fresh).choice == "xla"

@@ -213,7 +213,7 @@ def test_a_device_that_is_lost_while_it_is_timed_ends_the_start(
     clock: Clock, kept: KeptChoices
 ) -> None:
     lost = Fails(clock, 4)  # checked once, and three rounds
-    with pytest.raises(RuntimeError, match="can use its device no more; start again"):
+    with pytest.raises(RuntimeError, match="no longer use its device; start again"):
         asked(clock, kept, Fails(clock, 5), reference=lost)
 
 
@@ -232,7 +232,7 @@ def test_a_gain_within_the_noise_is_none(clock: Clock, kept: KeptChoices) -> Non
     patient = dataclasses.replace(AT_START, rounds=7, seconds=100.0)
     answer = asked(clock, kept, wide, effort=patient)
     assert answer.choice == "xla"
-    assert "times were too noisy to tell (5.0% less, give or take 10.3%)" in answer.reason
+    assert "times were too noisy to tell (5.0% less, +- 10.3%)" in answer.reason
     narrow = Runs(clock, 0.5, 0.5, 0.5, 0.94, 0.96, 0.95, 0.94, 0.96, 0.95, 0.95)
     assert asked(clock, kept, narrow, effort=patient).choice == "mosaic_gpu", "nothing was kept"
 

@@ -44,7 +44,7 @@ def kept(tmp_path: Path) -> KeptChoices:
 def test_on_a_cpu_nothing_is_measured() -> None:
     plan = plan_for()
     assert zerojax.tune(plan) is plan
-    assert "no NVIDIA GPUs" in tuned_plan.why_not_measured(plan)
+    assert "not NVIDIA GPUs" in tuned_plan.why_not_measured(plan)
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def test_the_command_prints_what_was_chosen(
 
 def test_the_command_refuses_what_leaves_nothing_to_measure(capsys: pytest.CaptureFixture) -> None:
     assert main(["tune", *TINY]) == 2
-    assert "nothing to measure: the devices are no NVIDIA GPUs" in capsys.readouterr().err
+    assert "nothing to measure: the devices are not NVIDIA GPUs" in capsys.readouterr().err
     assert main(["tune", *TINY, "kernels=xla", "model.attention=chunked"]) == 2
     told = capsys.readouterr().err
     assert "kernels=xla sets them, and neither attention nor slices of state" in told
@@ -375,7 +375,7 @@ def test_attention_without_room_stays_what_auto_takes(
     choice = zerojax.tune(plan_for(), kept=kept, clock=Clock()).program.kernels[KIND]
     assert choice.implementation == "xla"
     assert "nothing was measured: one row takes" in choice.reason
-    assert "100 may be taken" in choice.reason
+    assert "100 may be used" in choice.reason
 
 
 @pytest.mark.usefixtures("on_gpus")

@@ -99,7 +99,7 @@ def test_a_run_that_goes_on_with_other_kernels_says_so(
         train(1)
     train(2)
     told = capsys.readouterr().out
-    assert "update by xla, and by mosaic_gpu when the checkpoint of step 1 was written" in told
+    assert "update by xla, but by mosaic_gpu when the checkpoint of step 1 was written" in told
     train(3)
     assert "when the checkpoint" not in capsys.readouterr().out
 
@@ -124,7 +124,7 @@ def test_an_engine_that_goes_on_with_other_kernels_says_so(
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
     }
     batch = {"x": np.ones((8, 8), np.float32)}
-    said = "update by xla, and by mosaic_gpu when the checkpoint of step 1 was written"
+    said = "update by xla, but by mosaic_gpu when the checkpoint of step 1 was written"
 
     def engine() -> Any:
         return zerojax.initialize(model=Line(nnx.Rngs(0)), config=config)

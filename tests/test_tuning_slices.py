@@ -126,7 +126,7 @@ def test_what_is_not_faster_changes_nothing_but_the_reasons(
     tuned = zerojax.tune(plan, kept=kept, clock=Clock())
     (said,) = [reason for reason in tuned.reasons if reason not in plan.reasons]
     assert said.startswith("slices of offloaded state: 16,777,216 elements at most (256 elements ")
-    assert "33,554,432 elements at most makes the same slices" in said
+    assert "33,554,432 elements at most gives the same slices" in said
     assert facts(dataclasses.replace(tuned, reasons=plan.reasons)) == facts(plan)
 
 
@@ -261,7 +261,7 @@ def test_measuring_keeps_to_the_room_there_is(monkeypatch: pytest.MonkeyPatch) -
     assert asked(plan).other.obstacle is None
     monkeypatch.setattr(slice_choices, "room", lambda plan: on_device - 1)
     assert asked(plan).other.obstacle == (
-        f"measuring takes {on_device:,} bytes of device memory, and {on_device - 1:,} may be taken"
+        f"measuring takes {on_device:,} bytes of device memory; {on_device - 1:,} may be used"
     )
     monkeypatch.setattr(slice_choices, "room", lambda plan: on_device)
     assert asked(plan).other.obstacle is None

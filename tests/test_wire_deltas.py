@@ -390,7 +390,7 @@ def test_copies_that_a_checkpoint_lacks_begin_as_the_masters_and_are_told(before
     state, said = restore(tmp_path, plan)
     assert said == [
         "step 2 was saved without the copies of weights that wire.weights=delta_int4 keeps; they "
-        "begin as the masters in bfloat16"
+        "start as the master weights in bfloat16"
     ]
     for name, copy in copies_of(plan, state).items():
         master = np.asarray(state["params"][name].astype(copy.dtype))

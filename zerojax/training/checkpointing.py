@@ -1,4 +1,4 @@
-"""Training state in a checkpoint, also where it is larger than memory."""
+"""Saves and restores training state in checkpoints, also state that is larger than memory."""
 
 from __future__ import annotations
 
@@ -41,20 +41,22 @@ from zerojax.plan.state import COPIES, ONE_BIT, TrainState, zero_counter
 from zerojax.runtime.memory import allocating_for
 
 AVERAGE_COUNT = f"opt_state/{COUNT}"
-"""In a checkpoint that has an average of the weights."""
+"""Name of the EMA's step count; present in checkpoints that have an EMA."""
 
 
 def base_of(
     plan: Plan, frozen: Literal["auto", "source", "saved"] = "auto"
 ) -> tuple[BaseWeights | None, str | None]:
-    """(the frozen weights that checkpoints leave in their folder, what is said of them).
+    """Returns (frozen weights that checkpoints leave out, a sentence about them for the log).
+
+    Frozen weights that come from a pretrained folder need not be saved again.
 
     Args:
       plan: of a run that has not begun.
       frozen: `CheckpointConfig.frozen`.
 
     Raises:
-      ValueError: they are to be left, and are in no folder.
+      ValueError: `frozen` is "source", but the weights do not come from a folder.
     """
     names = [name for name, leaf in plan.users_placement.leaves.items() if leaf.frozen]
     if not names:
@@ -62,12 +64,12 @@ def base_of(
     model, why = plan.users_model, None
     read = model.stored.keys() & names if isinstance(model, Pretrained) else set()
     if not read:
-        why = "they come from no folder of Hugging Face"
+        why = "they do not come from a Hugging Face folder"
     elif plan.settings.offload.durable:
-        why = "a run with offload.durable may go on from its own files"
+        why = "a run with offload.durable may resume from its own files"
     if why is not None and frozen == "source":
         raise ValueError(
-            f"checkpoint.frozen=source: {why}; use checkpoint.frozen=saved, or begin with "
+            f"checkpoint.frozen=source: {why}; use checkpoint.frozen=saved, or start with "
             "model.pretrained=FOLDER (zerojax.from_hugging_face) and without offload.durable"
         )
     leaves = plan.abstract_canonical["frozen"]
@@ -77,25 +79,25 @@ def base_of(
     assert isinstance(model, Pretrained)
     left = format_bytes(num_bytes({name: leaves[name] for name in read}))
     return base_weights(model.folder, read), (
-        f"checkpoints leave {left} of frozen weights in {model.folder.path}, which has to stay as "
-        "it is (checkpoint.frozen=saved: they hold all weights)"
+        f"checkpoints leave {left} of frozen weights in {model.folder.path}, which must not "
+        "change (checkpoint.frozen=saved: checkpoints hold all weights)"
     )
 
 
 def as_begun(base: BaseWeights, plan: Plan, state: TrainState) -> BaseWeights | None:
-    """What a new state has read: it is known by its fingerprints from now on.
+    """Returns `base` with the fingerprints of the frozen weights that a new state has read.
 
     Args:
-      base: of `base_of`.
-      plan: which `state` follows.
-      state: has its frozen weights from the folder.
+      base: from `base_of`.
+      plan: the plan of `state`.
+      state: a new state, whose frozen weights come from the folder.
     """
     named = flatten_names({"frozen": frozen_part(plan, state)})
     return base.as_read(fingerprints_of({name: named[name] for name in base.arrays}))
 
 
 def folder_of(plan: Plan) -> Path | None:
-    """Where the run reads weights from, if it does: frozen ones of its checkpoints are there."""
+    """Returns the pretrained folder, which may hold frozen weights of checkpoints; else None."""
     model = plan.users_model
     return model.folder.path if isinstance(model, Pretrained) else None
 
@@ -110,20 +112,20 @@ def save_state(
     about: Mapping[str, Any],
     base: BaseWeights | None = None,
 ) -> None:
-    """Saves a state; parameters with slices on the host or in files are copied slice by slice.
+    """Saves a state; parameters with slices on the host or on disk are copied slice by slice.
 
-    Stacked layers are joined on the host instead: their rows are written under their own names.
+    Stacked layers are joined on the host instead, and each layer is written under its own name.
 
     Args:
       checkpointer: a `zerojax.checkpoint.Checkpointer`.
-      plan: which `state` follows.
+      plan: the plan of `state`.
       state: may be donated when this returns.
       step: batches consumed.
-      about: "data_state", "config" and "plan" as `Checkpointer.save` takes them.
-      base: frozen weights that are not saved, as `as_begun` or a restore knows them.
+      about: "data_state", "config" and "plan" as in `Checkpointer.save`.
+      base: frozen weights that are not saved, from `as_begun` or a restore.
 
     Raises:
-      CheckpointError: see there.
+      CheckpointError: as in `Checkpointer.save`.
     """
     apart = plan.offload is not None and bool(plan.offload.off_device) and not plan.stacks
     sums = checkpointer.fingerprints
@@ -144,17 +146,17 @@ def save_state(
 def restore_state(
     checkpointer: Any, plan: Plan, step: int | None = None, *, at_start: bool = False
 ) -> tuple[Any, Any]:
-    """(what `Checkpointer.restore` returns, the state as `plan` stores it).
+    """Returns (the result of `Checkpointer.restore`, the state as `plan` stores it).
 
-    An average of the weights that the checkpoint lacks begins as its weights; one that the run does
-    not keep is left out.
+    An EMA that the checkpoint lacks starts as the checkpoint's weights. An EMA that the run does
+    not keep is not read.
 
     Args:
       checkpointer: a `zerojax.checkpoint.Checkpointer`.
       plan: of the run.
-      step: a saved step; None: the newest that is whole.
-      at_start: a run begins: where damaged steps had to be passed over, its durable files may hold
-        a later one than the step that is left, and are taken instead.
+      step: a saved step; None: the newest complete one.
+      at_start: whether the run is starting. Then its durable files are used if they hold a later
+        step than the newest undamaged checkpoint.
     """
     unread = []
     if plan.offload is not None and plan.offload.off_device and not plan.stacks:
@@ -185,8 +187,10 @@ def restore_state(
 
 
 def _optional_groups(abstract: Mapping[str, Any]) -> list[list[str]]:
-    """Names of what signs of momentum left out and of copies of weights, in groups that a
-    checkpoint has or lacks."""
+    """Returns groups of names that a checkpoint has or lacks together.
+
+    These are the error feedback of 1-bit optimizers and the copies of weights.
+    """
     return [
         list(flatten_names({kind: {name: part}}))
         for kind in (ONE_BIT, COPIES)
@@ -195,7 +199,7 @@ def _optional_groups(abstract: Mapping[str, Any]) -> list[list[str]]:
 
 
 def average_names(params: Iterable[str]) -> dict[str, str]:
-    """{name in a checkpoint of the average of a parameter: the parameter's}."""
+    """Returns {name of a parameter's average in a checkpoint: name of the parameter}."""
     return {f"opt_state/{EMA}/{name}": name for name in params}
 
 
@@ -206,17 +210,21 @@ def read_parts(
     weights: Weights,
     pretrained: str | Path | None = None,
 ) -> tuple[Any, dict[str, Any]]:
-    """(what `Checkpointer.restore` returns, what `reshard.from_model_parts` takes).
+    """Reads the parts of a model from a checkpoint.
 
     Args:
       checkpointer: a `zerojax.checkpoint.Checkpointer`.
-      plan: of the model, with parameters in float32 where their average is read.
-      step: a saved step; None: the newest that is whole.
-      weights: "ema": the average in place of the parameters.
-      pretrained: where frozen weights are that the step does not hold; None: where they were.
+      plan: of the model, with float32 parameters if the average is read.
+      step: a saved step; None: the newest complete one.
+      weights: "ema" reads the averaged weights instead of the parameters.
+      pretrained: folder of frozen weights that the step does not hold; None: the folder that the
+        run used.
+
+    Returns:
+      (the result of `Checkpointer.restore`, the argument of `reshard.from_model_parts`).
 
     Raises:
-      CheckpointError: no such step, one of another model, or one without an average.
+      CheckpointError: the step does not exist, belongs to another model, or has no EMA.
     """
     names = "params", "frozen", "extras", "rng"
     abstract: dict[str, Any] = {name: {**plan.abstract_canonical}[name] for name in names}
@@ -235,10 +243,11 @@ def read_parts(
 
 
 def what_differs(plan: Plan, restored: Any) -> list[str]:
-    """A line for each thing that a run does otherwise than the run that wrote a checkpoint.
+    """Returns one line for each difference from the run that wrote the checkpoint.
 
     Args:
-      plan: of the run that goes on; restored: of `restore_state`.
+      plan: of the resumed run.
+      restored: from `restore_state`.
     """
     return [
         *_average_that_differs(plan, restored),
@@ -249,27 +258,27 @@ def what_differs(plan: Plan, restored: Any) -> list[str]:
 
 
 def _average_that_differs(plan: Plan, restored: Any) -> list[str]:
-    """An average of the weights that is missing in a checkpoint, or one too many."""
+    """Returns a line if only one of the run and the checkpoint has an EMA."""
     is_kept = isinstance(plan.abstract_canonical["opt_state"], EmaState)
     if is_kept == (AVERAGE_COUNT in restored.arrays):
         return []
     step = f"step {restored.step} was saved"
     if is_kept:
-        return [f"{step} without an ema, which begins as its weights"]
-    return [f"{step} with an ema, which this run leaves out: it keeps none"]
+        return [f"{step} without an ema, which starts as its weights"]
+    return [f"{step} with an ema, which this run does not keep"]
 
 
 def _errors_that_differ(plan: Plan, restored: Any) -> list[str]:
     state, lines = {**plan.abstract_stored}, []
     if errors_begin_anew(state, restored.arrays):
         lines.append(
-            f"step {restored.step} was saved with what the signs of other devices, or of other "
-            "parts of parameters, left out; it begins at zero here, which loses one step's error"
+            f"step {restored.step} was saved with the 1-bit error feedback of other devices, or "
+            "of other parts of parameters; it starts at zero here, which loses one step's error"
         )
     if coefficients_begin_anew(state, restored.arrays):
         lines.append(
-            f"step {restored.step} was saved with average ratios of norms of layers that lie in "
-            "other arrays here; they begin as the ratios of the next step"
+            f"step {restored.step} was saved with average norm ratios of layers that lie in "
+            "other arrays here; they start as the ratios of the next step"
         )
     return lines
 
@@ -280,15 +289,15 @@ def _copies_that_differ(plan: Plan, restored: Any) -> list[str]:
     dtype = jnp.dtype(plan.precision.compute_dtype).name
     return [
         f"step {restored.step} was saved without the copies of weights that wire.weights="
-        f"{plan.settings.wire.weights} keeps; they begin as the masters in {dtype}"
+        f"{plan.settings.wire.weights} keeps; they start as the master weights in {dtype}"
     ]
 
 
 def _with_new_average(canonical: Any) -> EmaState:
-    """The optimizer's state with an average that begins as the parameters, in memory of its own.
+    """Returns the optimizer state with an EMA that starts as a copy of the parameters.
 
     Args:
-      canonical: a state that was restored, with structs in place of the average.
+      canonical: a restored state with `ShapeDtypeStruct`s in place of the EMA.
     """
     state = canonical["opt_state"]
 
@@ -302,14 +311,14 @@ def _with_new_average(canonical: Any) -> EmaState:
 
 
 def choices_that_differ(plan: Plan, saved: Mapping[str, Any], step: int) -> list[str]:
-    """A line for each measured choice that was another when a checkpoint was written.
+    """Returns one line for each measured choice that differs from the checkpoint's plan.
 
-    Other kernels compute other last digits. Slices of another size compute the same bits, and are
-    not told.
+    Other kernels may change the last digits. Other slice sizes compute the same bits and are not
+    reported.
 
     Args:
-      plan: of the run that goes on.
-      saved: the plan in the checkpoint, as `plan_dict` made it.
+      plan: of the resumed run.
+      saved: the plan in the checkpoint, from `plan_dict`.
       step: of the checkpoint.
     """
     now = {what: one.implementation for what, one in plan.program.kernels.items()}
@@ -318,8 +327,9 @@ def choices_that_differ(plan: Plan, saved: Mapping[str, Any], step: int) -> list
         if now.get(what, before) != before:
             setting = "model.attention" if what.startswith("attention of") else "kernels"
             lines.append(
-                f"{what} by {now[what]}, and by {before} when the checkpoint of step {step} was "
-                f"written: losses may differ in the last digits; {setting}: {before} keeps them"
+                f"{what} by {now[what]}, but by {before} when the checkpoint of step {step} was "
+                f"written: losses may differ in the last digits; set {setting}: {before} to keep "
+                "them"
             )
     return lines
 
@@ -328,12 +338,12 @@ def choices_that_differ(plan: Plan, saved: Mapping[str, Any], step: int) -> list
 def first_state(
     plan: Plan, seed: int, latest_step: int | None
 ) -> tuple[TrainState, dict[str, Any] | None] | None:
-    """(state, position of the data) of a run that starts; None: it goes on from a checkpoint.
+    """Returns (state, data position) of a new run; None if a checkpoint is to be restored.
 
     Args:
       plan: of the run.
-      seed: of new parameters.
-      latest_step: of the newest checkpoint that looks whole, or None.
+      seed: for new parameters.
+      latest_step: of the newest checkpoint that seems complete, or None.
     """
     durable = resume_step(plan)
     if durable is not None and (latest_step is None or durable >= latest_step):
@@ -351,14 +361,14 @@ def first_state(
 @allocating_for("handing over the model")
 @jax.transfer_guard("allow")
 def model_of(plan: Plan, state: TrainState, weights: Weights = "trained") -> Any:
-    """The model as the user's kind of object: `nnx.Module`, linen variables or tree of arrays.
+    """Returns the model in the user's form: `nnx.Module`, linen variables or a tree of arrays.
 
-    Every process gets whole arrays, so the model has to fit on one device.
+    Every process gets unsharded arrays, so the model must fit on one device.
 
     Args:
-      plan: which `state` follows.
+      plan: the plan of `state`.
       state: stays valid.
-      weights: as `zerojax.parallel.reshard.model_parts` takes it.
+      weights: as in `zerojax.parallel.reshard.model_parts`.
     """
     named = model_parts(plan, state, weights=weights)
     replicated = NamedSharding(plan.mesh, P())
@@ -372,10 +382,10 @@ def model_of(plan: Plan, state: TrainState, weights: Weights = "trained") -> Any
 
 @allocating_for("handing over the optimizer's state")
 def optimizer_state_of(plan: Plan, state: TrainState) -> Any:
-    """Returns the optimizer's state as optax has it: the user's tree, shapes without padding.
+    """Returns the optimizer state in optax's form: the user's tree, shapes without padding.
 
     Args:
-      plan: which `state` follows.
+      plan: the plan of `state`.
       state: stays valid.
     """
     canonical = to_canonical(plan, state)["opt_state"]
@@ -383,10 +393,13 @@ def optimizer_state_of(plan: Plan, state: TrainState) -> Any:
 
 
 def in_param_dtype(plan: Plan, frozen: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Frozen parameters, decoded, as wide as trained ones, so that a sum of both is not rounded.
+    """Returns frozen parameters decoded and in at least the dtype of trained parameters.
+
+    Then a sum of both, such as of a weight and its adapter, is not rounded.
 
     Args:
-      plan: of the run; frozen: {name: parameter}, as it is stored.
+      plan: of the run.
+      frozen: {name: parameter}, as stored.
     """
     dtype, leaves = np.dtype(plan.precision.param_dtype), plan.users_placement.leaves
 
@@ -404,6 +417,6 @@ def _is_float(value: Any) -> bool:
 
 
 def end_state(state: TrainState | None) -> None:
-    """Gives up what a state holds besides arrays: its files."""
+    """Closes the files that a state holds besides arrays."""
     if state is not None and (disk := state.get("disk")):
         disk.close()

@@ -1,4 +1,4 @@
-"""`zerojax.train`: normalises its arguments, plans, opens the run and trains."""
+"""Defines `zerojax.train`: normalises its arguments, plans, opens the run and trains."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ _ELSEWHERE = {
     "batch_size": "batches have the rows that you give them; for text: global_batch_size=...",
     "gradient_accumulation_steps": "it is num_microbatches=... here",
 }
-"""Keywords of `train` that belong to something else: {name: what to write}."""
+"""Keywords that users may expect in `train` but that belong elsewhere: {name: remedy}."""
 
 
 @names_keywords(elsewhere=_ELSEWHERE)
@@ -118,58 +118,60 @@ def train(
     """Trains a model and returns its `Trainer`.
 
     With two arguments it trains on the text inside the package; every default is reported with its
-    reason. Where the environment names other processes (Slurm, Open MPI, Kubernetes, torchrun,
-    `zerojax launch`) it joins them first; a model that is made before, with arrays, needs
-    `zerojax.join_processes()` before that.
+    reason. If the environment names other processes (Slurm, Open MPI, Kubernetes, torchrun,
+    `zerojax launch`), `train` joins them first. A model that already has arrays must be created
+    after a call of `zerojax.join_processes()`.
 
     Args:
       model: an `nnx.Module`, a factory `rngs -> nnx.Module`, a `linen.Module`, or `(init, apply)`.
       mesh_config: a `MeshConfig`, its fields as a dict, or a `jax.sharding.Mesh` with an axis
         `data`; or a DeepSpeed configuration: the path of a ds_config.json (or its base64), or its
-        content as a dict, which also says optimizer, precision and batch. A keyword that it says
-        otherwise is an error, one that it has as "auto" fills it. A dict is one or the other by its
-        keys, of which none is in both. None: all devices on `data`, zero=1.
-      batches: an iterable of batches (trees of arrays, dimension 0 the global batch; tensors of
-        torch on the CPU will do), a function `step -> batch`, or a `TokenSource`. With several
-        processes each may give the global batch, of which it takes its rows, or its own rows alone:
-        the first batches tell which, and the run says it. None: the text in `data`.
+        content as a dict, which also sets optimizer, precision and batch. A keyword that
+        contradicts the ds_config is an error; a keyword fills an "auto" value. The keys of a dict
+        decide which of the two it is (they have no key in common). None: all devices on `data`,
+        zero=1.
+      batches: an iterable of batches (trees of arrays, dimension 0 is the global batch; torch CPU
+        tensors are accepted), a function `step -> batch`, or a `TokenSource`. With several
+        processes, each gives either the global batch, of which it takes its rows, or only its own
+        rows; the first batches show which, and the run logs it. None: the text in `data`.
       data: instead of `batches`: a text file, a folder of text files, token files, a folder of
         chats (`zerojax data prepare --format chat`), or several of these, {path: weight}.
       loss: `loss(model, batch) -> scalar | (sum, weight)`, called for each piece of a batch: the
-        rows of one microbatch on one device. A scalar has to be the mean over these rows; of pairs
-        the sums are added up and divided once by all weights, which no parameter may change. What
-        is neither, as a plain `jnp.sum`, or couples rows, depends on the number of pieces. A
-        mapping `{name: metric}` may follow either, of means or pairs `(sum, weight)`: they are
-        averaged likewise and logged. None: the model's method `loss(batch)`; for text, next-token
-        cross-entropy of `model(tokens)`.
+        rows of one microbatch on one device. A scalar must be the mean over these rows. For pairs,
+        the sums are added and divided once by the total weight, which must not depend on
+        parameters. Any other loss, such as a plain `jnp.sum` or one that couples rows, depends on
+        the number of pieces. A mapping `{name: metric}` may follow either, with means or pairs
+        `(sum, weight)`: metrics are averaged in the same way and logged. None: the model's method
+        `loss(batch)`; for text, next-token cross-entropy of `model(tokens)`.
       optimizer: any optax transformation, or an `OptimizerConfig`. None: AdamW.
       precision: "bf16", "fp32" or a `Precision`. None: bf16, on CPU fp32.
       reduce_dtype, accumulate_dtype: "bf16" or "fp32", see `zerojax.optim.precision.as_precision`.
-      num_microbatches: pieces each device's rows are cut into so that activations fit; None: see
-        `make_plan`.
-      deterministic: "mesh": the same bits on any number of devices that divides
-        `MeshConfig.virtual_shards` (8). None: what `mesh_config` says.
-      steps: batches of the whole run, those before a resume included; a list, or what can be
-        iterated anew, is repeated as often as it takes. None: each batch once; for text and for a
-        function of the step 200.
+      num_microbatches: number of pieces that each device's rows are split into so that activations
+        fit; None: see `make_plan`.
+      deterministic: "mesh": bit-identical results on any number of devices that divides
+        `MeshConfig.virtual_shards` (8). None: as `mesh_config` says.
+      steps: batches of the whole run, including those before a resume; a list or another
+        re-iterable is repeated as often as needed. None: each batch once; 200 for text and for a
+        function of the step.
       global_batch_size, seq_len: of text data.
-      freeze: regular expressions on parameter names that stay as they are.
-      checkpoint: a folder: saves there, and resumes from there if it holds a checkpoint.
+      freeze: regular expressions; parameters whose names match are not trained.
+      checkpoint: folder for checkpoints; the run resumes if it already holds one.
       run_dir: folder of metrics, plan and events. "auto": the checkpoint's folder, or
         runs/<date-time>. None: nothing is written.
       log: how often and where metrics go.
-      watch: how long the run may stand still before it is ended.
-      validation: what to evaluate on: batches as a list or an iterable, one batch, a function
-        `number -> batch`, or a `TokenSource`; text brings its own. The first batch is evaluated
-        before the first step.
+      watch: how long the run may make no progress before it is ended.
+      validation: data to evaluate on: batches as a list or an iterable, one batch, a function
+        `number -> batch`, or a `TokenSource`; text has its own validation part. The first batch is
+        evaluated before the first step.
       eval_every: steps between evaluations; None: at the end.
-      eval_batches: batches per evaluation, of a function or a source; a list is evaluated whole.
+      eval_batches: batches per evaluation, for a function or a source; a list is evaluated whole.
       callbacks: called with `(trainer, metrics)` at every report; one that returns True ends the
-        run, and its trainer is returned. `EarlyStopping` and `KeepBest` are ready ones.
+        run, and `train` returns. `EarlyStopping` and `KeepBest` are available.
       seed: for initialisation, dropout and shuffling.
 
     Raises:
-      ValueError, TypeError: bad input, with value, limit and remedy, before device memory is taken.
+      ValueError, TypeError: bad input, with value, limit and remedy, before device memory is
+        allocated.
       Interrupted: Ctrl-C or SIGTERM, after saving.
     """
     join_processes()
@@ -207,18 +209,18 @@ def train(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Given:
-    """What a run needs to be planned and opened; nothing of it is open or unchecked any more.
+    """Validated inputs of a run, with every default resolved.
 
     Attributes:
-      arguments: checked; a ds_config translated; model, loss, steps, checkpoint and validation as
-        they hold.
-      feed: the batches, of which none is taken yet.
-      example_batch: shapes and dtypes of the first one, globally.
-      loss_kind: how a record calls the loss.
-      text: what a record says of the text; None where none was read here.
+      arguments: checked, with a ds_config translated and the resolved model, loss, steps,
+        checkpoint and validation.
+      feed: the batches; none is consumed yet.
+      example_batch: shapes and dtypes of the first global batch.
+      loss_kind: kind of the loss in the run's record.
+      text: description of the text in the run's record; None if no text was read here.
       tokenizer: of the text.
       folder: of the run; None: nothing is written.
-      files: where offloaded state may lie; None: nowhere.
+      files: folder for state offloaded to disk; None if there is none.
     """
 
     arguments: Arguments
@@ -232,7 +234,7 @@ class _Given:
 
 
 def _normalise(arguments: Arguments) -> _Given:
-    """Checks what was given, translates a ds_config, and finds batches, loss and folders."""
+    """Checks the arguments, translates a ds_config, and resolves batches, loss and folders."""
     arguments = dataclasses.replace(arguments, model=models.as_model(arguments.model))
     arguments = checked(arguments)
     default_steps, why_steps = None, ""
@@ -245,7 +247,7 @@ def _normalise(arguments: Arguments) -> _Given:
     is_text = arguments.batches is None
     plain, loss_kind = _loss(arguments.model, arguments.loss, is_text=is_text)
     loss = arguments.with_layout(plain)
-    if loss is not plain:  # no folder holds it
+    if loss is not plain:  # the layout is not recorded in the run folder
         loss_kind = "own"
     text, tokenizer = None, None
     if is_text:
@@ -278,7 +280,7 @@ def _normalise(arguments: Arguments) -> _Given:
 
 
 def _plan_run(given: _Given) -> Plan:
-    """The plan of the run on the mesh that was given."""
+    """Returns the plan of the run on the mesh of the arguments."""
     arguments = given.arguments
     mesh_config = arguments.mesh_config
     is_given = given.text is None or arguments.data is not None
@@ -294,7 +296,7 @@ def _plan_run(given: _Given) -> Plan:
 
 
 def _replan_of(given: _Given) -> Callable[[Any], Plan]:
-    """A function from a mesh, or its settings, to the plan; it keeps no batches alive."""
+    """Returns a function from a mesh or its settings to a plan; it keeps no batches alive."""
     arguments, files = given.arguments, given.files
     model, watch, exact = arguments.model, arguments.watch, {}
     if arguments.deterministic is not None:
@@ -319,7 +321,7 @@ def _replan_of(given: _Given) -> Callable[[Any], Plan]:
 
 
 def _open_run(plan: Plan, given: _Given) -> Run:
-    """The run with its files and loop_settings."""
+    """Opens the run with its files and loop settings."""
     arguments, folder = given.arguments, given.folder
     batches = arguments.batches
     log, checkpoint = arguments.log or LogConfig(), arguments.checkpoint
@@ -366,7 +368,7 @@ def _open_run(plan: Plan, given: _Given) -> Run:
 
 
 def _rows_that_divide(mesh: Mesh, arguments: Arguments) -> int:
-    """The number of rows of which a global batch has to be a multiple."""
+    """Returns the number that the rows of a global batch must be a multiple of."""
     given = arguments.mesh_config
     settings = MeshConfig() if isinstance(given, Mesh) else as_mesh_config(given)
     if arguments.deterministic or settings.deterministic:
@@ -384,12 +386,12 @@ def _as_mesh(mesh_config: Any) -> Mesh:
 def _with_text(
     arguments: Arguments, unit: int
 ) -> tuple[Arguments, TextData | None, Tokenizer | None]:
-    """(the arguments with batches of text, what a record says of the text, the tokenizer).
+    """Returns (arguments with text batches, description for the record, tokenizer).
 
-    A record says nothing of text that came as an array or a source.
+    The description is None for text given as an array or a source.
 
     Args:
-      unit: rows of which the global batch has to be a multiple.
+      unit: the rows of the global batch must be a multiple of this.
     """
     data, validation = arguments.data, arguments.validation
     config = models.bound_attribute(arguments.model, "config")
@@ -422,7 +424,7 @@ def _with_text(
 
 @contextlib.contextmanager
 def _saying_where_batches_come_from(*, is_given: bool) -> Iterator[None]:
-    """Around planning: a model that fails on the text inside the package may want other batches.
+    """Explains planning errors of a model that fails on the package's own text.
 
     Raises:
       ValueError: no batches were given, and the model cannot be traced with that text.
@@ -434,22 +436,23 @@ def _saying_where_batches_come_from(*, is_given: bool) -> Iterator[None]:
         while trace is not None and trace.tb_next is not None:
             trace = trace.tb_next
         where = "" if trace is None else trace.tb_frame.f_globals.get("__name__", "")
-        if is_given or where.partition(".")[0] == "zerojax":  # which has its own sentence
+        if is_given or where.partition(".")[0] == "zerojax":  # zerojax's own errors explain it
             raise
         first = (str(error).splitlines() or [""])[0]
         raise ValueError(
-            "no batches were given, so that this model got the text inside the package (tokens and "
-            f"targets, int32 [rows, seq]), with which it fails ({type(error).__name__}: {first}); "
-            "give its own: zerojax.train(model, mesh_config, batches, loss=...)"
+            "no batches were given, so the model was traced with the text inside the package "
+            "(tokens and targets, int32 [rows, seq]) and failed "
+            f"({type(error).__name__}: {first}); "
+            "pass batches: zerojax.train(model, mesh_config, batches, loss=...)"
         ) from error
 
 
 def _loss(
     model: models.Model, loss: models.Loss | None, *, is_text: bool
 ) -> tuple[models.Loss | None, LossKind]:
-    """What is minimised, and how a record calls it; None: the model's own loss.
+    """Returns (loss to minimise, its kind for the record); None: the model's own loss method.
 
-    Of text, for a model without one, next-token cross-entropy of `model(tokens)`.
+    For text and a model without a loss method: next-token cross-entropy of `model(tokens)`.
     """
     if loss is not None:
         return loss, "own"
@@ -460,7 +463,7 @@ def _loss(
 
 
 def _default_steps(batches: Any) -> tuple[Any, int | None, str]:
-    """(batches, steps where nothing says how many, why); None: until an iterator ends."""
+    """Returns (batches, default steps, reason); steps are None for an iterator: until its end."""
     if has_no_end(batches):
         return batches, DEFAULT_STEPS, "the default where batches have no end"
     batches, count = one_pass(batches)

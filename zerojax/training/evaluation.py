@@ -1,12 +1,12 @@
-"""Evaluation: its mean loss, and the callbacks that stop a run early or keep its best step.
+"""Computes the mean loss of an evaluation; has the callbacks `EarlyStopping` and `KeepBest`.
 
-A callback is a function `(trainer, metrics)`, called at every report; one that returns True ends
-the run, and `train` returns its trainer. An object may have further methods:
+A callback is a function `(trainer, metrics)`, called at every report. If it returns True, the run
+ends and `train` returns its trainer. A callback object may have further methods:
 
-- `on_start(trainer)`: before the first step;
-- `on_evaluation(trainer, metrics)`: after every evaluation on the run's validation data; True ends
-  the run;
-- `state()` and `load_state(state)`: what a checkpoint is to hold of it, as JSON.
+- `on_start(trainer)`: called before the first step;
+- `on_evaluation(trainer, metrics)`: called after every evaluation on the run's validation data;
+  True ends the run;
+- `state()` and `load_state(state)`: save and restore its state, as JSON, in a checkpoint.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from zerojax.runtime.memory import allocating_for
 from zerojax.training.validation import Filler, LeftOutError, each_batch
 
 VALIDATION = "validation/"
-"""Begins the name of a metric of evaluations; others are of training reports."""
+"""Prefix of evaluation metrics; names without it are metrics of training reports."""
 _SWITCH = (
     "let the mode decide: an nnx module follows model.eval(); a linen module needs an argument "
     "train, training, deterministic or use_running_average, which the loss does not pass"
@@ -36,12 +36,12 @@ _SWITCH = (
 
 
 def check_evaluation_mode(plan: Plan) -> None:
-    """Traces the loss in evaluation mode and warns where it is still random.
+    """Traces the loss in evaluation mode and warns if it is still random.
 
-    Nothing is traced of a model without random numbers and without state of its own.
+    Models without random numbers and without state besides parameters are not traced.
 
     Raises:
-      ValueError: the loss fails in that mode.
+      ValueError: the loss fails in evaluation mode.
     """
     if not (plan.abstract_canonical["extras"] or has_random_numbers(plan.traced.forward)):
         return
@@ -55,18 +55,18 @@ def check_evaluation_mode(plan: Plan) -> None:
         first = (str(error).splitlines() or [""])[0]
         raise ValueError(
             f"the loss fails in evaluation mode, in which validation runs ({type(error).__name__}: "
-            f"{first}); {_SWITCH}, or leave validation away"
+            f"{first}); {_SWITCH}, or pass no validation"
         ) from error
     if random:
         warn_user(
-            "the loss is random in evaluation mode, too, as by dropout that is always on: a "
-            "validation measures it at one draw of the noise, and other numbers of devices draw "
-            f"other noise; {_SWITCH}"
+            "the loss is random in evaluation mode, too, for example because dropout is always "
+            "on: validation measures a single sample of the noise, which depends on the number of "
+            f"devices; {_SWITCH}"
         )
 
 
 class _Watching:
-    """A metric, and what counts as better."""
+    """Base class of callbacks that track the best value of a metric."""
 
     def __init__(self, metric: str, mode: Literal["min", "max"], min_delta: float) -> None:
         if mode not in ("min", "max"):
@@ -78,10 +78,10 @@ class _Watching:
         self.best_step: int | None = None
 
     def on_start(self, trainer: Any) -> None:
-        """Refuses a run that never evaluates what is watched, or under another name.
+        """Raises if the run does not measure the watched metric.
 
         Raises:
-          ValueError: with what to pass to `train`.
+          ValueError: no validation data, no EMA or no metric of that name; says what to pass.
         """
         if self.metric.startswith(VALIDATION) and not trainer.has_validation:
             raise ValueError(
@@ -104,11 +104,11 @@ class _Watching:
             )
 
     def __call__(self, trainer: Any, metrics: Mapping[str, Any]) -> bool:
-        """At a report of training."""
+        """Handles a training report; returns whether the run should end."""
         return not self.metric.startswith(VALIDATION) and self._see(trainer, metrics)
 
     def on_evaluation(self, trainer: Any, metrics: Mapping[str, Any]) -> bool:
-        """At an evaluation."""
+        """Handles an evaluation; returns whether the run should end."""
         return self.metric.startswith(VALIDATION) and self._see(trainer, metrics)
 
     def _see(self, trainer: Any, metrics: Mapping[str, Any]) -> bool:
@@ -142,27 +142,27 @@ class _Watching:
         return False
 
     def state(self) -> dict[str, Any]:
-        """For the checkpoint."""
+        """Returns the state to save in a checkpoint."""
         return {"metric": self.metric, "best": self.best, "best_step": self.best_step}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """From the checkpoint of a run that goes on; another metric begins anew."""
+        """Restores the state from a checkpoint; ignores the state of another metric."""
         if state.get("metric") == self.metric:
             self.best, self.best_step = state.get("best"), state.get("best_step")
 
 
 @names_keywords()
 class EarlyStopping(_Watching):
-    """Ends a run whose metric has not improved for some time.
+    """A callback that ends a run whose metric has stopped improving.
 
-    A run that is resumed counts on from where it was.
+    The count of evaluations without improvement is saved, so a resumed run continues it.
 
     Args:
-      metric: "validation/NAME" of evaluations, or "NAME" of training reports: "loss", or a metric
-        of your own loss; "validation/ema_loss" is that of the average of the weights.
-      patience: how many evaluations, or reports, in a row may pass without an improvement.
-      mode: whether less or more is better.
-      min_delta: an improvement is larger than this.
+      metric: "validation/NAME" for evaluations, or "NAME" for training reports: "loss", or a
+        metric of your own loss; "validation/ema_loss" is the loss of the averaged weights (EMA).
+      patience: the run ends after this many evaluations (or reports) in a row without improvement.
+      mode: "min" if smaller is better, "max" if larger is better.
+      min_delta: a change counts as an improvement only if it is larger than this.
 
     Attributes:
       best, best_step: the best value so far, and its step.
@@ -186,7 +186,7 @@ class EarlyStopping(_Watching):
         self._waited = 0
 
     def on_start(self, trainer: Any) -> None:
-        """Refuses a run that evaluates only at its end."""
+        """Raises ValueError if the run evaluates only at its end."""
         super().on_start(trainer)
         if self.metric.startswith(VALIDATION) and trainer.loop_settings.eval_every is None:
             raise ValueError(
@@ -213,11 +213,11 @@ class EarlyStopping(_Watching):
         return True
 
     def state(self) -> dict[str, Any]:
-        """For the checkpoint."""
+        """Returns the state to save in a checkpoint."""
         return {**super().state(), "waited": self._waited}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """From the checkpoint of a run that goes on."""
+        """Restores the state from a checkpoint."""
         super().load_state(state)
         if state.get("metric") == self.metric:
             self._waited = int(state.get("waited", 0))
@@ -225,18 +225,18 @@ class EarlyStopping(_Watching):
 
 @names_keywords()
 class KeepBest(_Watching):
-    """Saves the step with the best metric, and keeps it whatever the run saves later.
+    """A callback that saves the step with the best metric and protects it from deletion.
 
-    It lies among the run's checkpoints, where `checkpoint.keep` and `zerojax checkpoint prune`
-    leave it alone: `zerojax.load_run(RUN, step="best")` reads it, `trainer.restore("best")` goes
-    back to it. Saving waits until the step is on disk, so that the one before it is given up only
-    then.
+    The step is one of the run's checkpoints; neither `checkpoint.keep` nor `zerojax checkpoint
+    prune` deletes it. Read it with `zerojax.load_run(RUN, step="best")`, or go back to it with
+    `trainer.restore("best")`. Saving blocks until the step is on disk; only then may the previous
+    best step be deleted.
 
     Args:
-      metric, mode, min_delta: as `EarlyStopping` takes them.
+      metric, mode, min_delta: as in `EarlyStopping`.
 
     Attributes:
-      best, best_step: the value and the step that are kept.
+      best, best_step: the best value, and the step that is kept.
     """
 
     NAME = "best"
@@ -251,10 +251,10 @@ class KeepBest(_Watching):
         super().__init__(metric, mode, min_delta)
 
     def on_start(self, trainer: Any) -> None:
-        """Takes over what an earlier process has kept.
+        """Reads the best value and step that an earlier process has saved.
 
         Raises:
-          ValueError: the run saves nothing.
+          ValueError: the run has no checkpoints.
         """
         super().on_start(trainer)
         if not trainer.has_checkpoints:
@@ -264,17 +264,17 @@ class KeepBest(_Watching):
             self.best, self.best_step = kept.get("value"), kept["step"]
 
     def _improved(self, trainer: Any) -> bool:
-        # The metric may be of an earlier step, whose state is gone by now: the step that is saved
-        # is the one after which it was read, at most a report later.
+        # The metric may belong to an earlier step whose state no longer exists. The current step
+        # is saved instead, which is at most one report later.
         self.best_step = trainer.keep(self.NAME, {"metric": self.metric, "value": self.best})
         return False
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """What is kept is in the folder, which may know of a later step."""
+        """Does nothing: `on_start` reads the folder, which may have a later best step."""
 
 
 class NoWeightError(ValueError):
-    """Batches have no rows with a weight."""
+    """Raised when the evaluation batches have no rows with a nonzero weight."""
 
 
 @allocating_for("an evaluation")
@@ -289,24 +289,27 @@ def mean_loss(
     filler: Filler | None = None,
     leave_out: Callable[[str], None] | None = None,
 ) -> dict[str, float]:
-    """`{"loss": mean, "weight": sum}` and own metrics over batches, weighted by their own weights.
+    """Returns the weighted means of the loss and the user's metrics over batches.
 
-    The weight of a loss that returns none is the number of rows. A metric whose weights are all 0
-    is NaN. A batch with fewer rows counts with the rows it has.
+    The result has "loss", the mean, "weight", the sum of weights, and one mean per metric. The
+    weight of a loss that returns none is the number of rows. A metric whose weights are all 0 is
+    NaN. A smaller batch counts with the rows it has.
 
     Args:
-      evaluate: of `build_evaluation`.
-      plan: which `state` follows.
+      evaluate: from `build_evaluation`.
+      plan: the plan of `state`.
       state: not donated.
-      batches: as `each_batch` takes them; None: there are none.
-      num_batches: at most this many; None: all, of a source or a function `default`.
-      default: batches of a source or a function.
-      filler: of the plan, which may know of an earlier evaluation what the loss allows.
-      leave_out: gets a sentence for each short batch that the loss does not allow, which is left
-        out; None: it is an error.
+      batches: as in `each_batch`; None if the run has none.
+      num_batches: maximum number of batches; None: all of a list, `default` of a source or a
+        function.
+      default: number of batches of a source or a function.
+      filler: of the plan; reuses what earlier evaluations found out about the loss.
+      leave_out: called with a sentence for each short batch that is skipped because the loss does
+        not allow it; None: such a batch is an error.
 
     Raises:
-      NoWeightError: there is nothing to evaluate on. ValueError: no batches were given.
+      NoWeightError: there is nothing to evaluate on.
+      ValueError: `batches` is None.
     """
     if batches is None:
         raise ValueError("no validation data: pass batches to evaluate, or validation= to train")
@@ -340,5 +343,5 @@ def mean_loss(
 
 
 def of_ema(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what was measured with the average of the weights, under names of its own."""
+    """Returns metrics measured with the averaged weights (EMA), with the prefix "ema_"."""
     return {f"{EMA}_{name}": value for name, value in found.items() if name != "weight"}

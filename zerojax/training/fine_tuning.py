@@ -1,8 +1,7 @@
-"""Fine-tuning: from a folder of weights and a set of chats to the file of a run that trains them.
+"""Writes the run file for fine-tuning a pretrained model on chats.
 
-Chooses what a user did not say (adapters, rows, batch, steps) and writes beside each choice why.
-Everything that can be wrong with weights, chats and sizes is found here, before any array is on a
-device; nothing is trained.
+Chooses settings that the user did not set (adapters, rows, batch, steps) and writes a reason beside
+each. Checks weights, chats and sizes before any array is on a device; trains nothing.
 """
 
 from __future__ import annotations
@@ -41,9 +40,9 @@ RANK, ALPHA = 16, 32.0
 ADAPTER_RATE, WHOLE_RATE = 2e-4, 2e-5
 BATCH_ROWS = 16
 LONG_ROW = 2048
-"""Tokens. Rows grow to it where the chats are many, since each row that is packed has an end."""
+"""Maximum chosen row length in tokens. Longer rows leave less space unused at the row end."""
 EPOCH_ROWS = 20 * BATCH_ROWS
-"""Rows do not grow where an epoch would have fewer than that: then steps would be too few."""
+"""Minimum rows per epoch for choosing longer rows: with fewer, an epoch has too few steps."""
 _UNIT = 64
 _MANY_STEPS = 10**9
 _MASK_BYTES = 1 << 22
@@ -51,7 +50,7 @@ _MASK_BYTES = 1 << 22
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChosenSetting:
-    """A setting that the user may leave out: key as in "model.lora.rank", value, and why."""
+    """A default for a setting: key such as "model.lora.rank", value, and reason."""
 
     key: str
     value: Any
@@ -61,15 +60,15 @@ class ChosenSetting:
 @names_keywords()
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FineTuning:
-    """What is to be fine-tuned, on what, and how.
+    """Options of a fine-tuning run: model, data and overrides.
 
     Attributes:
-      folder: of Hugging Face, with config.json, safetensors and tokenizer.json.
-      data: chats as `prepare_chats` takes them, or a folder that it has written.
-      run_dir: of the run; the run file and the prepared chats go there, too.
-      overrides: KEY=VALUE settings of a run; they go before what is chosen here.
-      epochs: how often each chat is seen, unless `steps` is among the overrides.
-      template, bad, answers: as `prepare_chats` takes them.
+      folder: a Hugging Face folder with config.json, safetensors and tokenizer.json.
+      data: chats as in `prepare_chats`, or a folder that it has written.
+      run_dir: of the run; the run file and the prepared chats are written there, too.
+      overrides: KEY=VALUE settings of a run; they take precedence over chosen settings.
+      epochs: passes over the chats, unless `steps` is among the overrides.
+      template, bad, answers: as in `prepare_chats`.
     """
 
     folder: str
@@ -83,11 +82,11 @@ class FineTuning:
 
     @property
     def run_file(self) -> Path:
-        """The file that is written."""
+        """Path of the run file that is written."""
         return user_path(self.run_dir).absolute() / RUN_FILE
 
     def is_given(self, name: str) -> bool:
-        """Whether an override sets the key that ends so, by itself or within a section."""
+        """Returns whether an override sets the key `name`, directly or within a section."""
         for word in self.overrides:
             key, _, value = word.partition("=")
             is_section = value.lstrip().startswith("{")
@@ -100,13 +99,13 @@ class FineTuning:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WrittenRun:
-    """A run that can begin.
+    """A written run file, ready to train.
 
     Attributes:
       file: the run file.
-      config: what it says.
-      prepared: what was made of the chats; None: they were prepared already.
-      notes: what a user should know of them, one sentence each.
+      config: the settings in it.
+      prepared: the prepared chats; None if they were prepared already.
+      notes: sentences about the chats for the user.
     """
 
     file: Path
@@ -122,16 +121,16 @@ def write_run(
     """Checks weights and chats, prepares the chats, chooses sizes, and writes the run file.
 
     Args:
-      asked: what to do.
-      count_devices: called when weights and chats are known to be right; a batch is so many rows
-        that each device has as many.
-      is_planned: whether the run has to fit these devices, which its plan tells without an array.
+      asked: the options.
+      count_devices: returns the number of devices; called after the checks of weights and chats. A
+        batch is divided evenly over the devices.
+      is_planned: whether to check, by a plan without arrays, that the run fits these devices.
 
     Raises:
-      FileNotFoundError: no such folder or data, or weights or tokenizer that are missing in it.
-      ValueError: a run that is there already, a model that continues no texts, chats that cannot be
-        trained on, sizes that do not fit, or what `plan_from_config` refuses.
-      ConfigError: an override that is wrong.
+      FileNotFoundError: the folder or data do not exist, or weights or tokenizer are missing.
+      ValueError: the run exists already, the model is not a decoder, the chats cannot be trained
+        on, sizes do not fit, or as in `plan_from_config`.
+      ConfigError: an invalid override.
     """
     if not asked.epochs > 0 or not math.isfinite(asked.epochs):
         raise ValueError(f"epochs={asked.epochs:g}: it must be above 0, such as 1 or 3")
@@ -168,14 +167,14 @@ def write_run(
 
 
 def _check_new(file: Path) -> None:
-    """Refuses a folder in which a run has begun.
+    """Raises if the folder already has a run.
 
     Raises:
-      ValueError: says how to go on.
+      ValueError: says how to continue that run.
     """
     if file.exists():
         raise ValueError(
-            f"{file} is there already: go on with `zerojax train {shlex.quote(str(file))}`, or "
+            f"{file} exists already: continue with `zerojax train {shlex.quote(str(file))}`, or "
             "choose another folder with --out"
         )
     if (file.parent / CONFIG_FILE).exists() or (file.parent / CHECKPOINT_FOLDER).exists():
@@ -183,40 +182,40 @@ def _check_new(file: Path) -> None:
 
 
 def _open_decoder(folder: str) -> Pretrained:
-    """The weights, unread.
+    """Opens the pretrained folder without reading the weights.
 
     Raises:
-      ValueError: they are of no model that continues a text.
+      ValueError: the model is not a decoder.
     """
     pretrained = from_hugging_face(folder)
     if not isinstance(pretrained.config, DecoderConfig | LlamaConfig | GPT2Config):
         raise ValueError(
-            f"{folder} is a {pretrained.row.model_type}, which continues no text, and chats are "
-            "for models that do; give the folder of a decoder, such as a llama or a qwen3"
+            f"{folder} is a {pretrained.row.model_type}, which does not generate text; chats need "
+            "a model that does: give the folder of a decoder, such as a llama or a qwen3"
         )
     return pretrained
 
 
 def _is_prepared(asked: FineTuning) -> bool:
-    """Whether the chats are a folder that `zerojax data prepare` wrote.
+    """Returns whether the chats are a folder written by `zerojax data prepare`.
 
     Raises:
-      FileNotFoundError: no such path. ValueError: tokens without the marks of answers, or options
-        of a preparation that has been.
+      FileNotFoundError: the path does not exist.
+      ValueError: tokens without an answer mask, or preparation options for prepared chats.
     """
     path = existing_path(asked.data)
     if is_text_set(path):
         for name in ("template", "bad", "answers"):
             if getattr(asked, name) != getattr(FineTuning, name):
                 raise ValueError(
-                    f"--{name} {getattr(asked, name)} says how chats are prepared, and "
-                    f"{asked.data} is prepared already; leave the option out, or give the chats "
-                    "themselves"
+                    f"--{name} {getattr(asked, name)} is an option for preparing chats, but "
+                    f"{asked.data} is prepared already; leave the option out, or give the "
+                    "original chats"
                 )
         return True
     if is_token_path(path):
         raise ValueError(
-            f"{asked.data} holds tokens of plain text, in which nothing is marked as an answer; "
+            f"{asked.data} holds tokens of plain text, without marked answers; "
             "give chats (.jsonl, .parquet, or what `zerojax data prepare --format chat` wrote), or "
             f"train on all tokens with `zerojax train model.pretrained={asked.folder} "
             f"data.path={asked.data}`"
@@ -225,7 +224,7 @@ def _is_prepared(asked: FineTuning) -> bool:
 
 
 def _first_choices(asked: FineTuning, pretrained: Pretrained, chats: Path) -> list[ChosenSetting]:
-    """What does not depend on the chats."""
+    """Returns the choices that do not depend on the chats."""
     choices = [
         ChosenSetting(key="run_dir", value=str(asked.run_file.parent)),
         ChosenSetting(key="model.pretrained", value=str(pretrained.folder.path)),
@@ -238,7 +237,7 @@ def _first_choices(asked: FineTuning, pretrained: Pretrained, chats: Path) -> li
         ChosenSetting(
             key="mesh.zero",
             value=3,
-            why="weights, frozen ones too, are divided over the devices and gathered by layer",
+            why="weights, frozen ones too, are sharded over the devices and gathered by layer",
         ),
         ChosenSetting(
             key="model.lora.rank",
@@ -274,14 +273,14 @@ def _first_choices(asked: FineTuning, pretrained: Pretrained, chats: Path) -> li
 
 
 def _settings(choices: Sequence[ChosenSetting], asked: FineTuning) -> RunConfig:
-    """The settings of a run: what is chosen, and what the user laid over it."""
+    """Returns the settings of a run: the choices, with the user's overrides on top."""
     chosen = {choice.key: choice.value for choice in choices}
     words = [f"{key}={value}" for key, value in {"steps": _MANY_STEPS, **chosen}.items()]
     return load(RunConfig, None, [*words, *asked.overrides])
 
 
 def _check_their_keys(config: RunConfig, choices: Sequence[ChosenSetting]) -> None:
-    """Refuses overrides of what the command's own words say.
+    """Raises if an override contradicts an argument of the command.
 
     Raises:
       ValueError: names the key.
@@ -293,14 +292,14 @@ def _check_their_keys(config: RunConfig, choices: Sequence[ChosenSetting]) -> No
         ("run_dir", config.run_dir, "--out"),
     ):
         if found != said[key]:
-            raise ValueError(f"{key}={found} is said by {by} ({said[key]}); leave {key} out")
+            raise ValueError(f"{key}={found}: {by} sets it already ({said[key]}); leave {key} out")
 
 
 @contextlib.contextmanager
 def _removed_after_an_error(run_dir: Path, chats: Path) -> Iterator[None]:
-    """Leaves nothing of the preparation behind where no run file follows.
+    """Deletes the prepared chats after an error, so that the command can be repeated.
 
-    So the command can be typed again. What was there before stays.
+    Folders that existed before stay.
     """
     had_run, had_chats = run_dir.exists(), chats.exists()
     try:
@@ -314,12 +313,12 @@ def _removed_after_an_error(run_dir: Path, chats: Path) -> Iterator[None]:
 
 
 def _check_masks(chats: Path) -> tuple[str, ...]:
-    """Refuses chats of which nothing is asked; a note where everything is.
+    """Raises if the answer mask has no target; returns a note if it has all targets.
 
-    The first token of a text follows none, so that no loss is on it whatever the mask says.
+    The first token of a text is never a target, whatever the mask says.
 
     Raises:
-      ValueError: no token is asked for.
+      ValueError: no token is part of an answer.
     """
     parts = [part for part in open_texts(chats) if part is not None]
     bits = parts[0].mask  # of all parts
@@ -329,12 +328,12 @@ def _check_masks(chats: Path) -> tuple[str, ...]:
     num_targets = sum(part.num_tokens - part.num_texts for part in parts)
     if not asked:
         raise ValueError(
-            f"{chats}: none of its {num_targets:,} targets is part of an answer, so that there is "
+            f"{chats}: none of its {num_targets:,} targets is part of an answer, so there is "
             "nothing to learn; prepare the chats again with a template that marks answers "
             "(--template FILE)"
         )
     if asked == num_targets:
-        return (f"every one of the {asked:,} targets is asked for, those of questions too",)
+        return (f"all {asked:,} targets are trained on, those of questions too",)
     return ()
 
 
@@ -345,7 +344,7 @@ def _choose_sizes(
     chats: Path,
     count_devices: Callable[[], int],
 ) -> list[ChosenSetting]:
-    """Length of rows, rows of a batch, and steps."""
+    """Chooses row length, rows of a batch, and steps."""
     parts = [part for part in open_texts(chats) if part is not None]
     context = pretrained.config.max_seq_len
     longest = _longest_row(parts, config, asked, context)
@@ -353,7 +352,7 @@ def _choose_sizes(
     choices, seq_len = [], config.data.seq_len
     if not asked.is_given("seq_len"):
         seq_len = choose_row_length(longest, num_tokens, context)
-        why = f"the longest chat has {longest}, the model holds {context}"
+        why = f"the longest chat has {longest}, the model's context {context}"
         choices.append(ChosenSetting(key="data.seq_len", value=seq_len, why=why))
     train, validation, _ = as_source(
         str(chats),
@@ -385,36 +384,36 @@ def _choose_sizes(
 def _longest_row(
     parts: Sequence[TextSet], config: RunConfig, asked: FineTuning, context: int
 ) -> int:
-    """Tokens of the longest chat, or of the longest part of one.
+    """Returns the tokens of the longest chat, at most the model's context.
 
     Raises:
       ValueError: a row or a chat is longer than the model's context.
     """
     if asked.is_given("seq_len") and config.data.seq_len > context:
         raise ValueError(
-            f"seq_len={config.data.seq_len} is above the {context} tokens that {asked.folder} "
-            f"holds (its config.json); lower it to at most {context}"
+            f"seq_len={config.data.seq_len} is above the context of {asked.folder}, {context} "
+            f"tokens (its config.json); lower it to at most {context}"
         )
     longest, number = max(
         (int(part.lengths.max()), part.first + int(np.argmax(part.lengths))) for part in parts
     )
     if longest > context and config.data.long_texts == "refuse":
         raise ValueError(
-            f"text {number + 1} of {asked.data} has {longest} tokens, and {asked.folder} holds "
-            f"{context} (its config.json); set data.long_texts=split to train on parts of such "
-            "texts, or data.long_texts=drop to leave them out"
+            f"text {number + 1} of {asked.data} has {longest} tokens, but the context of "
+            f"{asked.folder} is {context} (its config.json); set data.long_texts=split to train "
+            "on parts of such texts, or data.long_texts=drop to leave them out"
         )
     return min(longest, context)
 
 
 @names_keywords()
 def choose_row_length(longest: int, num_tokens: int, context: int) -> int:
-    """Tokens of a row: as few as the longest text takes, twice as many while the texts are many.
+    """Returns the tokens of a row: enough for the longest text, doubled while an epoch is long.
 
     Args:
       longest: tokens of the longest text, at most `context`.
       num_tokens: of all texts.
-      context: what the model holds.
+      context: maximum tokens of the model.
     """
     size = min(-(-longest // _UNIT) * _UNIT, context)
     while 2 * size <= min(context, LONG_ROW) and num_tokens >= 2 * size * EPOCH_ROWS:
@@ -424,11 +423,13 @@ def choose_row_length(longest: int, num_tokens: int, context: int) -> int:
 
 @names_keywords()
 def choose_batch(num_rows: int, unit: int) -> int:
-    """Rows of a batch: a multiple of `unit` of at least 16, or the largest that the rows fill.
+    """Returns the rows of a batch: the smallest multiple of `unit` of at least 16.
+
+    If an epoch has fewer rows, the largest multiple of `unit` that it fills, at least one.
 
     Args:
       num_rows: in one epoch.
-      unit: rows that all devices take at once.
+      unit: rows that all devices process at once.
     """
     wanted = -(-BATCH_ROWS // unit) * unit
     return min(wanted, max(num_rows // unit * unit, unit))
@@ -436,7 +437,7 @@ def choose_batch(num_rows: int, unit: int) -> int:
 
 @names_keywords()
 def run_file_text(config: RunConfig, choices: Sequence[ChosenSetting], asked: FineTuning) -> str:
-    """YAML of what differs from the defaults or was chosen, with the reasons of choices."""
+    """Returns YAML of settings that were chosen or differ from the defaults, with reasons."""
     reasons = {}
     values = to_dict(config)
     for choice in choices:
@@ -461,7 +462,7 @@ def _at(values: Mapping[str, Any], key: str) -> Any:
 def _lines(
     values: Mapping[str, Any], defaults: Mapping[str, Any], reasons: Mapping[str, str], at: str = ""
 ) -> Iterator[str]:
-    """YAML, section by section."""
+    """Yields the lines of the YAML, section by section."""
     for name, value in values.items():
         key = f"{at}{name}"
         if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Export of a trained model or its adapters as Hugging Face files."""
+"""Exports a trained model or its adapters as Hugging Face files."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Trained(Protocol):
 
     @property
     def plan(self) -> Any:
-        """The `Plan` that the state follows."""
+        """The `Plan` of the state."""
         ...
 
     @property
@@ -97,27 +97,29 @@ def to_hugging_face(
 ) -> Exported:
     """Writes a model for transformers: config.json, safetensors, the tokenizer if one is known.
 
-    One tensor is in host memory at a time, besides what it is made of; from a checkpoint with small
-    layers, or from before 2026-11-22, one stack of the layers' tensors. Adapters are merged into
-    the kernels they belong to.
+    One tensor is in host memory at a time, besides the arrays it is computed from. For a checkpoint
+    with small layers, or from before 2026-11-22, it is one stack of the layers' tensors. Adapters
+    are merged into their kernels.
 
-    With several processes all of them call it; the first one writes. Where it cannot, the others
-    are told by a CheckpointError, and all may go on.
+    With several processes all of them must call it; process 0 writes. If it fails, the other
+    processes raise CheckpointError, and all of them may continue.
 
     Args:
       trained: a `Trainer` or `Engine`, or the folder of a run, of its checkpoints, or of one step.
-      folder: new, or empty; it gets its name when everything is in it.
-      step: of a run's folder, or the name of a kept one, such as "best"; None: the newest.
-      dtype: of all tensors, such as "bfloat16"; None: as trained parameters are stored (float32,
-        unless param_dtype says otherwise), also where frozen ones are stored in fewer bits.
-      shard_bytes: of one file at most, unless a single tensor is larger.
-      weights: "ema": the average of the weights (`zerojax.with_ema`), which is float32.
-      pretrained: as `zerojax.load_run` takes it.
+      folder: new, or empty; it is renamed into place once it is complete.
+      step: of a run's folder, or the name of a kept step, such as "best"; None: the newest.
+      dtype: of all tensors, such as "bfloat16"; None: the dtype of trained parameters (float32,
+        unless param_dtype is set), also for frozen parameters stored in fewer bits.
+      shard_bytes: maximum bytes of a file, unless a single tensor is larger.
+      weights: "ema" exports the averaged weights (`zerojax.with_ema`), in float32.
+      pretrained: as in `zerojax.load_run`.
 
     Raises:
-      UnsupportedError: a ValueError: the model has no form in Hugging Face's files.
-      ValueError: there is no average. FileExistsError: something is at `folder`.
-      CheckpointError: no such step, or a damaged one. OSError: what the disk says.
+      UnsupportedError: a ValueError: the architecture has no Hugging Face format.
+      ValueError: the run keeps no EMA.
+      FileExistsError: `folder` exists and is not empty.
+      CheckpointError: the step does not exist or is damaged.
+      OSError: writing fails.
     """
     out = user_path(folder).absolute()
     check_weights(weights)
@@ -139,22 +141,22 @@ def to_peft(
 ) -> Path:
     """Writes a model's adapters for `peft.PeftModel.from_pretrained`, without the base model.
 
-    With several processes all of them call it; the first one writes.
+    With several processes all of them must call it; process 0 writes.
 
     Args:
       trained: a `Trainer` or `Engine`, or the folder of a run, of its checkpoints, or of one step.
       folder: new, or empty.
-      step: of a run's folder, or the name of a kept one, such as "best"; None: the newest.
-      weights: as `to_hugging_face` takes it.
+      step: of a run's folder, or the name of a kept step, such as "best"; None: the newest.
+      weights: as in `to_hugging_face`.
 
     Returns:
       The folder, with adapter_model.safetensors and adapter_config.json in it.
 
     Raises:
-      UnsupportedError: a ValueError: there are no adapters, or the model has no form in Hugging
-        Face's files.
-      FileExistsError: something is at `folder`.
-      CheckpointError: no such step, or a damaged one.
+      UnsupportedError: a ValueError: there are no adapters, or the architecture has no Hugging
+        Face format.
+      FileExistsError: `folder` exists and is not empty.
+      CheckpointError: the step does not exist or is damaged.
     """
     out = user_path(folder).absolute()
     check_weights(weights)
@@ -175,7 +177,9 @@ def _check_there(
 ) -> None:
     for name, value in (("step", step), ("pretrained", pretrained)):
         if value is not None:
-            raise ValueError(f"{name}={value}: a trainer has only its own; give the run's folder")
+            raise ValueError(
+                f"{name}={value} is not possible for a trainer; give the run's folder instead"
+            )
     if trained.state is None:
         raise ValueError(
             "the engine has no state before its first batch; call engine.prepare(example_batch)"
@@ -185,7 +189,7 @@ def _check_there(
 def export_adapters(
     saved: SavedStep, folders: Sequence[Path], out: Path, *, weights: Weights = "trained"
 ) -> Path:
-    """The adapters of a saved step; arguments as `export_step` takes them."""
+    """Writes the adapters of a saved step; arguments as in `export_step`."""
     metadata = saved.whole_metadata()
     description = _description_in(folders)
     names = _arrays_of_model(saved, weights)
@@ -199,7 +203,7 @@ def export_adapters(
 
 
 def _arrays_of_model(saved: SavedStep, weights: Weights) -> dict[str, str]:
-    """{parameter: its name in a step}; the model's own state is left out."""
+    """Returns {parameter: its name in a step}, without the model's non-parameter state."""
     found = model_arrays(saved, weights)
     return {name: full for full, name in found.items() if not full.startswith("extras/")}
 
@@ -217,7 +221,7 @@ def _write_adapters(
 
 
 def run_folders(run: str | Path, saved: SavedStep) -> Sequence[Path]:
-    """Where what belongs to a run may lie, besides its checkpoints."""
+    """Returns folders that may hold a run's files other than checkpoints."""
     return user_path(run), saved.folder.parent, saved.folder.parent.parent
 
 
@@ -230,10 +234,12 @@ def export_step(
     shard_bytes: int = SHARD_BYTES,
     weights: Weights = "trained",
 ) -> Exported:
-    """A saved step as a folder of Hugging Face; arguments as `to_hugging_face` takes them.
+    """Writes a saved step as a Hugging Face folder; other arguments as in `to_hugging_face`.
 
     Args:
-      folders: in which the run's description and tokenizer are looked for.
+      saved: the step.
+      folders: searched for the run's description and tokenizer.
+      out: the folder to write.
     """
     metadata = saved.whole_metadata()
     description = _description_in(folders)
@@ -267,7 +273,7 @@ def export_step(
 
 
 def _belongs(name: str, kernels: set[str]) -> bool:
-    """Whether an array is one of these, or of an adapter beside one."""
+    """Returns whether an array is one of the kernels, or belongs to the adapter of one."""
     return any(name == kernel or name.startswith(f"{kernel[:-7]}/lora/") for kernel in kernels)
 
 
@@ -292,7 +298,7 @@ def _from_trainer(
 def _decoded(
     params: Mapping[str, Any], read: Read, codes: Mapping[str, WeightCodes]
 ) -> tuple[dict[str, Any], Read]:
-    """(shapes and dtypes of parameters, a `read` of them): of coded ones the float32 weights."""
+    """Returns (shapes and dtypes, a `read` function) with coded weights decoded to float32."""
 
     def decoded(name: str, layer: int | None) -> np.ndarray:
         values = read(name, layer)
@@ -302,9 +308,9 @@ def _decoded(
 
 
 def _raised(params: Mapping[str, Any], read: Read) -> tuple[Read, dict[str, Any]]:
-    """(a `read` of parameters in one float dtype, what has their shapes and that dtype).
+    """Returns (a `read` function, `ShapeDtypeStruct`s) with all floats in the widest dtype.
 
-    Frozen ones may be stored in fewer bits than the adapters that are added to them.
+    Frozen parameters may be stored in fewer bits than the adapters that are added to them.
     """
     floats = [np.dtype(x.dtype) for x in params.values() if jnp.issubdtype(x.dtype, jnp.floating)]
     widest = max(floats, key=lambda dtype: dtype.itemsize, default=np.dtype(np.float32))
@@ -323,9 +329,9 @@ def _raised(params: Mapping[str, Any], read: Read) -> tuple[Read, dict[str, Any]
 
 
 def _reader(params: Mapping[str, jax.Array], whole: NamedSharding) -> Read:
-    """A layer of a parameter, or a parameter that is not a stack, in the memory of every process.
+    """Returns a function that reads a parameter, or a layer of a stacked one, to the host.
 
-    One process alone fetches each shard; several have to gather it on their devices first.
+    A single process fetches each shard; several processes gather the array on devices first.
     """
     gathered = whole if jax.process_count() > 1 else None
 
@@ -341,7 +347,7 @@ def _reader(params: Mapping[str, jax.Array], whole: NamedSharding) -> Read:
 
 @functools.lru_cache(maxsize=16)
 def _take(gathered: NamedSharding | None, is_layer: bool) -> Callable[..., jax.Array]:
-    """A jitted function: an array, or a layer of one, anew, so that no state keeps a host copy."""
+    """Returns a jitted copy of an array or of a layer of it, so that no state keeps a host copy."""
 
     def take(array: jax.Array, layer: jax.Array) -> jax.Array:
         if not is_layer:
@@ -361,7 +367,7 @@ def _write(
     tokenizer: Path | None = None,
     step: int,
 ) -> Exported:
-    """The folder, from tensors that are made one by one, by all processes together."""
+    """Writes the folder; all processes compute the tensors together, one by one."""
     with failing_together() as agree:
 
         def agreed(tensor: Outgoing) -> np.ndarray:
@@ -373,7 +379,7 @@ def _write(
                 out, description, found, agreed, shard_bytes, tokenizer=tokenizer, step=step
             )
         for tensor in found:
-            agreed(tensor)  # takes part in gathering it
+            agreed(tensor)  # takes part in the collective gather
     total = sum(one.tensor.num_bytes for one in found)
     return Exported(folder=out, files=(), num_arrays=len(found), num_bytes=total)
 
@@ -409,9 +415,9 @@ def _write_alone(
 
 
 def _copy_tokenizer(draft: Path, description: Description, tokenizer: Path | None) -> None:
-    """The tokenizer files of the folder that the model came from, else the run's own.
+    """Copies the tokenizer files of the pretrained folder, or else the run's own.
 
-    A chat template that the run was trained with goes before that of the folder.
+    A chat template that the run was trained with replaces that of the folder.
     """
     source = None if description.source is None else Path(description.source)
     bare = None if tokenizer is None else hugging_face_json(load_tokenizer(tokenizer))

@@ -1,4 +1,4 @@
-"""`zerojax.load_run`: runs read back in shards, for evaluation, generation and export."""
+"""Defines `zerojax.load_run`, which reads a run's model for evaluation, generation and export."""
 
 from __future__ import annotations
 
@@ -47,20 +47,20 @@ from zerojax.training.run_record import (
 from zerojax.training.validation import each_batch
 
 _EXAMPLE_TOKENS = 8
-"""Tokens of a row in the trace of a model that only generates."""
+"""Tokens per row of the example batch for a model that is only used to generate."""
 
 
 class LoadedRun:
-    """A finished or interrupted run, read back. Made by `zerojax.load_run`.
+    """A finished or interrupted run, loaded from its folder. Created by `zerojax.load_run`.
 
     Attributes:
-      plan: how its arrays lie on this machine's devices, in the run's precision.
-      state: parameters and the model's own state, without an optimizer's.
-      weights: "trained", or "ema": its parameters are the average of the weights, in float32.
-      step: of the checkpoint; also `num_steps`, as a `Trainer` has it.
+      plan: placement of its arrays on this machine's devices, in the run's precision.
+      state: parameters and the model's own state, without optimizer state.
+      weights: "trained", or "ema" if the parameters are the averaged weights, in float32.
+      step: of the checkpoint; also `num_steps`, as in a `Trainer`.
       tokenizer: None for runs that were not trained on text.
-      config: the `RunConfig` of `zerojax train`; None for a run of Python's `train`.
-      record: what the run's folder says of it.
+      config: the `RunConfig` of `zerojax train`; None for a run of `zerojax.train` in Python.
+      record: the content of the run's run.json.
       plan_dict: the plan under which the step was saved.
     """
 
@@ -88,7 +88,7 @@ class LoadedRun:
 
     @property
     def num_steps(self) -> int:
-        """Batches that were trained on."""
+        """Number of batches trained on."""
         return self.step
 
     def __repr__(self) -> str:
@@ -99,7 +99,7 @@ class LoadedRun:
         )
 
     def validation(self) -> RowSource:
-        """The part of the run's text that training left out.
+        """Returns the validation part of the run's text.
 
         Raises:
           ValueError: there is none, or the run's batches came from Python.
@@ -108,7 +108,7 @@ class LoadedRun:
         if data is None:
             raise ValueError(
                 f"{self._folder} was trained on batches that came from Python, which its folder "
-                "does not hold; give some to the run that was loaded: evaluate(batches)"
+                "does not hold; pass batches to the loaded run: evaluate(batches)"
             )
         example = abstract_of(self.record.batch)
         _, validation, _ = as_source(
@@ -128,17 +128,17 @@ class LoadedRun:
         return validation
 
     def evaluate(self, batches: Any = None, num_batches: int | None = None) -> dict[str, float]:
-        """Mean loss in evaluation mode, as `Trainer.evaluate` computes it.
+        """Returns the mean loss in evaluation mode, as `Trainer.evaluate` computes it.
 
         Args:
-          batches: what `validation` of `zerojax.train` may be, its first batch whole; None: the
-            text that training left out.
-          num_batches: at most this many; None: of a source or a function as many as the run took,
-            else all.
+          batches: as `validation` of `zerojax.train`, but the first batch must be full; None: the
+            validation part of the run's text.
+          num_batches: maximum number of batches; None: the run's `eval_batches` for a source or a
+            function, else all.
 
         Raises:
-          ValueError: there is nothing to evaluate on, or the run's loss was a function that has to
-            be given.
+          ValueError: there is nothing to evaluate on, or the run had its own loss function, which
+            was not passed to `load_run`.
         """
         if not self._has_loss:
             raise ValueError(
@@ -159,13 +159,13 @@ class LoadedRun:
         plan, evaluate = self._evaluation(first)
         default = self.record.eval_batches
         state = self.state
-        if plan.stacks != self.plan.stacks:  # what is rolled may depend on the batch
+        if plan.stacks != self.plan.stacks:  # which layers are rolled may depend on the batch
             parts = {**model_parts(self.plan, state), "rng": state["rng"]}
             state = from_model_parts(plan, parts)
         return mean_loss(evaluate, plan, state, batches, num_batches, default)
 
     def _evaluation(self, batch: Any) -> tuple[Plan, Any]:
-        """A plan for batches of this shape, over the same arrays, and its compiled evaluation."""
+        """Returns a plan for batches of this shape and its evaluation; cached by shape."""
         example = abstract_global(batch, self.plan.mesh)
         leaves, structure = jax.tree.flatten(example)
         key = structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
@@ -176,10 +176,10 @@ class LoadedRun:
 
     @functools.cached_property
     def model(self) -> Any:
-        """The model as the user's kind of object, its arrays in shards and in the run's precision.
+        """The model in the user's form, with sharded arrays in the run's compute dtype.
 
-        No device holds more than its part; what is computed with it under `jax.jit` is split by
-        XLA. `to_model` gives whole arrays in the dtype in which they are stored.
+        No device holds more than its shards; XLA partitions computations under `jax.jit`.
+        `to_model` returns unsharded arrays in the dtype in which they are stored.
         """
         parts = model_parts(self.plan, self.state)
         read = {**parts["params"], **parts["frozen"]}
@@ -199,7 +199,7 @@ class LoadedRun:
         return self.plan.users_model.to_source(params, parts["extras"])
 
     def to_model(self) -> Any:
-        """The model with whole arrays on one device, as `Trainer.to_model` gives it."""
+        """Returns the model with unsharded arrays on one device, as `Trainer.to_model`."""
         return model_of(self.plan, self.state)
 
     def generate(
@@ -211,13 +211,13 @@ class LoadedRun:
         top_k: int | None = None,
         seed: int = 0,
     ) -> str:
-        """The prompt and its continuation, drawn token by token.
+        """Returns the prompt and a continuation, sampled token by token.
 
         Args:
           prompt: text of at least one token.
-          num_tokens: how many to add; None: 200, or as many as the model's context holds.
-          temperature: 0 takes the likeliest token, 1 samples as the model believes.
-          top_k: sample among so many likeliest tokens; None: among all.
+          num_tokens: tokens to add; None: 200, or as many as fit the model's context.
+          temperature: 0 takes the most likely token, 1 samples from the model's distribution.
+          top_k: samples among this many most likely tokens; None: among all.
           seed: of the sampling.
 
         Raises:
@@ -252,36 +252,38 @@ def load_run(
     weights: optim.Weights = "trained",
     pretrained: str | Path | None = None,
 ) -> LoadedRun:
-    """Reads a run's model from its folder, in shards.
+    """Loads a run's model from its folder, sharded over this machine's devices.
 
-    Works for every run with checkpoints, of `zerojax train` and of `zerojax.train`. GPT-2, Llama
-    and BERT of zerojax, also with weights of Hugging Face or with adapters, are described in the
-    folder; any other model has to be given.
+    Works for every run with checkpoints, of `zerojax train` and of `zerojax.train`. The folder
+    describes GPT-2, Llama and BERT of zerojax, also with Hugging Face weights or adapters; any
+    other model must be passed.
 
-    Nothing of it is offloaded: masters and moments that waited on the host or in files are not read
-    at all, and parameters that did lie on the devices, with a warning that says how many bytes of
-    each. What streams layers from the host is a training step with its update.
+    Nothing is offloaded. Master weights and optimizer moments on the host or on disk are not read.
+    Parameters that the run kept in host memory are read onto the devices, with a warning that says
+    how many bytes each device holds, since only a training step streams layers from the host.
 
     Args:
       run_dir: folder of the run.
-      step: a saved step, or the name of a kept one, such as "best"; None takes the newest.
-      model: as `zerojax.train` takes it; its values are replaced by those of the checkpoint. None:
-        as the folder describes it.
-      loss: as `zerojax.train` takes it; needed to evaluate where the run had a function.
-      mesh: a `MeshConfig`, its fields as a dict, or a `Mesh`; one of fewer devices takes the first
-        ones. None: the run's own, or where this machine has another number of devices, as many on
-        `data` as divide the batch, and of `expert` the largest divisor that divides these devices.
-      example_batch: arrays or `ShapeDtypeStruct`s; needed where the run's batch was neither a dict,
-        a list nor a tuple.
-      weights: "ema": the average of the weights that the run kept (`zerojax.with_ema`).
-      pretrained: the folder of Hugging Face that the run began with, where its checkpoints do not
-        hold frozen weights and it is not where it was. None: where it was, or that of `model`.
+      step: a saved step, or the name of a kept step, such as "best"; None: the newest.
+      model: as in `zerojax.train`; its values are replaced by those of the checkpoint. None: as
+        the folder describes it.
+      loss: as in `zerojax.train`; needed to evaluate a run that had its own loss function.
+      mesh: a `MeshConfig`, its fields as a dict, or a `Mesh`; a mesh of fewer devices uses the
+        first ones. None: the run's own. If this machine has another number of devices, `data` is
+        the largest size that divides the batch, and `expert` the largest divisor of the run's
+        degree that divides these devices.
+      example_batch: arrays or `ShapeDtypeStruct`s; needed if the run's batch was not a dict, list
+        or tuple.
+      weights: "ema" loads the averaged weights that the run kept (`zerojax.with_ema`).
+      pretrained: the Hugging Face folder that the run started from; needed if its checkpoints do
+        not hold the frozen weights and the folder has moved. None: its old path, or the folder of
+        `model`.
 
     Raises:
-      FileNotFoundError: no run there.
-      ValueError: the model or the loss has to be given.
-      CheckpointError: no such checkpoint, one of another model, or one without an average; or
-        frozen weights are not in the folder that the run began with.
+      FileNotFoundError: the folder has no run.
+      ValueError: the model or the loss must be passed.
+      CheckpointError: the checkpoint does not exist, belongs to another model or has no EMA, or
+        the frozen weights are not in the pretrained folder.
     """
     optim.check_weights(weights)
     folder = user_path(run_dir)
@@ -307,7 +309,7 @@ def load_run(
                 f"{folder} was trained with a loss function of your own; give it: "
                 f"zerojax.load_run({str(folder)!r}, loss=LOSS)"
             )
-        example = None  # whatever that loss took; the model itself takes tokens
+        example = None  # the loss and its batch are unknown; the model itself takes tokens
     elif example is None:
         raise ValueError(
             f"the batches of {folder} are a tree that its folder cannot describe; pass one: "
@@ -354,7 +356,7 @@ def load_run(
 
 
 def _precision(record: RunRecord, weights: optim.Weights) -> Precision:
-    """The dtypes of the run; an average is float32 whatever the parameters are."""
+    """Returns the dtypes of the run; averaged weights are always float32."""
     precision = record.as_precision()
     if weights == "ema":
         return dataclasses.replace(precision, param_dtype=jnp.float32)
@@ -367,7 +369,7 @@ def _warn_of_parameters(folder: Path, plan: Plan) -> None:
     warn_user(
         f"{folder} trained with its parameters in host memory (offload.params: host); they are "
         f"read onto the devices, {trees.format_bytes(held)} of each, since only a training step "
-        "streams layers. Where that is too much, "
+        "streams layers. If that is too much, "
         + (
             "use more devices"
             if plan.zero == 3
@@ -384,17 +386,17 @@ def _read_record(folder: Path) -> RunRecord:
         return record
     if (folder / CONFIG_FILE).is_file():
         raise ValueError(
-            f"{folder} has no {RECORD_FILE}, which runs write since it can be read back; train on "
-            "in it, with the command or the call that made it, and it is written"
+            f"{folder} has no {RECORD_FILE}: the run is older than this file; continue training "
+            "in it, with the command or the call that made it, to write it"
         )
     raise FileNotFoundError(
-        f"{folder} holds no run: there is no {RECORD_FILE} in it; give the folder that training "
-        "named as its run folder"
+        f"{folder} holds no run: there is no {RECORD_FILE} in it; give the run folder that "
+        "training printed"
     )
 
 
 def _run_config(folder: Path) -> RunConfig | None:
-    """The settings of a run of `zerojax train`; other runs have a config.json of another form."""
+    """Returns the settings of a run of `zerojax train`; None for runs of `zerojax.train`."""
     path = folder / CONFIG_FILE
     values = bounded_json.load(path) if path.exists() else None
     if not isinstance(values, dict) or "run_dir" not in values:
@@ -408,7 +410,7 @@ def _run_config(folder: Path) -> RunConfig | None:
 def _loss(
     model: models.Model, record: RunRecord, loss: models.Loss | None, *, given_model: bool
 ) -> tuple[models.Loss, bool]:
-    """(a loss to trace the model with, whether it is the run's)."""
+    """Returns (a loss to trace the model with, whether it is the run's loss)."""
     if loss is not None:
         return loss, True
     if record.loss == "own" and given_model:
@@ -426,9 +428,9 @@ def _escaped(name: str) -> str:
 
 
 def _mesh(record: RunRecord, mesh: Any, example: Any) -> tuple[MeshConfig, Mesh]:
-    """The options of the plan, and the devices it is for."""
-    # Without secondary shards the same is read, on devices that may be no nodes. Weights whose
-    # copies a run keeps are read exactly.
+    """Returns the mesh options of the plan and the mesh."""
+    # Secondary shards do not change the values read, and these devices may not form nodes. Weights
+    # whose copies a run keeps are read exactly.
     wire = dataclasses.replace(record.mesh.wire, secondary=False)
     if wire.weights in DELTA_BITS:
         wire = dataclasses.replace(wire, weights="compute")
@@ -450,7 +452,7 @@ def _mesh(record: RunRecord, mesh: Any, example: Any) -> tuple[MeshConfig, Mesh]
             settings = dataclasses.replace(settings, expert=degree)
     else:
         settings = as_mesh_config(mesh)
-        if not isinstance(mesh, MeshConfig):  # of a dict what it does not say is the run's
+        if not isinstance(mesh, MeshConfig):  # options that a dict leaves out are the run's
             ones = dataclasses.replace(own, expert=1, context=1, model=1, stage=1, replica=1)
             base = dataclasses.replace(ones, data=-1)
             settings = dataclasses.replace(base, **{name: getattr(settings, name) for name in mesh})
@@ -462,9 +464,15 @@ def _mesh(record: RunRecord, mesh: Any, example: Any) -> tuple[MeshConfig, Mesh]
 
 
 def _usable(count: int, axes: int, example: Any, pieces: int) -> int:
-    """The most devices that divide a batch and its pieces (0: it has none).
+    """Returns the largest number of devices that divides the batch and its pieces.
 
-    Several processes have to use all they have.
+    Several processes must use all of their devices.
+
+    Args:
+      count: devices that exist.
+      axes: devices per data shard.
+      example: the global batch; None if there is none.
+      pieces: virtual shards of a deterministic run, else 0.
     """
     if example is None or jax.process_count() > 1:
         return count

@@ -1,4 +1,4 @@
-"""Sentences of the training loop: what a run does not do, and why."""
+"""Writes notes of the training loop to the log, such as that nothing is saved, and why."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from zerojax.training.metrics import RunLog
 
 
 def say_if_done(log: RunLog | None, step: int, steps: int | None) -> None:
-    """Says that there is nothing to train where a run has all of its steps."""
+    """Logs that there is nothing to train if the run has already taken all of its steps."""
     if log is not None and steps is not None and step >= steps:
         log.message(
-            f"nothing to train: the run is at step {step} of {steps}; raise steps= to go on, or "
-            "choose another folder to start anew"
+            f"nothing to train: the run is at step {step} of {steps}; raise steps= to continue, or "
+            "choose another folder to start a new run"
         )
 
 
 def say_if_short(log: RunLog | None, step: int, steps: int | None) -> None:
-    """Says that the batches have ended before the run has all of its steps."""
+    """Logs that the batches ended before the run's last step."""
     if log is not None and steps is not None and step < steps:
         log.message(
-            f"the batches ended after {step} of {steps} steps; give a list, or what can be "
-            "iterated anew, to have them repeated"
+            f"the batches ended after {step} of {steps} steps; pass a list or another re-iterable "
+            "to have them repeated"
         )
 
 
 def say_epochs(
     log: RunLog | None, step: int, known: dict[str, int], epochs: Mapping[str, int]
 ) -> None:
-    """Says which parts of the data begin another epoch, and at first where all of them are.
+    """Logs which parts of the data begin another epoch; the first call logs all parts.
 
     Args:
-      known: {part: its epoch, from 1}, as said before; updated.
-      epochs: the same now.
+      known: {part: its epoch, from 1} as last logged; updated in place.
+      epochs: the current epochs.
     """
     changed = {part: number for part, number in epochs.items() if known.get(part) != number}
     known.update(changed)
@@ -43,7 +43,7 @@ def say_epochs(
 
 
 def say_unsaved(log: RunLog) -> None:
-    """Says that a run has no checkpoints, and how to keep its weights."""
+    """Logs that the run has no checkpoints, and how to keep its weights."""
     log.message(
         "no weights will be saved: pass checkpoint='runs/NAME' to train, or take them from "
         "trainer.to_model() at the end"
@@ -51,12 +51,12 @@ def say_unsaved(log: RunLog) -> None:
 
 
 def describe_loss_of_stop(doing: str, checkpointer: Checkpointer | None, resume_hint: str) -> str:
-    """Returns what is lost where a process is ended before its step has ended.
+    """Returns a sentence on what is lost if the process is ended in the middle of a step.
 
     Args:
-      doing: what the process does, such as "in a step".
+      doing: the current activity, such as "in a step".
       checkpointer: of the run.
-      resume_hint: how the run goes on.
+      resume_hint: how to resume the run.
     """
     if checkpointer is None:
         return f"it was {doing}, and the run has no checkpoints"
@@ -68,9 +68,9 @@ def describe_loss_of_stop(doing: str, checkpointer: Checkpointer | None, resume_
 
 
 def note_if_donated(error: Exception) -> None:
-    """Adds to an error about a deleted array that a step takes the memory of its state."""
+    """Adds a note on buffer donation to an error about a deleted array."""
     if isinstance(error, RuntimeError) and "has been deleted" in str(error):
         error.add_note(
-            "A step takes the memory of its state: arrays of trainer.state are gone after the next "
-            "step. Keep a copy, jax.device_get(trainer.state['params'])"
+            "The state is donated to each step: arrays of trainer.state are deleted by the next "
+            "step. Keep a copy: jax.device_get(trainer.state['params'])"
         )

@@ -1,8 +1,8 @@
-"""Comparison of the runs that the processes of one group are about to start.
+"""Checks that all processes of a group are about to start the same run.
 
-A process with another learning rate, seed or number of steps trains another model, or waits for
-collectives that never come. So before any array exists each process describes its run, and all of
-them end with the first difference. Nothing is sent where there is one process.
+A process with another learning rate, seed or number of steps would train another model, or wait
+forever in a collective. So each process describes its run before any array exists, and at the
+first difference every process raises. A single process sends nothing.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from zerojax.plan.make import Plan
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 _TEXT_BYTES = 200
 _OWN_PATHS = ("folder",)
-"""Settings that may differ: a disk has another path on each host."""
+"""Settings that may differ between hosts: paths of local disks."""
 
 
 def check_same_run(described: Mapping[str, str]) -> None:
-    """Raises ValueError on every process where two of them describe different runs.
+    """Raises ValueError on every process if two processes describe different runs.
 
     Collective: every process calls it, with the same keys.
 
     Args:
-      described: {what it is, for people: its value as text}, in the order of comparison.
+      described: {readable name of a setting: its value as text}, in the order of comparison.
     """
     if jax.process_count() == 1:
         return
@@ -52,20 +52,21 @@ def check_same_run(described: Mapping[str, str]) -> None:
 
 
 def divide_batches(feed: Feed, mesh: Mesh | AbstractMesh) -> tuple[Any, tuple[str, ...]]:
-    """Makes a feed give this process's rows of the global batch, whichever of both its data have.
+    """Makes a feed return this process's rows, whether its batches are global or per process.
 
-    Collective, with several processes. Where all of them have the same first batch, it is the
-    global one, and each takes its rows; where each has another, these are its rows.
+    Collective, with several processes. If all of them have the same first batch, it is the global
+    batch, and each process takes its rows. If all first batches differ, they are the processes'
+    own rows.
 
     Args:
-      feed: its first batch stays in it.
+      feed: its first batch is read and put back.
       mesh: of the run.
 
     Returns:
-      (the shapes of the global batch, what is said of this).
+      (shapes and dtypes of the global batch, sentences about this choice for the log).
 
     Raises:
-      ValueError: there is no batch, or only some processes have the same one.
+      ValueError: there is no batch, or only some processes have the same batch.
     """
     before = feed.state()
     try:
@@ -91,9 +92,9 @@ def divide_batches(feed: Feed, mesh: Mesh | AbstractMesh) -> tuple[Any, tuple[st
 
 
 def _is_global(batch: Any, mesh: Mesh | AbstractMesh) -> bool:
-    """Whether all processes have the same batch, and not each its own rows of one.
+    """Returns whether all processes have the same (global) batch rather than their own rows.
 
-    Processes of one pipeline, whose devices hold the same rows, have the same batch in either case.
+    Processes of one pipeline, whose devices hold the same rows, have equal batches in either case.
     """
     arrays = [np.asarray(x) for x in jax.tree.leaves(batch)]
     content = b"".join(str((x.shape, x.dtype)).encode() + x.tobytes() for x in arrays)
@@ -117,14 +118,14 @@ def _is_global(batch: Any, mesh: Mesh | AbstractMesh) -> bool:
 def describe_run(
     plan: Plan, feed: Feed, *, seed: int, steps: int | None, loop: Mapping[str, Any]
 ) -> dict[str, str]:
-    """Returns what `check_same_run` compares.
+    """Returns the description of a run that `check_same_run` compares.
 
     Args:
       plan: of the run.
-      feed: its batches; the data of a `RowSource` are compared, since each process reads its rows
-        of the same ones.
+      feed: its batches; a `RowSource` is compared, since each process reads its rows of the same
+        data.
       seed, steps: of the run.
-      loop: {name: value} of what decides when all processes do something together.
+      loop: {name: value} of settings that decide when all processes act together.
     """
     versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
     placed = [
@@ -147,7 +148,7 @@ def describe_run(
 
 
 def _difference(what: str, value: str, process: int) -> str:
-    """The sentence for a difference between process 0 and another one; collective."""
+    """Returns the sentence for a difference between process 0 and another one; collective."""
     shown = np.zeros(_TEXT_BYTES, np.uint8)
     if len(text := value.encode()) <= _TEXT_BYTES:
         shown[: len(text)] = np.frombuffer(text, np.uint8)
@@ -171,9 +172,9 @@ def _without_paths(settings: Any) -> Any:
 
 
 def _update_of(plan: Plan) -> str:
-    """A digest of the traced update: its operations and the numbers in it.
+    """Returns a digest of the traced optimizer update: its primitives and constants.
 
-    Parameters of equations are left out: their text may depend on addresses.
+    Parameters of jaxpr equations are left out, since their text may contain memory addresses.
     """
     params = {
         name: jax.ShapeDtypeStruct(x.shape, x.dtype)

@@ -1,4 +1,4 @@
-"""Step times of each process, gathered without waiting."""
+"""Measures the step times of each process and gathers them without blocking the loop."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _AXIS = "device"
 
 
 class LoopClock:
-    """The clock of one process's loop.
+    """The clock of one process's training loop.
 
-    A step that is dispatched while the one before is still under way costs its process nothing:
-    its devices have work. What the process did since its last dispatch is late only from the moment
-    when they had run dry, which a thread waits for where other processes want to know.
+    Host work is free as long as the devices are busy: a step dispatched before the previous one
+    has finished loses no time. Host work since the last dispatch counts as late only from the
+    moment when the devices became idle. With several processes, a thread waits for that moment.
 
     Attributes:
-      watch: where the seconds are counted.
+      watch: the stopwatch that counts the seconds.
     """
 
     def __init__(self, watch: Stopwatch | None = None) -> None:
@@ -48,12 +48,12 @@ class LoopClock:
         self._sent: tuple[int, _Rows] | None = None
 
     def during(self, activity: str) -> contextlib.AbstractContextManager[None]:
-        """Time in the block is spent on `activity`, one of `stopwatch.ACTIVITIES`."""
+        """Counts the time in the block as `activity`, one of `stopwatch.ACTIVITIES`."""
         return self.watch.during(activity)
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:
-        """Around the dispatch of a step."""
+        """Measures the dispatch of a step in the block."""
         now = self.watch.read()
         if self._devices is not None and (idle_at := self._devices.idle_at()) is not None:
             for activity in self._late:
@@ -65,7 +65,10 @@ class LoopClock:
         self._at_dispatch = self.watch.read()
 
     def dispatched(self, result: jax.Array) -> None:
-        """To be told of one result of each step, on the devices: it tells when the step is over."""
+        """Registers an output array of a step; the step is over when the array is ready.
+
+        Must be called for every step.
+        """
         if jax.process_count() == 1:
             return
         if self._devices is None:
@@ -73,7 +76,7 @@ class LoopClock:
         self._devices.follow(result)
 
     def take(self) -> tuple[dict[str, float], ProcessTimes]:
-        """Since the last call: seconds by activity, and what the other processes should know."""
+        """Returns the seconds by activity since the last call, and the times to send to others."""
         now = self.watch.read()
         spent, self._at_report = difference(now, self._at_report), now
         times = ProcessTimes(
@@ -91,10 +94,11 @@ class LoopClock:
     def gather(
         self, mesh: Mesh | AbstractMesh, step: int, times: ProcessTimes
     ) -> tuple[int, list[ProcessTimes]] | None:
-        """Sends this process's times; every process has to call it after the same step.
+        """Starts sending this process's times; every process must call it after the same step.
 
         Returns:
-          The step of the call before, and what all processes sent then; None at the first call.
+          The step of the previous call and the times that all processes sent then; None at the
+          first call.
         """
         assert isinstance(mesh, Mesh), "a run has devices"
         before = self.last_gathered()
@@ -102,16 +106,16 @@ class LoopClock:
         return before
 
     def last_gathered(self) -> tuple[int, list[ProcessTimes]] | None:
-        """What was sent at the last `gather`, once; None when nothing is on its way."""
+        """Returns the step and times of the last `gather`, once; None if nothing is pending."""
         if self._sent is None:
             return None
         (step, rows), self._sent = self._sent, None
-        with self.watch.during(STEP):  # they arrived long ago, or the devices are still at work
+        with self.watch.during(STEP):  # the times have arrived, or the devices are still busy
             return step, [ProcessTimes.from_bytes(row) for row in rows.read()]
 
 
 class _Devices:
-    """When the devices of this process had finished the last step that they were given."""
+    """Records when the devices of this process finished their last dispatched step."""
 
     def __init__(self, watch: Stopwatch) -> None:
         self._given = 0
@@ -124,12 +128,12 @@ class _Devices:
         weakref.finalize(self, self._results.put, None)
 
     def follow(self, result: jax.Array) -> None:
-        """The next step's result; it is kept until the step is over."""
+        """Adds the next step's output array, which is kept until the step is over."""
         self._given += 1
         self._results.put((self._given, result))
 
     def idle_at(self) -> dict[str, float] | None:
-        """What the stopwatch showed when they had finished all; None while they are at work."""
+        """Returns the stopwatch reading when all steps had finished; None while one runs."""
         given, reading = self._idle[0] if self._idle else (0, None)
         return reading if given == self._given else None
 
@@ -139,17 +143,17 @@ def _wait_for_each(
 ) -> None:
     while (following := results.get()) is not None:
         number, result = following
-        with contextlib.suppress(Exception):  # whoever reads the result is told
+        with contextlib.suppress(Exception):  # the error is raised where the result is read
             result.block_until_ready()
         idle[:] = [(number, watch.read())]
 
 
 class _Rows:
-    """One row of bytes of every process, gathered by the devices behind the steps under way."""
+    """One row of bytes of every process, gathered by the devices after the dispatched steps."""
 
     def __init__(self, mesh: Mesh, row: bytes) -> None:
         devices = mesh.devices.reshape(-1)
-        # Rows of the devices of one process are equal, so one of them is enough.
+        # All devices of one process hold the same row, so the first device's row is enough.
         first = {d.process_index: at for at, d in reversed(list(enumerate(devices)))}
         self._first = [first[process] for process in sorted(first)]
         flat = Mesh(devices, (_AXIS,))
@@ -160,6 +164,6 @@ class _Rows:
         self._gathered = jax.device_put(sent, NamedSharding(flat, P()))
 
     def read(self) -> Sequence[bytes]:
-        """The rows in the order of processes."""
+        """Returns the rows in process order."""
         values = np.asarray(self._gathered)
         return [values[index].tobytes() for index in self._first]

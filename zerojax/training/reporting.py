@@ -1,4 +1,4 @@
-"""Reports of a run: metrics read one step late, their warnings, and profiler traces."""
+"""Reads metrics one step late, reports and checks them, and writes profiler traces."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from zerojax.training.metrics.stragglers import STEP
 from zerojax.training.process_times import LoopClock
 
 Metrics = dict[str, Any]
-"""Numbers, but for names of parameters: "bad_leaf" and "largest_leaf"."""
+"""Numbers, except "bad_leaf" and "largest_leaf", which are names of parameters."""
 
 MAX_STEPS_UNDER_WAY = 16
-"""Steps that may be started before the first of them is finished. Enough to hide the host's work;
-without a limit a host that is much faster than its devices queues without end, and XLA on CPU
-stands still after some hundred steps (seen with JAX 0.10.2 on 8 virtual devices)."""
+"""Maximum number of dispatched but unfinished steps. Enough to hide the host's work. Without a
+limit, a host that is much faster than its devices queues steps without end, and XLA on CPU hangs
+after some hundred steps (seen with JAX 0.10.2 on 8 virtual devices)."""
 
 _SPIKE_HINT = (
     "Look at this step's batch; if the loss stays there, go back to the checkpoint before it and "
@@ -35,20 +35,20 @@ _SPIKE_HINT = (
 )
 
 SHOWN = ("loss", "grad_norm", "learning_rate", "loss_scale")
-"""Metrics of a step that the log has, where there are such, beside the loss's own ones."""
+"""Step metrics that are logged if present, besides the loss's own metrics."""
 
 TRACE_FOLDER = "trace"
 
 
 class Reports:
-    """Metrics of a step are held until a later step is under way, so that reading them waits less.
+    """Reports step metrics; reads them only when a later step is running, to wait less.
 
     Args:
-      max_skipped: reports in a row with a step that was not finite, after which the run ends. Not
-        under a dynamic loss scale, which ends such a run by itself, at its minimum.
-      skipped: steps skipped before, when the run resumes.
+      max_skipped: the run ends after this many reports in a row with a non-finite step. Not with a
+        dynamic loss scale, which ends such a run at its minimum.
+      skipped: steps skipped before a resume.
       clock: the clock of the loop.
-      finished: told the number of each step whose numbers are there.
+      finished: called with the number of each finished step.
     """
 
     def __init__(
@@ -72,20 +72,20 @@ class Reports:
         self._under_way: collections.deque[tuple[int, Mapping[str, Any]]] = collections.deque()
         self._unseen: collections.deque[tuple[int, Mapping[str, Any]]] = collections.deque()
 
-    @allocating_for(TRAINING_STEP)  # whoever waits for a step meets its error
+    @allocating_for(TRAINING_STEP)  # errors of a step are raised where its result is awaited
     def follow(
         self, plan: Plan, step: int, metrics: Mapping[str, Any], log: RunLog | None = None
     ) -> None:
-        """To be told of every step: waits for the one `MAX_STEPS_UNDER_WAY` before it.
+        """Registers a dispatched step; must be called for every step.
 
-        Steps that are over by now are looked at: one whose loss has jumped, or that was not finite,
-        is said in the log whether it is reported or not.
+        Waits for the step `MAX_STEPS_UNDER_WAY` before it. Logs finished steps that were not
+        finite or whose loss has jumped, whether they are reported or not.
 
         Raises:
-          FloatingPointError: that one overflowed at the smallest loss scale.
+          FloatingPointError: a step overflowed at the smallest loss scale.
         """
         while self._unseen and self._unseen[0][1]["loss"].is_ready():
-            self._look(plan, log)  # before this step, so that it is known whether one is reported
+            self._look(plan, log)  # before this step, when it is known which steps are reported
         self._clock.dispatched(metrics["loss"])
         self._under_way.append((step, metrics))
         if log is not None and log.is_enabled:
@@ -99,7 +99,7 @@ class Reports:
             return
         first, last = log.traced_steps
         if step in (first - 1, last):
-            with self._clock.during(STEP):  # what a trace waits for, before it begins or ends
+            with self._clock.during(STEP):  # a trace starts and stops when this step is over
                 loss.block_until_ready()
         written = self._trace.follow(step, loss, log.traced_steps, log.run_dir)
         if written is not None:
@@ -107,10 +107,10 @@ class Reports:
 
     @allocating_for(TRAINING_STEP)
     def settle(self, plan: Plan, log: RunLog | None = None) -> None:
-        """Waits for all steps that `follow` was told of, and for what processes told each other.
+        """Waits for all steps registered by `follow` and for the gathered times of processes.
 
         Raises:
-          FloatingPointError: one of them overflowed at the smallest loss scale.
+          FloatingPointError: a step overflowed at the smallest loss scale.
         """
         self.wait(plan)
         if log is not None and log.run_dir is not None:
@@ -121,10 +121,10 @@ class Reports:
 
     @allocating_for(TRAINING_STEP)
     def wait(self, plan: Plan) -> None:
-        """Waits for all steps that `follow` was told of, one by one.
+        """Waits for all steps registered by `follow`, one by one.
 
         Raises:
-          FloatingPointError: one of them overflowed at the smallest loss scale.
+          FloatingPointError: a step overflowed at the smallest loss scale.
         """
         while self._under_way:
             self._settle(plan)
@@ -134,14 +134,14 @@ class Reports:
         with self._clock.during(STEP):
             metrics["loss"].block_until_ready()
         self._finished(step)
-        # One scalar, and only in float16: a run may be at the floor between two reports.
+        # Reads one scalar, only in float16: the scale may reach its minimum between two reports.
         if "at_floor" in metrics and bool(metrics["at_floor"]):
             self._under_way.clear()
             self._held = None
             raise _floor_error(plan, _read(step, metrics))
 
     def _look(self, plan: Plan, log: RunLog | None) -> None:
-        """At a step that is over: two scalars of it are read, more only where something is odd."""
+        """Checks a finished step: reads two scalars, and more only if something is unusual."""
         step, metrics = self._unseen.popleft()
         assert log is not None
         loss, skipped = jax.device_get((metrics["loss"], metrics["skipped"]))
@@ -149,8 +149,8 @@ class Reports:
             values = _read(step, metrics)
             found, leaf = _what_was_not_finite(plan, values), _leaf(plan, values, "bad_leaf")
             text = f"step {step}: {found}: not finite, the update was skipped"
-            # A reported step is said with its report, a loss scale that is being searched for is no
-            # news, and the first step of several in a row speaks for all: reports count the rest.
+            # Not printed here: a step that has its own report, skips of a dynamic loss scale, and
+            # all but the first of several in a row (reports count the rest).
             say = step not in (self._reported, self._held and self._held[0])
             say = say and not _scale_is_dynamic(plan) and not self._was_skipped
             self._was_skipped = True
@@ -182,9 +182,9 @@ class Reports:
     def hold(self, plan: Plan, step: int, metrics: Mapping[str, Any]) -> None:
         """Keeps the metrics of a step and starts computing its learning rate, all on the devices.
 
-        Nothing waits here. Computed when the report is read, the learning rate would wait for the
-        step that is under way then, and no further step would start meanwhile. A schedule that
-        needs no device is called when the report is read: the number is the one it gives.
+        Does not block. If the learning rate were computed when the report is read, it would wait
+        for the step that is running then, and no further step could start meanwhile. A schedule
+        that needs no device is called when the report is read, and its number is not converted.
         """
         schedule, self._host_schedule = plan.learning_rate, None
         if schedule is not None:
@@ -192,7 +192,7 @@ class Reports:
             if rate_of is None:
                 self._host_schedule = schedule
             else:
-                with jax.transfer_guard("allow"):  # of the number of the step
+                with jax.transfer_guard("allow"):  # transfers the step number
                     rate = rate_of(step - 1, metrics["num_skipped"], metrics["skipped"])
                 metrics = {**metrics, "learning_rate": rate}
         self._held = step, metrics
@@ -212,7 +212,7 @@ class Reports:
 
     @allocating_for(TRAINING_STEP)
     def read(self, plan: Plan, log: RunLog | None) -> Metrics | None:
-        """The held metrics on the host, written to the log; None when none are held.
+        """Returns the held metrics on the host and writes them to the log; None if none are held.
 
         Raises:
           FloatingPointError: too many reports in a row were not finite, or this step overflowed at
@@ -242,10 +242,12 @@ class Reports:
         return values
 
     def nothing_trained(self, plan: Plan, steps: int, log: RunLog | None) -> None:
-        """To be told of a run that has skipped all of its steps.
+        """Handles a run that has skipped all of its steps.
+
+        Logs a line if the loss scale is dynamic, whose search takes a few steps.
 
         Raises:
-          FloatingPointError: no loss scale was being searched for, which takes a few steps.
+          FloatingPointError: the loss scale is not dynamic.
         """
         text = f"all {steps} steps were skipped, so nothing was trained"
         if not _scale_is_dynamic(plan):
@@ -259,7 +261,7 @@ class Reports:
             return
         self._in_a_row += 1
         step, found = int(values["step"]), _what_was_not_finite(plan, values)
-        if log is not None and self._in_a_row == 1:  # the reports themselves count the others
+        if log is not None and self._in_a_row == 1:  # reports have the count of the others
             log.message(
                 f"step {step}: {found}: not finite, the update was skipped "
                 f"({newly} skipped since the last report, {self._skipped} in all)"
@@ -287,7 +289,7 @@ def _read(step: int, metrics: Mapping[str, Any]) -> Metrics:
 
 
 def with_names(plan: Plan, values: Metrics) -> Metrics:
-    """Metrics with the names of the parameters that a step numbers; without those of none."""
+    """Replaces parameter numbers in metrics by names; drops numbers that stand for none."""
     named = {name: _leaf(plan, values, name) for name in ("bad_leaf", "largest_leaf")}
     rest = {name: value for name, value in values.items() if name not in named}
     return rest | {name: leaf for name, leaf in named.items() if leaf is not None}
@@ -299,13 +301,13 @@ def _scale_is_dynamic(plan: Plan) -> bool:
 
 
 def _leaf(plan: Plan, values: Metrics, number: str) -> str | None:
-    """The parameter that a metric of a step numbers; None where it names none."""
+    """Returns the name of the parameter whose number is a metric; None if there is none."""
     index = int(values.get(number, -1))
     return leaf_names(plan)[index] if index >= 0 else None
 
 
 def _what_was_not_finite(plan: Plan, values: Metrics) -> str:
-    """The numbers of a skipped step, and the parameter whose gradient is to blame, if known."""
+    """Returns the metrics of a skipped step and the first non-finite gradient, if known."""
     found = f"loss {values['loss']:g}, gradient norm {values['grad_norm']:g}"
     leaf = _leaf(plan, values, "bad_leaf")
     if leaf is not None:
@@ -316,7 +318,7 @@ def _what_was_not_finite(plan: Plan, values: Metrics) -> str:
 
 
 def _floor_error(plan: Plan, values: Metrics) -> FloatingPointError:
-    """What ends a run whose loss scale cannot be lowered any more."""
+    """Returns the error for a run whose loss scale cannot be lowered any more."""
     layer = _leaf(plan, values, "bad_leaf")
     if not math.isfinite(values["loss"]):
         reason = "the loss itself is not finite, and no loss scale changes that"
@@ -341,18 +343,18 @@ def _remedy(plan: Plan) -> str:
 
 
 def compare_peak(step: Any, plan: Plan, memory: Mapping[str, Any]) -> str | None:
-    """One line: the device's measured peak beside what the compiled step was predicted to need.
+    """Compares a device's measured peak memory with the prediction for the compiled step.
 
-    The prediction is the compiler's account of this very step (no second compilation: JAX keeps
-    it), the same that `zerojax.forecast` gives for absent GPUs. The measured peak is
-    that of the whole process: batches read ahead and the evaluation belong to it.
+    The prediction is the compiler's memory analysis of this step (not compiled again: JAX caches
+    it), as `zerojax.forecast` gives it for absent GPUs. The measured peak is that of the whole
+    process, including prefetched batches and the evaluation.
 
     Args:
-      step: from `build_step(plan)`, and called before.
+      step: from `build_step(plan)`; must have been called before.
       memory: from `hardware.devices.device_memory`.
 
     Returns:
-      None where devices do not count their memory (virtual CPU devices).
+      One line; None if devices do not report their memory (virtual CPU devices).
     """
     if memory["source"] != "device":
         return None
@@ -365,21 +367,22 @@ def compare_peak(step: Any, plan: Plan, memory: Mapping[str, Any]) -> str | None
 
 
 class Trace:
-    """Starts behind the step before the first one, and stops when the last one is over."""
+    """A profiler trace that starts before the first requested step and stops after the last."""
 
     def __init__(self) -> None:
         self._is_on = False
 
     def follow(self, step: int, result: Any, wanted: Sequence[int], folder: Path) -> Path | None:
-        """To be told of every step when it is under way.
+        """Starts or stops the trace; must be called for every step after its dispatch.
 
         Args:
-          result: of the step, on the devices.
-          wanted: (first, last) steps; empty: none.
+          step: number of the step.
+          result: an output array of the step, on the devices.
+          wanted: (first, last) step to trace; empty: none.
           folder: of the run.
 
         Returns:
-          Where the trace is, when it has just been written.
+          The folder of the trace if it was just written; else None.
         """
         if wanted and not self._is_on and step == wanted[0] - 1:
             result.block_until_ready()
@@ -390,7 +393,7 @@ class Trace:
         return None
 
     def stop(self, result: Any, folder: Path) -> Path | None:
-        """Ends a trace that is under way, after its last step."""
+        """Stops a running trace after its last step, and returns its folder."""
         if not self._is_on:
             return None
         if result is not None:

@@ -1,7 +1,7 @@
-"""Settings of an optimizer when a run goes on: the saved value, that of the call, which counts.
+"""Compares optimizer settings of a resumed run with those in its checkpoint.
 
-`optax.inject_hyperparams` keeps numbers in the state, where the saved ones count; a schedule is the
-call's, and may stand elsewhere than that of the run that saved.
+Hyperparameters of `optax.inject_hyperparams` are part of the state, so the saved values are used.
+A schedule comes from the current call, so it may continue at another value than the saved run.
 """
 
 from __future__ import annotations
@@ -16,51 +16,52 @@ import jax.numpy as jnp
 from zerojax.plan.make import Plan
 
 NEXT_RATE = "next_learning_rate"
-"""Where the configuration in a checkpoint has the learning rate that the next step would take."""
-_TOLERANCE = 1e-5  # of numbers that a schedule computes, on whatever device
+"""Key in a checkpoint's configuration: the learning rate of the step after the checkpoint."""
+_TOLERANCE = 1e-5  # relative; a schedule's float32 results differ between kinds of devices
 
 
 @jax.transfer_guard("allow")
 def next_rate(plan: Plan, updates: int) -> float | None:
-    """The learning rate after so many updates; None where the optimizer does not tell it."""
+    """Returns the learning rate after `updates` updates; None if the optimizer does not say."""
     return None if plan.learning_rate is None else float(plan.learning_rate(updates))
 
 
 def settings_that_differ(plan: Plan, restored: Any, config: Mapping[str, Any]) -> list[str]:
-    """A line for each setting of the optimizer that is another one than that of the call.
+    """Returns one line for each optimizer setting that differs from the current call.
 
     Args:
-      plan: of the run that goes on; restored: of `checkpointing.restore_state`.
-      config: of the run, as `restored.config` is of the one that saved.
+      plan: of the resumed run.
+      restored: from `checkpointing.restore_state`; its `config` is that of the saved run.
+      config: of the resumed run.
     """
-    if restored.state is None:  # of durable files
+    if restored.state is None:  # the state lives in durable files
         return []
     return [*_kept(plan, restored), *_jumped(plan, restored, config)]
 
 
 def _kept(plan: Plan, restored: Any) -> list[str]:
-    """Numbers that the optimizer has in its state."""
+    """Returns lines for hyperparameters in the optimizer state, where the saved value is used."""
     if not _settings_of(plan.abstract_stored["opt_state"]):
         return []
     params = plan.abstract_stored["params"]
 
     def of_the_call() -> dict[str, jax.Array]:
-        # The compiler leaves out all but the numbers.
+        # XLA removes everything except the hyperparameters, so no state is allocated.
         zeros = {name: jnp.zeros(leaf.shape, leaf.dtype) for name, leaf in params.items()}
         return _settings_of(plan.tx.init(zeros))
 
     new, saved = jax.device_get((jax.jit(of_the_call)(), _settings_of(restored.state["opt_state"])))
     return [
-        f"{name}={float(saved[name]):g} goes on as saved, and not {float(value):g} of this call: "
-        "it is part of the optimizer's state (optax.inject_hyperparams). To change it, assign to "
-        "trainer.state['opt_state'] in a callback's on_start, or give a schedule"
+        f"{name}={float(saved[name]):g} of the checkpoint is used, not {float(value):g} of this "
+        "call: it is part of the optimizer's state (optax.inject_hyperparams). To change it, "
+        "assign to trainer.state['opt_state'] in a callback's on_start, or pass a schedule"
         for name, value in new.items()
         if not math.isclose(value, saved[name], rel_tol=_TOLERANCE)
     ]
 
 
 def _settings_of(opt_state: Any) -> dict[str, Any]:
-    """{name: number} of `optax.inject_hyperparams`, without those that a schedule computes."""
+    """Returns {name: value} of `optax.inject_hyperparams`, except values from a schedule."""
     found: dict[str, Any] = {}
     is_injected = lambda node: hasattr(node, "hyperparams_states")  # noqa: E731
     for node in jax.tree.leaves(opt_state, is_leaf=is_injected):
@@ -72,7 +73,7 @@ def _settings_of(opt_state: Any) -> dict[str, Any]:
 
 
 def _jumped(plan: Plan, restored: Any, config: Mapping[str, Any]) -> list[str]:
-    """A schedule that does not go on where the one of the saved run was."""
+    """Returns a line if the schedule does not continue at the saved run's learning rate."""
     old = restored.config.get(NEXT_RATE)
     new = next_rate(plan, restored.step - int(restored.state["skipped"]))
     if old is None or new is None or math.isclose(new, old, rel_tol=_TOLERANCE):
@@ -80,6 +81,6 @@ def _jumped(plan: Plan, restored: Any, config: Mapping[str, Any]) -> list[str]:
     steps = [f"steps={settings.get('steps')}" for settings in (restored.config, config)]
     lengths = "" if steps[0] == steps[1] else f" ({steps[0]} there, {steps[1]} here)"
     return [
-        f"the learning rate of step {restored.step + 1} is {new:.4g}, and would have been "
-        f"{old:.4g} in the run that was saved{lengths}: the schedule of this call counts"
+        f"the learning rate of step {restored.step + 1} is {new:.4g}; in the saved run it would "
+        f"have been {old:.4g}{lengths}: the schedule of this call is used"
     ]

@@ -1,4 +1,4 @@
-"""`run_from_config`: runs described by a file."""
+"""Defines `run_from_config`, which trains as a run file says, and `plan_from_config`."""
 
 from __future__ import annotations
 
@@ -59,15 +59,15 @@ from zerojax.training.tuning import tune
 def run_from_config(
     config: RunConfig, *, resume_hint: str = "run the same command again to resume"
 ) -> Trainer:
-    """Trains as a run file says, and leaves everything in `config.run_dir`.
+    """Trains as a run file says, and writes everything to `config.run_dir`.
 
     Args:
       config: the settings.
-      resume_hint: what to tell a user whose run was interrupted.
+      resume_hint: tells a user whose run was interrupted how to resume it.
 
     Raises:
-      ValueError, TypeError: bad input. CheckpointError: a checkpoint of another model is in the
-        way.
+      ValueError, TypeError: bad input.
+      CheckpointError: the folder holds checkpoints of another model.
     """
     if not isinstance(config, RunConfig):
         raise TypeError(
@@ -128,13 +128,13 @@ def run_from_config(
 
 
 def _check_devices(config: RunConfig) -> None:
-    """Refuses a run for more devices, or larger ones, than there are; opens no data.
+    """Raises if the run needs more devices or memory than are available; opens no data.
 
-    The size of the state is compared on CPUs that a run has for lack of other devices. A GPU that
-    is too small is told of by what it says itself.
+    The size of the state is checked only if JAX fell back to CPUs. A GPU with too little memory
+    raises its own error later.
 
     Raises:
-      ValueError: the axes of the mesh, or the state.
+      ValueError: the mesh needs more devices, or the state needs more memory.
     """
     kinds = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
     is_cpu = jax.devices()[0].platform == "cpu"
@@ -154,25 +154,25 @@ def _check_devices(config: RunConfig) -> None:
     needed, there = host_bytes(plan), int(room.free * SPARE)
     if needed > there:
         raise ValueError(
-            f"the parameters and optimizer state of this run take {format_bytes(needed)}, and its "
-            f"devices have {format_bytes(there)} of memory ({where}); start it where there are "
-            f"GPUs enough{plan_it}"
+            f"the parameters and optimizer state of this run take {format_bytes(needed)}, but its "
+            f"devices have {format_bytes(there)} of memory ({where}); start it on a machine with "
+            f"enough GPUs{plan_it}"
         )
 
 
 def _vocab_size_of_data(config: RunConfig, source: RowSource) -> int:
-    """How many different tokens a run has, as its opened data say.
+    """Returns the vocabulary size of a run from its opened data.
 
     Raises:
-      ValueError: neither the data nor the settings say it.
+      ValueError: neither the data nor the settings have it.
     """
     vocab_size = source.vocab_size
     if vocab_size is None and config.model.sizes_file is not None:
         vocab_size = vocab_size_of(config)
     if vocab_size is None:
         raise ValueError(
-            f"{source.describe()}: it does not say how many different tokens it may hold; set "
-            "model.vocab_size to that number"
+            f"{source.describe()}: the vocabulary size (number of different tokens) is not known; "
+            "set model.vocab_size to that number"
         )
     return vocab_size
 
@@ -184,7 +184,7 @@ def _files_of(
     source: RowSource,
     tokenizer: Tokenizer | None,
 ) -> RunFiles:
-    """What the run writes and where."""
+    """Returns the files that the run writes."""
     folder = Path(config.run_dir)
     model_config = dataclasses.replace(config.model, vocab_size=vocab_size)
     resolved = dataclasses.replace(config, mesh=plan.settings, model=model_config)
@@ -223,7 +223,7 @@ def _files_of(
 
 
 def _make_folder(folder: Path) -> None:
-    """Makes the folder of the run, on the first process."""
+    """Creates the run folder, on process 0."""
     if jax.process_index() != 0:
         return
     try:
@@ -236,7 +236,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def _pretrained_reasons(config: RunConfig, plan: Plan) -> list[str]:
-    """What a run that begins with given weights says of them."""
+    """Returns log lines about pretrained weights, if the run starts from such."""
     if not isinstance(plan.model, Pretrained):
         return []
     spec = tokenizer_spec(config)
@@ -245,7 +245,7 @@ def _pretrained_reasons(config: RunConfig, plan: Plan) -> list[str]:
 
 
 def tokenizer_spec(config: RunConfig) -> str:
-    """`data.tokenizer`, or the folder of a model of Hugging Face that brings its own."""
+    """Returns `data.tokenizer`; if it is the default, the Hugging Face folder with a tokenizer."""
     folder = config.model.sizes_file
     if folder is None or config.data.tokenizer != DataConfig.tokenizer:
         return config.data.tokenizer
@@ -255,10 +255,11 @@ def tokenizer_spec(config: RunConfig) -> str:
 
 
 def _model_of(config: ModelConfig, vocab_size: int) -> Any:
-    """What a run trains: a factory, or weights with the settings that a run may change.
+    """Returns the model that a run trains: a factory, or pretrained weights.
 
     Raises:
-      ValueError: more tokens than the model has rows for, or what `from_hugging_face` refuses.
+      ValueError: the data have more tokens than the model's embedding has rows, or as in
+        `from_hugging_face`.
     """
     if config.sizes_file is None:
         return build_model(config, vocab_size)
@@ -281,7 +282,7 @@ def _model_of(config: ModelConfig, vocab_size: int) -> Any:
 
 
 def _changes(config: ModelConfig, sizes: Any) -> dict[str, Any]:
-    """The settings of a run, of those that a model of Hugging Face has."""
+    """Returns the run's settings that a Hugging Face model of these sizes has as fields."""
     fields = {field.name for field in dataclasses.fields(sizes)}
     may_change = ("dropout", "remat", "loss_chunk", "mlp_chunk", "matmul_dtype", "attention")
     changes = {name: getattr(config, name) for name in may_change if name in fields}
@@ -289,32 +290,35 @@ def _changes(config: ModelConfig, sizes: Any) -> dict[str, Any]:
 
 
 def _elastic_reasons(config: RunConfig) -> list[str]:
-    """What an elastic run says of its batch."""
+    """Returns a log line about the batch of an elastic run."""
     if not config.elasticity.enabled:
         return []
     counts = config.elasticity.choose_batch(config.mesh.devices_per_shard).device_counts
     return [
         f"elasticity: batch {config.global_batch_size} in {config.num_microbatches} microbatches "
         f"on {jax.device_count()} devices; valid on {len(counts)} numbers of devices from "
-        f"{counts[0]} to {counts[-1]}, which `zerojax elastic` lists"
+        f"{counts[0]} to {counts[-1]} (list: `zerojax elastic`)"
     ]
 
 
 def _why_other_mesh(asked: MeshConfig, mesh: MeshConfig) -> list[str]:
-    """What an elastic run says of experts that lie on fewer devices than was asked for, and of
-    nodes that are not there."""
+    """Returns log lines if an elastic run uses fewer expert shards or no secondary shards.
+
+    That is the case if the available devices do not divide as the settings require.
+    """
     lines = []
     if mesh.wire.secondary != asked.wire.secondary:
         lines.append(
-            f"elasticity: wire.secondary=false, since {jax.device_count()} devices are not several "
-            f"nodes of {asked.node}"
+            f"elasticity: wire.secondary=false, since {jax.device_count()} devices are not "
+            f"several nodes of {asked.node}"
         )
     if mesh.expert == asked.expert:
         return lines
     return [
         *lines,
-        f"elasticity: expert={mesh.expert} in place of {asked.expert}, which does not divide what "
-        f"the other axes leave of {jax.device_count()} devices; the largest divisor that does",
+        f"elasticity: expert={mesh.expert} in place of {asked.expert}, which does not divide the "
+        f"part of {jax.device_count()} devices that the other axes leave; this is the largest "
+        "divisor that does",
     ]
 
 
@@ -327,10 +331,10 @@ def _make_plan(
     platform: str | None,
     **options: Any,
 ) -> Plan:
-    """The plan of a run file.
+    """Returns the plan of a run file.
 
     Args:
-      platform: of the devices, as JAX names it; None where they are not here.
+      platform: JAX platform of the devices; None if the devices are not on this machine.
     """
     precision, reasons = _precision(config, platform)
     plan = make_plan(
@@ -348,7 +352,7 @@ def _make_plan(
 
 
 def _precision(config: RunConfig, platform: str | None) -> tuple[Precision, list[str]]:
-    """(the dtypes of a run, why it has these where its file does not say)."""
+    """Returns (dtypes of a run, reasons for those that its file does not set)."""
     name, reasons = config.precision, []
     if name is None:
         name, why = default_precision(platform)
@@ -369,15 +373,19 @@ def _precision(config: RunConfig, platform: str | None) -> tuple[Precision, list
 def plan_from_config(
     config: RunConfig, num_devices: int, *, gpu: Gpu | None = None, is_here: bool = False
 ) -> Plan:
-    """The plan that `run_from_config` makes on so many devices, none of which has to be here.
+    """Returns the plan of `run_from_config` for `num_devices` devices, which may be elsewhere.
 
-    Reads no data but what files say of themselves: a batch is `global_batch_size` rows of `seq_len`
-    tokens and as many targets; of chats also their weights, segments and positions.
-    Where the file names no precision it is that of accelerators. `gpu` is what the devices will be,
-    as `make_abstract_mesh` takes it; with `is_here` they are those that JAX has.
+    Reads only the headers of data files. A batch is `global_batch_size` rows of `seq_len` tokens
+    and as many targets; for chats also weights, segments and positions.
+
+    Args:
+      config: the settings; without `precision`, the default of accelerators is used.
+      num_devices: number of devices.
+      gpu: kind of the devices, as in `make_abstract_mesh`.
+      is_here: whether the devices are those that JAX has on this machine.
 
     Raises:
-      ValueError: sizes that do not fit together, or a vocabulary that only the data could tell.
+      ValueError: sizes that do not fit together, or a vocabulary size that only the data have.
     """
     config = config.on_devices(num_devices)
     mesh: Any = meshes.make_mesh(config.mesh) if is_here else None
@@ -401,7 +409,7 @@ def plan_from_config(
 
 
 def _check_pieces(config: RunConfig, shards: int) -> None:
-    """Refuses a batch that so many shards cannot cut, naming both settings that would fix it."""
+    """Raises ValueError if the batch is not divisible by shards times microbatches."""
     parts = config.num_microbatches or 1
     batch, pieces = config.global_batch_size, shards * parts
     if batch % pieces == 0:
@@ -416,12 +424,13 @@ def _check_pieces(config: RunConfig, shards: int) -> None:
 
 
 def vocab_size_of(config: RunConfig) -> int:
-    """How many different tokens a run has, from its settings and, at most, the head of a file.
+    """Returns the vocabulary size of a run from its settings or the header of a file.
 
-    A "bpe:SIZE" counts as SIZE, though a small corpus may hold fewer merges than that.
+    A "bpe:SIZE" counts as SIZE, although a small corpus may give fewer merges.
 
     Raises:
-      ValueError: only the data could tell. FileNotFoundError: no such tokenizer file.
+      ValueError: only reading the data would give it.
+      FileNotFoundError: the tokenizer file does not exist.
     """
     if config.model.vocab_size is not None:
         return config.model.vocab_size
@@ -435,7 +444,7 @@ def vocab_size_of(config: RunConfig) -> int:
 
 
 def _vocab_size_of_path(config: RunConfig, path: str | None) -> int:
-    """The same of one set of data; None: the text inside the package."""
+    """Returns the vocabulary size of one dataset; path None is the text inside the package."""
     spec = config.data.tokenizer
     file = None if path is None else user_path(path)
     size = None
@@ -451,7 +460,7 @@ def _vocab_size_of_path(config: RunConfig, path: str | None) -> int:
     if size is None:
         known = "does not say" if file is not None and file.exists() else "does not exist to say"
         raise ValueError(
-            f"data.path={path} {known} how many different tokens there are; set model.vocab_size "
-            "to that number"
+            f"data.path={path} {known} how many different tokens there are (the vocabulary size); "
+            "set model.vocab_size to that number"
         )
     return size

@@ -1,4 +1,4 @@
-"""A run from start to end: folder, log, checkpoints, resume, training."""
+"""Opens a run's log and checkpoints, resumes it, trains it and closes it."""
 
 from __future__ import annotations
 
@@ -54,21 +54,21 @@ from zerojax.training.validation import check_before_run
 CONFIG_FILE, TOKENIZER_FILE, CHECKPOINT_FOLDER = "config.json", "tokenizer.json", "checkpoints"
 OFFLOAD_FOLDER = "offload"
 DESCRIPTION_FILE = "hugging_face.json"
-"""What is needed besides arrays to write the model for Hugging Face, where it has a form there."""
+"""Model description for exporting to Hugging Face; written for architectures known there."""
 PLANNING = "planning: tracing the model and its loss ..."
 SLOW_SECONDS = 5.0
-"""After which a run says what it has been doing since."""
+"""Time after which a slow phase of a run prints what it is doing."""
 ALONE_SECONDS = 20.0
-"""For a save in flight when a process fails while others live. Its own part takes no longer than
-that; of a process that is gone, nothing comes however long one waits."""
+"""Maximum wait for a save in flight when one of several processes fails. The process's own part
+takes no longer than that; waiting for the part of a process that has ended is pointless."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunFiles:
-    """What a run writes and where.
+    """The files that a run writes, their folders and their content.
 
     Attributes:
-      notes: for the record with which `zerojax.load_run` reads it back; None: there is none.
+      notes: content of the record that `zerojax.load_run` needs; None: no record is written.
     """
 
     folder: Path | None
@@ -84,12 +84,12 @@ class RunFiles:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run that is planned, and whose checkpoints are open; no arrays exist yet.
+    """A planned run with open checkpoints; no arrays exist yet.
 
     Attributes:
-      replan: the plan on another mesh, for a checkpoint that was saved on one.
-      checkpointer: None: the run has no checkpoints.
-      base: frozen weights that these do not hold.
+      replan: makes the plan for another mesh, for a checkpoint that was saved on one.
+      checkpointer: None if the run has no checkpoints.
+      base: frozen weights that the checkpoints leave out.
     """
 
     files: RunFiles
@@ -114,10 +114,10 @@ def open_run(
     seed: int,
     validation: Any,
 ) -> Run:
-    """Checks offload and validation data, and opens the checkpoints, for `fit` at once.
+    """Checks offload and validation data, and opens the checkpoints; call `fit` next.
 
     Raises:
-      ValueError, CheckpointError: before anything is on a device; also where the processes of a
+      ValueError, CheckpointError: before any array is on a device; also if the processes of a
         group are about to start different runs.
     """
     if (said := keep_programs()) is not None:
@@ -157,7 +157,7 @@ def open_run(
 
 @not_for_everybody()
 def fit(run: Run) -> Trainer:
-    """Makes or resumes the state, trains to the end of the run, and closes it after an error."""
+    """Creates or restores the state, trains to the end, and closes the run after an error."""
     files, checkpointer, trainer = run.files, run.checkpointer, None
     watchdog = Watchdog(
         files.watch,
@@ -193,7 +193,7 @@ def fit(run: Run) -> Trainer:
         except BaseException as error:
             if checkpointer is not None and (failure := _close_after(checkpointer)):
                 error.add_note(f"Also: {failure}")
-            if trainer is not None:  # only now: the save in flight may read the files of its state
+            if trainer is not None:  # after the save in flight, which may read the state's files
                 end_state(trainer.state)
             raise
     return trainer
@@ -201,10 +201,12 @@ def fit(run: Run) -> Trainer:
 
 @contextlib.contextmanager
 def print_if_slow(log: LogConfig | None, text: str) -> Iterator[None]:
-    """Prints a line when the block takes long, where the log of the run, not yet open, would.
+    """Prints `text` if the block takes longer than `SLOW_SECONDS`, before the log is open.
+
+    Prints on process 0 only, and nothing if the console is quiet.
 
     Args:
-      log: None: the defaults.
+      log: settings of the run's log; None means the defaults.
       text: such as "planning ...".
     """
     is_quiet = log is not None and log.console == "quiet"
@@ -221,14 +223,17 @@ def print_if_slow(log: LogConfig | None, text: str) -> Iterator[None]:
 
 
 def _under_way(plan: Plan, trainer: Trainer | None) -> tuple[Plan, Any, int, Any]:
-    """(plan, state, batches consumed, the jitted step), as far as a run has come."""
+    """Returns (plan, state, batches consumed, jitted step) of a run that may not have started."""
     if trainer is None:
         return plan, None, 0, None
     return trainer.plan, trainer.state, trainer.num_steps, trainer.jitted_step
 
 
 def _close_after(checkpointer: Checkpointer) -> str | None:
-    """Closes after an error, which other processes may not know of; what the last save lacks."""
+    """Closes the checkpoints after an error and returns what failed in the last save, if any.
+
+    With several processes, it does not wait for the others, which may not know of the error.
+    """
     if jax.process_count() > 1:
         return checkpointer.finish_alone(ALONE_SECONDS)
     try:
@@ -239,11 +244,11 @@ def _close_after(checkpointer: Checkpointer) -> str | None:
 
 
 def with_disk_folder(mesh_config: Any, folder: Path | None) -> Any:
-    """Mesh options whose files lie in the run's folder, where they have some and name no other.
+    """Returns mesh options whose disk offload uses the run's folder unless they name another.
 
     Args:
-      mesh_config: as `zerojax.train` takes it.
-      folder: of the run; None: it has none.
+      mesh_config: as in `zerojax.train`.
+      folder: of the run; None if it has none.
     """
     if folder is None or not isinstance(mesh_config, MeshConfig | Mapping):
         return mesh_config
@@ -271,13 +276,13 @@ def _open_checkpoints(run: RunFiles, plan: Plan, base: BaseWeights | None) -> Ch
 
 
 def open_log(run: RunFiles, plan: Plan, start_step: int, steps: int | None = None) -> RunLog:
-    """The log of a run that goes on after `start_step`, with the plan said.
+    """Opens the log of a run that continues after `start_step`, and logs the plan.
 
     Args:
-      run: its files, and the reasons for what the plan does not know.
-      plan: the current one.
+      run: its files, and the reasons for defaults that are not part of the plan.
+      plan: the current plan.
       start_step: batches consumed.
-      steps: of the whole run; None takes what the run began with.
+      steps: of the whole run; None: the number that the run was started with.
     """
     total = steps or run.steps or 0
     log = RunLog(
@@ -318,17 +323,17 @@ def _describe_model(folder: Path, plan: Plan) -> None:
 
 
 def absolute(path: str | Path | None) -> str | None:
-    """A path that also holds for a process that is started elsewhere; None stays None."""
+    """Returns the absolute path, valid in any working directory; None stays None."""
     return None if path is None else str(user_path(path).absolute())
 
 
 def absolute_parts(parts: Sequence[MixturePart]) -> tuple[MixturePart, ...]:
-    """The parts of a mixture with such paths."""
+    """Returns the parts of a mixture with absolute paths."""
     return tuple(dataclasses.replace(part, path=str(absolute(part.path))) for part in parts)
 
 
 def external_checkpoints(checkpoints: str | None, folder: Path | None) -> str | None:
-    """Where a run's checkpoints are, if not in its folder, as an absolute path."""
+    """Returns the absolute path of a run's checkpoints; None if they are in its folder."""
     if checkpoints is None or folder is None:
         return None
     path = Path(checkpoints).absolute()
@@ -336,9 +341,9 @@ def external_checkpoints(checkpoints: str | None, folder: Path | None) -> str | 
 
 
 def rows_of_process(batches: Any, mesh: Mesh | AbstractMesh) -> tuple[int, int] | None:
-    """Rows of a text batch that this process reads; other batches are cut by the user.
+    """Returns the range of rows of a text batch that this process reads; None for others.
 
-    All processes of a pipeline whose stages lie on different ones read the same rows.
+    Processes that hold different stages of one pipeline read the same rows.
     """
     if not isinstance(batches, RowSource) or jax.process_count() == 1:
         return None

@@ -1,6 +1,6 @@
-"""run.json: the record from which a run can be read back.
+"""Writes and reads run.json, the record from which `zerojax.load_run` rebuilds a run.
 
-Written as run.json when training starts. Values only: it names no class to import and no code.
+Written when training starts. It holds values only: no code, and no class to import.
 """
 
 from __future__ import annotations
@@ -46,26 +46,26 @@ _DTYPE_NAMES = (
 )
 
 LossKind = Literal["model", "next_token", "own"]
-"""The model's method `loss`, next-token cross-entropy of `model(tokens)`, or a function of the
-user's, which no file holds."""
+"""Kind of a loss: the model's method `loss`, next-token cross-entropy of `model(tokens)`, or the
+user's own function, which is not recorded."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextData:
-    """The text that a run took its batches from."""
+    """The text data of a run."""
 
     path: str | None = None
     """A file or folder; None: the text inside the package."""
     seq_len: int = 128
     """Tokens of a row."""
     validation_fraction: float = 0.05
-    """Part of the text, from its end, that was not trained on."""
+    """Part of the text, from its end, that was held out for validation."""
     pack: bool = False
-    """Whether batches told the texts of a row apart."""
+    """Whether attention was restricted to each text of a packed row."""
     mixture: tuple[MixturePart, ...] = ()
-    """In place of a path, several with weights."""
+    """Several datasets with weights, in place of `path`."""
     long_texts: Literal["refuse", "split", "drop"] = "refuse"
-    """What became of chats that were longer than a row."""
+    """How chats longer than a row were handled."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
@@ -75,22 +75,22 @@ class TextData:
 
     @property
     def data(self) -> Any:
-        """As `as_source` takes it."""
+        """The data argument of `as_source`."""
         return self.mixture or self.path
 
 
 @dataclass(frozen=True, kw_only=True)
 class Adapters:
-    """Equal adapters of a model."""
+    """LoRA adapters of a model that share rank, scale and dropout."""
 
     rank: int
-    """Of both matrices."""
+    """Rank of both matrices."""
     scale: float
     """Factor of their product."""
     dropout: float
-    """Probability, on their input."""
+    """Dropout probability on their input."""
     names: tuple[str, ...]
-    """Of the projections that have them."""
+    """Names of the projections that have these adapters."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
@@ -98,7 +98,7 @@ class Adapters:
 
 @dataclass(frozen=True, kw_only=True)
 class RunNotes:
-    """What only the caller of a run knows: which loss, which text."""
+    """Entries of the record that only the caller of a run knows, such as loss and text."""
 
     loss: LossKind
     data: TextData | None = None
@@ -110,22 +110,22 @@ class RunNotes:
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """What a run folder says of a run.
+    """The content of run.json.
 
     Attributes:
       architecture: key of `models.zoo.MODELS`; "" for a model of the user's own.
-      model_name: of the model's class, for people.
+      model_name: name of the model's class, for display.
       sizes: fields of the architecture's configuration.
-      adapters: of the model, equal ones together.
+      adapters: LoRA adapters of the model, grouped by equal settings.
       loss: see `LossKind`.
-      precision: {field of `Precision`: dtype name, or that of codes}.
+      precision: {field of `Precision`: name of a dtype or of a weight code}.
       frozen: names of parameters that were not trained.
-      mesh: its options, every size resolved.
-      platform, num_devices: what it ran on.
+      mesh: mesh options, with every size resolved.
+      platform, num_devices: of the devices that the run used.
       batch: the global batch as JSON, see `abstract_of`; None: not expressible.
-      data: the text, or None where batches came from Python.
-      eval_batches: batches of an evaluation.
-      checkpoints: their folder where it is not inside the run's.
+      data: the text, or None if batches came from Python.
+      eval_batches: batches per evaluation.
+      checkpoints: folder of the checkpoints if it is not inside the run folder.
     """
 
     architecture: str
@@ -144,27 +144,27 @@ class RunRecord:
     checkpoints: str | None
 
     def as_precision(self) -> Precision:
-        """The run's dtypes; a loss scale is none of evaluation's business."""
+        """Returns the run's dtypes, without a loss scale, which evaluation does not need."""
         dtypes: dict[str, Any] = {
             name: value if name == _FREEZE_CODES else _dtype_of(name, value)
             for name, value in self.precision.items()
         }
-        # Records from before 2026-11-25 have none: what was frozen was stored as all parameters.
+        # Records from before 2026-11-25 lack it: frozen parameters were stored in param_dtype.
         dtypes.setdefault(_FREEZE_DTYPE, dtypes.get("param_dtype", np.dtype(np.float32)))
         return Precision(**dtypes)
 
     def factory(self) -> Callable[[nnx.Rngs], nnx.Module]:
-        """Makes the model; for one of the architectures only."""
+        """Returns a factory of the model; only for one of the known architectures."""
         return _factory(self.architecture, self.sizes, self.adapters)
 
 
 def record_of(plan: Plan, notes: RunNotes) -> RunRecord:
-    """The record of a run under this plan."""
+    """Returns the record of a run with this plan."""
     template = getattr(plan.model, "template", None) or plan.model.source
     architecture, sizes, adapters = _describe(template)
     devices = plan.mesh.devices
     settings = plan.settings
-    if not isinstance(settings.pipeline_schedule, str):  # its layers lie otherwise when read back
+    if not isinstance(settings.pipeline_schedule, str):  # layers are placed anew when read back
         settings = dataclasses.replace(
             settings,
             pipeline_schedule=MeshConfig.pipeline_schedule,
@@ -203,20 +203,20 @@ def _dtype_names(precision: Precision) -> dict[str, str]:
 
 
 def write_record(folder: Path, record: RunRecord) -> None:
-    """Puts run.json into a run's folder, as it is: every field is read back."""
+    """Writes run.json to the run folder. `read_record` reads every field back."""
     text = json.dumps(to_dict(record), indent=1)
     replace_text(folder / RECORD_FILE, text + "\n")
 
 
 def read_record(values: Any, where: str) -> RunRecord:
-    """The record that a run.json holds.
+    """Returns the record in a run.json.
 
     Args:
-      values: its JSON.
-      where: what it is called in messages.
+      values: the parsed JSON.
+      where: name of the file for error messages.
 
     Raises:
-      ConfigError: an unknown or missing key, or a value of another kind.
+      ConfigError: an unknown or missing key, or a value of a wrong type.
     """
     try:
         return _record_in(values, where)
@@ -225,10 +225,10 @@ def read_record(values: Any, where: str) -> RunRecord:
 
 
 def check_record(record: RunRecord, where: str) -> None:
-    """Refuses sizes, adapters, dtypes and a batch that no run has; makes no array.
+    """Raises if sizes, adapters, dtypes or the batch are not valid; allocates no array.
 
     Raises:
-      ConfigError: names `where`, and the value.
+      ConfigError: names `where` and the value.
     """
     try:
         record.as_precision()
@@ -280,10 +280,10 @@ def _listed(value: Any, where: str) -> list[Any]:
 
 
 def abstract_of(batch: Any) -> Any:
-    """The batch of a record as `ShapeDtypeStruct`s; None where the record has none.
+    """Returns the batch of a record as `ShapeDtypeStruct`s; None if the record has none.
 
     Raises:
-      ConfigError: it is no such form.
+      ConfigError: the JSON does not describe a batch.
     """
     if batch is None:
         return None
@@ -295,7 +295,7 @@ def abstract_of(batch: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class _Checked:
-    """The fields of a record whose kinds the loader of configurations can check."""
+    """The fields of a record whose types the configuration loader can check."""
 
     architecture: str
     model_name: str
@@ -317,9 +317,9 @@ def _hints_of(cls: type) -> tuple[str, ...]:
 
 
 def _describe(template: Any) -> tuple[str, dict[str, Any], tuple[Adapters, ...]]:
-    """(architecture, sizes, adapters) of a model of ours; ("", {}, ()) of any other.
+    """Returns (architecture, sizes, adapters) of a model in `zoo`; ("", {}, ()) of any other.
 
-    A subclass, or a module that was changed after it was made, may compute something else, so it
+    A subclass, or a module that was changed after its creation, may compute something else, so it
     counts as the user's own.
     """
     name = next((name for name, (_, cls) in MODELS.items() if type(template) is cls), None)
@@ -355,7 +355,7 @@ def _called(config_class: type) -> Callable[[Mapping[str, Any]], Any]:
 
 
 def _structure(module: nnx.Module) -> dict[str, Any]:
-    """What a module computes with: {path: (class, its attributes that are not arrays)}."""
+    """Returns {path: (class, attributes that are not arrays)} of a module's submodules."""
     found = {}
     for path, node in nnx.iter_graph(module):
         if isinstance(node, nnx.Module):
@@ -365,7 +365,7 @@ def _structure(module: nnx.Module) -> dict[str, Any]:
 
 
 def _is_plain(name: str, value: Any) -> bool:
-    # Random state is made anew: no evaluation reads it. Train or eval mode is the caller's.
+    # Random state is created anew: evaluations do not read it. The caller sets train or eval mode.
     if name.startswith("_") or name in ("rngs", "deterministic", "use_running_average"):
         return False
     return not isinstance(value, nnx.Module | nnx.Variable | nnx.RngStream) and not hasattr(
@@ -406,7 +406,7 @@ def _with_adapters(
 
 
 def _as_json(tree: Any) -> Any:
-    """A batch of dicts, lists and tuples with arrays as leaves; None for any other container."""
+    """Returns JSON of a batch of dicts, lists, tuples and arrays; None for other containers."""
     if isinstance(tree, jax.ShapeDtypeStruct):
         return {"shape": list(tree.shape), "dtype": np.dtype(tree.dtype).name}
     if type(tree) is dict and all(isinstance(key, str) for key in tree):

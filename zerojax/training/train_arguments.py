@@ -1,7 +1,6 @@
-"""Arguments of `zerojax.train` as one value: what a call says, before anything is made of it.
+"""Holds the arguments of `zerojax.train` in one frozen object, and checks types and limits.
 
-Knows their kinds and limits; reads neither batches nor devices. `LoopSettings` are those that the
-training loop needs.
+Reads neither batches nor devices. `LoopSettings` is the part that the training loop needs.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from zerojax.plan.make import Plan
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """What `train` is given, under the names that it has there.
+    """The arguments of `train`, under the same names.
 
-    Another way to say the same, as a ds_config is, is a subclass: what it says stands in the fields
-    from the beginning, and the methods add what it knows later.
+    A ds_config is represented by a subclass: its settings fill the fields at construction, and the
+    methods apply what can only be known later.
 
     Attributes:
-      model: as it was given, later as a `models.Model`.
-      reasons: one sentence for each argument that the call did not say.
+      model: as passed by the user; later a `models.Model`.
+      reasons: one sentence for each default that was chosen.
     """
 
     model: Any
@@ -57,27 +56,27 @@ class Arguments:
     reasons: tuple[str, ...] = ()
 
     def with_layout(self, loss: Any) -> Any:
-        """The loss, with a layout of attention where the arguments say one."""
+        """Returns the loss, with an attention layout if the arguments set one."""
         return loss
 
     def with_rows(self, rows: int | None) -> Arguments:
-        """What holds for batches with so many rows over all devices.
+        """Returns the arguments for batches with `rows` rows.
 
         Args:
-          rows: None: the batches have none.
+          rows: rows of the global batch; None if the batches have no rows.
         """
         del rows
         return self
 
     def check_plan(self, plan: Plan) -> None:
-        """Refuses what only shows once the model is planned."""
+        """Raises if the plan contradicts the arguments; called once the model is planned."""
 
 
 def checked(arguments: Arguments) -> Arguments:
-    """The same, refused where a kind or a number is not valid, with the callbacks as a tuple.
+    """Returns the arguments after checking types and ranges, with the callbacks as a tuple.
 
     Raises:
-      ValueError, TypeError: with the argument's name, its value and what to give.
+      ValueError, TypeError: an argument has a wrong value or type; the message names it.
     """
     limits = {
         "steps": (0, None),
@@ -107,7 +106,7 @@ _METHODS = {
     "state": "",
     "load_state": "state",
 }
-"""{method that a callback may have: what it is called with}."""
+"""Optional methods of a callback: {name: arguments that it is called with}."""
 
 
 def _as_callbacks(callbacks: Any) -> tuple[Callable[..., Any], ...]:
@@ -123,7 +122,7 @@ def _as_callbacks(callbacks: Any) -> tuple[Callable[..., Any], ...]:
 
 
 def _check_call(name: str, function: Callable[..., Any], taken: str) -> None:
-    """Refuses a function that cannot be called with so many arguments."""
+    """Raises TypeError if `function` cannot be called with the arguments in `taken`."""
     arguments = [None] * len(taken.split(", ") if taken else [])
     try:
         inspect.signature(function).bind(*arguments)
@@ -133,13 +132,13 @@ def _check_call(name: str, function: Callable[..., Any], taken: str) -> None:
             f"{name} is called with ({taken}) and cannot be ({error}); give a function "
             f"({taken}){made}"
         ) from None
-    except ValueError:  # one written in C does not tell
+    except ValueError:  # functions written in C may have no signature
         return
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoopSettings:
-    """What a run does besides stepping, and how often.
+    """Settings of the training loop: reports, evaluations, checkpoints and callbacks.
 
     Attributes:
       log_every: steps between reports.
@@ -147,11 +146,11 @@ class LoopSettings:
       eval_batches: batches per evaluation.
       save_every: steps between checkpoints.
       save_on_exit: also save at the end and when interrupted.
-      max_skipped: consecutive reports in which every step was skipped as non-finite before the run
-        stops.
+      max_skipped: the run stops after this many consecutive reports whose step was skipped as
+        non-finite.
       callbacks: called with `(trainer, metrics)` at every report; one that returns True ends the
         run.
-      resume_hint: what to tell a user whose run was interrupted.
+      resume_hint: tells a user whose run was interrupted how to resume it.
     """
 
     log_every: int = 10

@@ -1,6 +1,6 @@
-"""`Trainer`: the training loop with its state, batches, log and checkpoints.
+"""Defines `Trainer`: the training loop with its state, batches, log and checkpoints.
 
-Written with the five public calls a user has as well: `make_mesh` and `make_plan` (behind
+Uses the same five public functions as a user's own loop: `make_mesh` and `make_plan` (through
 `replan`), `init_state`, `build_step`, `shard_batch`.
 """
 
@@ -59,11 +59,11 @@ from zerojax.training.validation import Filler
 
 Callback = Callable[["Trainer", Metrics], Any]
 CALLBACKS = "callbacks"
-"""Where the configuration in a checkpoint has what callbacks want to remember."""
+"""Key of the callbacks' states in a checkpoint's configuration."""
 
 
 class Trainer:
-    """One run. Made by `zerojax.train`.
+    """A training run with its state. Created by `zerojax.train`.
 
     Attributes:
       plan: the current plan (changes with `reshard`).
@@ -73,8 +73,9 @@ class Trainer:
       history: every report, oldest first.
       evaluations: every evaluation on the run's validation data, oldest first, each with its
         "step".
-      evaluation_names: of their metrics, known from the first step on; empty without validation.
-      jitted_step: of the current plan.
+      evaluation_names: names of the evaluation metrics, known from the first step on; empty
+        without validation.
+      jitted_step: the compiled step of the current plan.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class Trainer:
         self._saved_step: int | None = None
         self._base = base
         self._base_of_state: BaseWeights | None = None
-        """The frozen weights that this state has from the folder."""
+        """The frozen weights of this state that come from the pretrained folder."""
         self._said_unsaved = False
         self._clock = LoopClock()
         self._stop: StopRequest | None = None
@@ -145,7 +146,7 @@ class Trainer:
     # --- stepping ---------------------------------------------------------------------------------
 
     def step(self, batch: Any) -> dict[str, jax.Array]:
-        """One step on one host batch; its metrics stay on the devices: `float(...)` waits."""
+        """Takes one step on a host batch; returns metrics on the devices (`float(...)` waits)."""
         return self._step_on_devices(self._place(self.plan, batch))
 
     def _place(self, plan: Plan, batch: Any) -> Any:
@@ -173,13 +174,13 @@ class Trainer:
         return contextlib.nullcontext() if self._log is None else self._log.compiling(what)
 
     def fit(self, batches: Any, steps: int | None = None) -> Self:
-        """Trains until `steps` batches are consumed in the whole run, or the batches end.
+        """Trains until the whole run has consumed `steps` batches, or the batches end.
 
         Args:
-          batches: what `zerojax.data.as_feed` takes.
-          steps: total of the run, counting those before a resume; None: until the batches end, a
-            list when each was given once, and those of a text or a function never (a callback that
-            returns True ends the run).
+          batches: as in `zerojax.data.as_feed`.
+          steps: total of the run, including steps before a resume; None: until the batches end. A
+            list ends after one pass; text and functions never end (a callback that returns True
+            ends the run).
 
         Raises:
           Interrupted: Ctrl-C or SIGTERM; the state was saved first if the run has checkpoints.
@@ -217,7 +218,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def _stopping(self) -> Iterator[StopRequest]:
-        """In which a signal asks for the end of the run."""
+        """Turns a signal in the block into a request to end the run."""
 
         def describe() -> str:
             hint = self.loop_settings.resume_hint
@@ -231,12 +232,12 @@ class Trainer:
                 self._stop = None
 
     def _unhurried(self) -> contextlib.AbstractContextManager[None]:
-        """In which a signal ends nothing: what is written becomes whole."""
+        """Defers signals until the write in the block completes."""
         return contextlib.nullcontext() if self._stop is None else self._stop.unhurried()
 
     @contextlib.contextmanager
     def _logging(self, steps: int | None) -> Iterator[None]:
-        """The run's log, open while the loop runs."""
+        """Opens the run's log for the block."""
         if self._open_log is None:
             yield
             return
@@ -258,10 +259,10 @@ class Trainer:
 
     @contextlib.contextmanager
     def _failing_well(self) -> Iterator[None]:
-        """An error of the data or of a callback loses no finished step in a single process.
+        """Saves the state after an error of the data or of a callback, in a single process.
 
-        With several processes nothing is saved: that needs all of them, and the others know nothing
-        of an error here. Where one of them has ended, that is what is told.
+        With several processes nothing is saved: a save needs all of them, and the others do not
+        know of the error. If another process has ended, raises `PeerLostError` instead.
         """
         try:
             yield
@@ -274,7 +275,7 @@ class Trainer:
                     raise PeerLostError(self.num_steps, saved, hint) from error
                 raise
             is_ours = isinstance(error, (CheckpointError, FloatingPointError, StoreError))
-            # A step that fails, as for lack of memory, has used its state up, and made none.
+            # A failed step (for example, out of memory) has donated its state and returned none.
             is_lost = not self.num_steps or isinstance(error, jax.errors.JaxRuntimeError)
             is_lost = is_lost or any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state))
             if self.loop_settings.save_on_exit and not (is_ours or is_lost):
@@ -290,15 +291,16 @@ class Trainer:
             say_unsaved(self._log)
 
     def _check_trained(self, steps_before: int, skipped_before: int) -> None:
-        """Refuses a run of which no step changed a parameter."""
+        """Reports a run that skipped all of its steps, which may be an error."""
         steps, skipped = self.num_steps - steps_before, int(self.state["skipped"]) - skipped_before
         if steps and steps == skipped:
             self._reports.nothing_trained(self.plan, steps, self._log)
 
     def _as_feed(self, batches: Any) -> Feed:
-        """The batches, at the position that follows the last consumed one.
+        """Returns a feed of `batches` positioned after the last consumed batch.
 
-        The feed of an earlier call goes on when the same object comes again: a generator has moved.
+        If the same object is passed again, the earlier feed continues, since a generator keeps its
+        position.
         """
         if isinstance(batches, Feed):
             feed = batches
@@ -315,7 +317,7 @@ class Trainer:
         return feed
 
     def _fit_plan(self, feed: Feed, steps: int | None, stop: StopRequest) -> bool:
-        """Steps under one plan; True when the plan has changed and there is more to do."""
+        """Trains under one plan; returns True if the plan changed before the run was done."""
         plan = self.plan
         with prefetch(feed, put=functools.partial(self._place, plan)) as incoming:
             while (steps is None or self.num_steps < steps) and not stop.due():
@@ -345,7 +347,7 @@ class Trainer:
         return False
 
     def _compare_peak(self) -> None:
-        # A step that was never called is not compiled for the sake of this line.
+        # Do not compile a step that was never called just for this line.
         if self._log is None or not self._step_was_called:
             return
         line = compare_peak(self.jitted_step, self.plan, device_memory())
@@ -353,7 +355,7 @@ class Trainer:
             self._log.message(line)
 
     def _evaluate_and_save_if_due(self, last: bool) -> bool:
-        """True when a callback ends the run for an evaluation."""
+        """Evaluates and saves if due; returns True if a callback ends the run."""
         done = False
         if last:
             return False
@@ -367,14 +369,14 @@ class Trainer:
         return done
 
     def _is_due(self, setting: str) -> bool:
-        """Whether the interval of a setting ends with this step."""
+        """Returns whether this step is a multiple of the setting's interval."""
         every = getattr(self.loop_settings, setting)
         return every is not None and self.num_steps > 0 and self.num_steps % every == 0
 
     def _evaluate_validation(self) -> bool:
-        """An evaluation of the run itself; True when a callback ends the run for it.
+        """Evaluates on the run's validation data; returns True if a callback ends the run.
 
-        Where the run keeps an average of its weights both are measured.
+        A run with EMA evaluates both the trained and the averaged weights.
         """
         found = self._measure(None, None, "trained")
         if self.has_ema:
@@ -386,20 +388,20 @@ class Trainer:
             return True in [see(self, values) for see in self._methods("on_evaluation")]
 
     def _try_evaluation(self) -> None:
-        """Evaluates one batch before the first step: what fails of it fails now, not at the end."""
+        """Evaluates one batch before the first step, so that errors appear early."""
         if self._validation is not None and not self._evaluate_was_called:
             try:
                 with self._untimed():
                     names = self._measure(None, 1, "trained").keys()
-            except NoWeightError:  # others may have one
+            except NoWeightError:  # other batches may have a nonzero weight
                 return
             averages = of_ema(dict.fromkeys(names, 0.0)) if self.has_ema else {}
             self.evaluation_names = frozenset([*names, *averages])
 
     def _evaluate_at_end(self) -> None:
-        """The evaluation after the last step, whose failure does not cost the trained weights."""
+        """Evaluates after the last step without losing the trained weights if that fails."""
         if self.loop_settings.save_on_exit and jax.process_count() > 1:
-            self.save()  # after an error, of which the others know nothing, there is no saving
+            self.save()  # before the evaluation: after an error, processes cannot save together
         try:
             self._evaluate_validation()
         except Exception as error:
@@ -407,18 +409,18 @@ class Trainer:
                 raise
             warnings.warn(
                 f"the evaluation after the last step failed ({type(error).__name__}: {error}); "
-                "the run has no checkpoints, so its trainer is returned all the same",
+                "the run has no checkpoints, so its trainer is returned nevertheless",
                 RuntimeWarning,
                 stacklevel=2,
             )
 
     def _is_evaluated(self) -> bool:
-        """Whether the state of this step was evaluated already, or is that of no step."""
+        """Returns whether the current state was already evaluated, or no step was taken."""
         last = self.evaluations[-1]["step"] if self.evaluations else 0
         return self.num_steps == last
 
     def _methods(self, name: str) -> list[Any]:
-        """Of the callbacks that have such a method, the method."""
+        """Returns the bound methods `name` of the callbacks that have one."""
         found = (getattr(callback, name, None) for callback in self.loop_settings.callbacks)
         return [method for method in found if callable(method)]
 
@@ -426,7 +428,7 @@ class Trainer:
         return contextlib.nullcontext() if self._log is None else self._log.untimed()
 
     def _report(self) -> bool:
-        """Reads the metrics of an earlier step; True when a callback ends the run."""
+        """Reads the metrics of an earlier step; returns True if a callback ends the run."""
         values = self._reports.read(self.plan, self._log)
         if values is None:
             return False
@@ -446,21 +448,20 @@ class Trainer:
         *,
         weights: Weights = "trained",
     ) -> Metrics:
-        """Mean loss over batches in evaluation mode, weighted by each batch's weight.
+        """Returns the mean loss over batches in evaluation mode, weighted by each batch's weight.
 
-        The result has "loss", "weight" (the sum of weights; of a loss that returns none the number
-        of rows) and the loss's own metrics.
+        The result has "loss", "weight" (the sum of weights, or the number of rows if the loss
+        returns no weight) and the loss's own metrics.
 
         Args:
-          batches: what `validation` of `zerojax.train` may be; None takes the run's validation
-            data.
-          num_batches: at most this many; None takes `loop_settings.eval_batches` for a source or
-            a function, all otherwise.
-          weights: "ema": the average of the weights (`zerojax.with_ema`) in place of the trained
-            ones; the log calls what it measures "ema_loss" and so on.
+          batches: as `validation` of `zerojax.train`; None: the run's validation data.
+          num_batches: maximum number of batches; None: `loop_settings.eval_batches` for a source
+            or a function, all otherwise.
+          weights: "ema" evaluates the averaged weights (`zerojax.with_ema`) instead of the trained
+            ones; their metrics are logged as "ema_loss" and so on.
 
         Raises:
-          ValueError: there is nothing to evaluate on, or no average.
+          ValueError: there is nothing to evaluate on, or the run keeps no EMA.
         """
         result = self._measure(batches, num_batches, weights)
         self._log_evaluation(result if weights == "trained" else of_ema(result))
@@ -529,38 +530,39 @@ class Trainer:
 
     @property
     def has_validation(self) -> bool:
-        """Whether the run evaluates."""
+        """Whether the run has validation data."""
         return self._validation is not None
 
     @property
     def has_ema(self) -> bool:
-        """Whether the run keeps an average of its weights."""
+        """Whether the run keeps an exponential moving average (EMA) of its weights."""
         return isinstance(self.plan.abstract_state["opt_state"], EmaState)
 
     @property
     def has_checkpoints(self) -> bool:
-        """Whether the run saves."""
+        """Whether the run saves checkpoints."""
         return self._checkpointer is not None
 
     def kept_steps(self) -> dict[str, dict[str, Any]]:
-        """{name: {"step": number, ...}} of saved steps that stay beside the newest ones."""
+        """Returns {name: {"step": number, ...}} of the saved steps that are kept by name."""
         return {} if self._checkpointer is None else self._checkpointer.kept_steps()
 
     def keep(self, name: str, about: Mapping[str, Any] | None = None) -> int:
-        """Saves the state, if it is not saved yet, and keeps it under a name.
+        """Saves the current state, if it is not saved yet, and protects it under a name.
 
-        The step that had the name is an ordinary one again, and goes when it is too old. Waits
-        until the step is on disk.
+        Blocks until the step is on disk. A step that had the name before loses its protection and
+        is deleted when it is too old.
 
         Args:
-          name: such as "best"; `restore` and `zerojax.load_run` take it in place of a step.
-          about: JSON-able; what `kept_steps` is to say of it.
+          name: such as "best"; `restore` and `zerojax.load_run` accept it in place of a step.
+          about: JSON-serialisable data that `kept_steps` returns with the step.
 
         Returns:
           The step.
 
         Raises:
-          ValueError: the run has no checkpoints. CheckpointError: it cannot be saved.
+          ValueError: the run has no checkpoints.
+          CheckpointError: the state cannot be saved.
         """
         if self._checkpointer is None:
             raise ValueError("this run has no checkpoints; pass checkpoint='runs/name' to train")
@@ -570,12 +572,12 @@ class Trainer:
         return self.num_steps
 
     def say(self, text: str) -> None:
-        """A line in the run's log, while the loop runs; else nothing."""
+        """Writes a line to the run's log; does nothing outside of the training loop."""
         if self._log is not None:
             self._log.message(text)
 
     def _stateful(self) -> dict[str, Any]:
-        """{name in a checkpoint: callback} of those that have a state."""
+        """Returns {name in a checkpoint: callback} of the callbacks that have a state."""
         found: dict[str, Any] = {}
         for callback in self.loop_settings.callbacks:
             if callable(getattr(callback, "state", None)) and hasattr(callback, "load_state"):
@@ -585,21 +587,21 @@ class Trainer:
         return found
 
     def restore(self, step: int | str | None = None) -> Self:
-        """Goes back to a checkpoint, which may come from any stage, mesh and number of devices.
+        """Restores a checkpoint, saved with any ZeRO stage, mesh and number of devices.
 
         Args:
-          step: a saved step, or the name of a kept one, such as "best"; None: the newest.
+          step: a saved step, or the name of a kept step, such as "best"; None: the newest.
 
         Raises:
           ValueError: the run has no checkpoints.
-          CheckpointError: there is none, or it belongs to another model.
+          CheckpointError: the step does not exist, or belongs to another model.
         """
         if self._checkpointer is None:
             raise ValueError("this run has no checkpoints; pass checkpoint='runs/name' to train")
         if isinstance(step, str):
             step = named_step(self._checkpointer.kept_steps(), step)
         self._checkpointer.wait()  # the save in flight may still read the files of this state
-        # Refuses before the current state is dropped.
+        # Raises before the current state is dropped.
         self._checkpointer.check_step(step, pretrained=folder_of(self.plan))
         at_start = self.state is None
         end_state(self.state)
@@ -617,8 +619,8 @@ class Trainer:
         self._base_of_state = None if self._base is None else self._base.as_read(restored.base)
         if self._base is not None and self._base_of_state is None:
             self._notes.append(
-                f"step {restored.step} holds frozen weights, and so will the steps that follow: "
-                "whether the folder that weights come from has the same is not known"
+                f"step {restored.step} holds frozen weights, and later steps will, too: it is not "
+                "known whether they equal those in the pretrained folder"
             )
         self._reports = self._new_reports()
         states = restored.config.get(CALLBACKS, {})
@@ -628,16 +630,16 @@ class Trainer:
         return self
 
     def reshard(self, mesh_config: Any) -> Self:
-        """Changes ZeRO stage or mesh in the middle of a run, without a restart.
+        """Changes the ZeRO stage or mesh during a run, without a restart.
 
         Args:
-          mesh_config: as `zerojax.train` takes it; the batch stays the same.
+          mesh_config: as in `zerojax.train`; the batch stays the same.
         """
         self._report()
         plan = self._replan(mesh_config)
         check_offload(plan)
         if (disk := self.state.get("disk")) and disk.store.is_durable:
-            self.save()  # its files are given up before those of the new plan are whole
+            self.save()  # the old files are deleted before those of the new plan are complete
             if self._checkpointer is not None:
                 self._checkpointer.wait()
         self.state = reshard_state(self.plan, plan, self.state, data_state=self._data_state)
@@ -648,31 +650,31 @@ class Trainer:
         return self
 
     def to_model(self, *, weights: Weights = "trained") -> Any:
-        """The trained model as the user's kind of object: `nnx.Module`, linen variables or tree.
+        """Returns the trained model in the user's form: `nnx.Module`, linen variables or a tree.
 
-        Every process gets whole arrays, so the model has to fit on one device.
+        Every process gets unsharded arrays, so the model must fit on one device.
 
         Args:
-          weights: "ema": with the average of the weights, in float32.
+          weights: "ema" returns the averaged weights, in float32.
 
         Raises:
-          ValueError: there is no average.
+          ValueError: the run keeps no EMA.
         """
         return model_of(self.plan, self.state, weights)
 
     def optimizer_state(self) -> Any:
-        """Returns the optimizer's state as optax has it, in the model's own tree, not padded.
+        """Returns the optimizer state in optax's form, with the model's own tree, not padded.
 
-        An average that a transformation of your own keeps can be read here.
+        For example, to read an average that your own optax transformation keeps.
         """
         return optimizer_state_of(self.plan, self.state)
 
     def close(self) -> None:
-        """Waits for the last checkpoint to be on disk, and closes files. May be called twice."""
+        """Waits until the last checkpoint is on disk, and closes files. May be called twice."""
         try:
             if self._checkpointer is not None:
                 self._checkpointer.close()
-        finally:  # only now: the save in flight may read the files of this state
+        finally:  # after the save in flight, which may read the state's files
             end_state(self.state)
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""Validation data: what a user may give, its check before a run, and batches with missing rows.
+"""Checks validation data before a run, iterates over it, and handles batches with missing rows.
 
 Knows plans and host batches; the callbacks of evaluations are in `evaluation`.
 """
@@ -27,14 +27,15 @@ Sums = Mapping[str, Any]
 
 
 class LeftOutError(ValueError):
-    """A batch has too few rows, and the loss cannot be computed without the missing ones."""
+    """Raised for a batch with too few rows if the loss cannot exclude the missing rows."""
 
 
 def check_validation(validation: Any) -> None:
-    """Refuses what is no validation data, or can be read only once: every evaluation reads it.
+    """Raises if `validation` is not data that can be read again at every evaluation.
 
     Raises:
-      TypeError: an iterator, a path, or no data at all. ValueError: an empty list.
+      TypeError: an iterator, a path, or an object that is no data.
+      ValueError: an empty list.
     """
     if isinstance(validation, Iterator | Feed):
         raise TypeError(
@@ -63,13 +64,14 @@ def check_validation(validation: Any) -> None:
 def each_batch(
     batches: Any, num_batches: int | None, default: int, rows: Callable[[], tuple[int, int]]
 ) -> Iterable[Any]:
-    """The host batches of an evaluation.
+    """Returns the host batches of an evaluation.
 
     Args:
       batches: a source, a function of the batch's number, one batch, or an iterable of batches.
-      num_batches: at most this many; None: all, of a source or a function `default`.
-      default: see there.
-      rows: gives those of a source's batches that this process reads.
+      num_batches: maximum number of batches; None: all of an iterable, `default` of a source or a
+        function.
+      default: number of batches of a source or a function.
+      rows: returns the range of rows of a source's batches that this process reads.
     """
     return map(as_arrays, _each_given(batches, num_batches, default, rows))
 
@@ -89,14 +91,14 @@ def _each_given(
 
 
 def check_before_run(plan: Plan, validation: Any) -> None:
-    """Refuses validation data that the plan's evaluation cannot take, as far as they are known.
+    """Raises if the plan's evaluation cannot use the validation data.
 
-    Known are all batches of a list, the first and the last one of another sequence, the first of
-    anything else.
+    Checks all batches of a list, the first and the last batch of another sequence, and the first
+    batch of anything else.
 
     Raises:
-      ValueError: other names or shapes than those of the plan, no batch at all, or a short batch
-        whose missing rows cannot be left out of the loss.
+      ValueError: names or shapes differ from the plan's batch, there is no batch, or a batch is
+        short and its missing rows cannot be excluded from the loss.
     """
     if validation is None or isinstance(validation, RowSource):
         return
@@ -127,10 +129,11 @@ def _short_by(plan: Plan, count: int) -> str:
 
 
 def why_not_filled(plan: Plan) -> str | None:
-    """Why the rows that a batch lacks cannot get a weight of 0, and what to do; None: they can.
+    """Returns why short batches are not possible, with a remedy; None if they are.
 
-    They can where everything that the loss returns is a sum over rows, or a mean of equally many:
-    then the missing rows are filled with copies of one row, whose part is subtracted.
+    They are possible if everything that the loss returns is a sum over rows, or a mean over a
+    fixed number of rows. Then missing rows are filled with copies of one row, and the contribution
+    of the copies is subtracted.
     """
     if jax.process_count() > 1:
         return (
@@ -147,14 +150,16 @@ def why_not_filled(plan: Plan) -> str | None:
     if part is None:
         return None
     return (
-        f"rows cannot be left out, since {part} is not known to be a sum or a mean of numbers that "
+        f"rows cannot be left out, since {part} is not known to be a sum or a mean of values that "
         "are computed row by row; drop the batch, give it all rows, or return pairs (sum, weight) "
         "in which rows can have a weight of 0"
     )
 
 
 class Filler:
-    """Sums of one batch, whose missing rows are filled and subtracted again.
+    """Computes the loss sums of batches, also of batches with missing rows.
+
+    Missing rows are filled with copies, and the contribution of the copies is subtracted.
 
     Args:
       plan: of the evaluation.
@@ -165,14 +170,14 @@ class Filler:
         self._why: list[str | None] = []
 
     def sums(self, evaluate: Callable[[Any], Sums], batch: Any) -> Sums:
-        """`evaluate(batch)`, as if the batch had no more rows than it has.
+        """Returns `evaluate(batch)` over the rows that the batch has.
 
         Args:
-          evaluate: gives sums over the rows of a whole host batch.
-          batch: on the host.
+          evaluate: returns sums over the rows of a full host batch.
+          batch: on the host; may have fewer rows than the plan's batch.
 
         Raises:
-          LeftOutError: it has too few rows, and the loss mixes them.
+          LeftOutError: the batch is short, and the loss mixes rows.
         """
         missing = missing_rows(self._plan, batch)
         if not missing:
@@ -186,7 +191,7 @@ class Filler:
         copies = lambda x, count: np.repeat(np.asarray(x)[:1], count, axis=0)  # noqa: E731
         filled = jax.tree.map(lambda x: np.concatenate([np.asarray(x), copies(x, missing)]), batch)
         alone = jax.tree.map(lambda x: copies(x, total), batch)
-        # In Python's floats: sums of float32 lose nothing here.
+        # Python floats are float64, so the subtraction of float32 sums adds no rounding error.
         return jax.tree.map(
             lambda both, copy: float(both) - missing / total * float(copy),
             evaluate(filled),

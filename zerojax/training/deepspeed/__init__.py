@@ -1,4 +1,4 @@
-"""Translation of DeepSpeed's ds_config.json into zerojax settings, with the reason of each."""
+"""Translates DeepSpeed's ds_config.json into zerojax settings, with a reason for each."""
 
 from zerojax.training.deepspeed.keys_page import keys_markdown, keys_page
 from zerojax.training.deepspeed.mesh_keys import check_rules

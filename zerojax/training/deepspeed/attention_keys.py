@@ -1,8 +1,8 @@
-"""The section `sparse_attention`, as a layout of attention.
+"""Translates the section `sparse_attention` into an attention layout.
 
-In DeepSpeed it is the model's code that reads the section. Here the layout goes to the calls of
-`zerojax.attention` that a loss makes; a model that states a layout has to state the same, since it
-also generates, and is loaded again, without the file.
+In DeepSpeed, the model's code reads the section. Here the layout is applied to the calls of
+`zerojax.attention` inside the loss. A model with its own layout must have the same one, since it
+generates and is loaded again without the file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ALWAYS_BIDIRECTIONAL = ("bigbird", "bslongformer")
 
 
 def layout_of(file: File) -> BlockLayout | None:
-    """The layout of a file; None where there is none, or every token sees all."""
+    """Returns the layout of a file; None if it has none or attention is dense."""
     if not isinstance(file.nested.get(_SECTION), Mapping):
         return None
     mode = file[f"{_SECTION}.mode"]
@@ -58,21 +58,21 @@ def _ignore(file: File, key: str, mode: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class SparseLoss(LossWithUnit):
-    """A loss whose calls of `zerojax.attention` have a layout.
+    """A loss that applies a layout to its calls of `zerojax.attention`.
 
     Attributes:
       layout: of the calls.
-      places: a table for each call so far; a part of a model that is jitted is traced once alone.
+      places: a table for each call so far; kept, since a jitted submodule is traced only once.
     """
 
     layout: BlockLayout
     places: list[BlockTable] = dataclasses.field(default_factory=list, compare=False, repr=False)
 
     def __call__(self, model: Any, batch: Any) -> Any:
-        """The loss of the function.
+        """Returns the loss of the function.
 
         Raises:
-          ConfigError: no call of `zerojax.attention` took the layout.
+          ConfigError: no call of `zerojax.attention` used the layout.
         """
         with layout_in_force(self.layout) as taken:
             loss = self.function(model, batch)
@@ -89,13 +89,15 @@ class SparseLoss(LossWithUnit):
 def with_layout(
     model: models.Model, loss: models.Loss | None, layout: BlockLayout | None
 ) -> models.Loss | None:
-    """The loss with the layout of a file; the same one where the model states the layout.
+    """Returns the loss with the layout of a file; unchanged if the model has the same layout.
 
     Args:
-      loss: None: the model's own.
+      model: of the run.
+      loss: None means the model's own.
+      layout: of the file; None if it has none.
 
     Raises:
-      ConfigError: the model states another layout, or none although it can.
+      ConfigError: the model's attention_layout is another one, or not set.
     """
     config = models.bound_attribute(model, "config")
     if layout is None or getattr(config, "attention_layout", None) == layout:

@@ -1,8 +1,8 @@
-"""Values for "auto" keys, by the rules of Hugging Face's integration.
+"""Fills "auto" values by the rules of Hugging Face's integration.
 
-The rules are those of `transformers/integrations/deepspeed.py` (version 5): "auto" takes the
-caller's value or the default of `TrainingArguments`; a value that is neither "auto" nor the
-caller's is a mistake.
+The rules are those of `transformers/integrations/deepspeed.py` (version 5): "auto" becomes the
+caller's value or the default of `TrainingArguments`. A value that is neither "auto" nor equal to
+the caller's is an error.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ LEARNING_RATE, BETAS, EPS, WEIGHT_DECAY, CLIPPING = 5e-5, (0.9, 0.999), 1e-8, 0.
 
 
 class Auto:
-    """Fills "auto" of a file in place, and notes what the caller contradicts.
+    """Fills "auto" values of a file, and notes contradictions with the caller's values.
 
     Args:
       values: the file, which is copied.
-      given: what the caller says.
-      notes: takes reasons and refusals.
+      given: the caller's values.
+      notes: collects reasons and refusals.
     """
 
     def __init__(self, values: Mapping[str, Any], given: Given, notes: KeyNotes):
@@ -36,7 +36,7 @@ class Auto:
         self._given, self._notes = given, notes
 
     def fill(self) -> dict[str, Any]:
-        """The file with every "auto" of Hugging Face's rules filled."""
+        """Returns the file with every "auto" filled by Hugging Face's rules."""
         self._precision()
         self._optimizer()
         self._scheduler()
@@ -62,11 +62,13 @@ class Auto:
         self._notes.reasons.append(f'{path}={value} for "auto": {why}')
 
     def _settle(self, path: str, wanted: Any, default: Any, keyword: str) -> None:
-        """Fills a key from what the caller wants, or from a default, and compares where it stands.
+        """Fills an "auto" key with the caller's value or a default; else compares both values.
 
         Args:
-          wanted: None: the caller says nothing.
-          keyword: what the caller said it with.
+          path: of the key.
+          wanted: the caller's value; None if the caller sets none.
+          default: used if `wanted` is None.
+          keyword: the caller's keyword, for messages.
         """
         found = self._find(path)
         if found == AUTO:
@@ -89,7 +91,7 @@ class Auto:
             path = f"{section}.enabled"
             is_elsewhere = wanted in ("fp16", "bf16") and wanted not in self.values
             if is_elsewhere and not enabled and self._find(path) == AUTO:
-                # false alone would mean that the file wants fp32.
+                # Setting it to false would select fp32.
                 self._remove(path)
                 self._notes.reasons.append(f'{path} is "auto": precision={wanted!r} says it')
             else:
@@ -176,7 +178,7 @@ class Auto:
 
 
 def compute_name(precision: Precision | str | None) -> str | None:
-    """ "fp32", "bf16" or "fp16" of a precision; other text as it is; None of None."""
+    """Returns "fp32", "bf16" or "fp16" for a precision; other text and None unchanged."""
     if precision is None or isinstance(precision, str):
         return precision
     names = {jnp.dtype(dtype): name for name, dtype in DTYPES.items()}
@@ -184,7 +186,7 @@ def compute_name(precision: Precision | str | None) -> str | None:
 
 
 def _equal(found: Any, wanted: Any) -> bool:
-    """Whether a value of the file is the caller's; numbers may be written in any way."""
+    """Returns whether a file's value equals the caller's; numbers may be written in any form."""
     if isinstance(wanted, (list, tuple)):
         same_kind = isinstance(found, (list, tuple)) and len(found) == len(wanted)
         return same_kind and all(map(_equal, found, wanted))

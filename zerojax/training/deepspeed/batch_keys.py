@@ -1,7 +1,7 @@
-"""Batch keys: train_batch_size, micro-batch, accumulation, and elastic batches.
+"""Resolves the batch keys: train_batch_size, micro-batch, accumulation, and elastic batches.
 
-A file says at most what the devices leave to be said: of the three, two give the third, and
-`train_batch_size = micro-batch x accumulation x data shards` has to hold.
+`train_batch_size = micro-batch x accumulation x data shards` must hold, so two of the three keys
+determine the third.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TRAIN, MICRO, PARTS = (
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Rows of a step, rows of a data shard at once, and how many times that; None: still open."""
+    """Rows of a step, rows of a micro-batch per data shard, micro-batches; None: not known yet."""
 
     train: int | None
     micro: int | None
@@ -29,12 +29,14 @@ class Batch:
 
 
 def settle_batch(file: File, shards: int | None, given: Given) -> Batch:
-    """The batch of a file on so many data shards, with what the caller says where it is "auto".
+    """Returns the batch of a file, with the caller's values for "auto".
 
     Contradictions, and sizes that do not divide, are noted as refusals.
 
     Args:
-      shards: None: the number of devices is open, so at most what stands in the file is known.
+      file: the file.
+      shards: number of data shards; None: not known, so only sizes in the file are known.
+      given: the caller's values.
     """
     train = _agreed(file, TRAIN, given.global_batch_size, "the call, or its batches, say")
     parts = _agreed(file, PARTS, given.num_microbatches, "num_microbatches is")
@@ -108,7 +110,7 @@ def _divide(file: File, train: int, unit: int, named: str, shards: int) -> int |
 def settle_elastic(
     file: File, elasticity: ElasticityConfig, num_devices: int | None, devices_per_shard: int
 ) -> Batch:
-    """The batch of an elastic file; what its keys say of batches is refused, as in DeepSpeed."""
+    """Returns the batch of an elastic file; refuses its batch keys, as DeepSpeed does."""
     for key in (TRAIN, MICRO, PARTS):
         if file.has(key) and not file["elasticity.ignore_non_elastic_batch_info"]:
             file.notes.refuse(
@@ -132,7 +134,7 @@ def settle_elastic(
 
 
 def check_rows(file: File, batch: Batch, given: Given) -> None:
-    """Refuses a caller's rows that are not those of an elastic batch."""
+    """Refuses a caller's batch size that differs from the elastic batch."""
     wanted = given.global_batch_size
     if None not in (wanted, batch.train) and wanted != batch.train:
         file.notes.refuse(
@@ -144,7 +146,7 @@ def check_rows(file: File, batch: Batch, given: Given) -> None:
 
 
 def elasticity_of(file: File) -> ElasticityConfig:
-    """The section `elasticity`, in zerojax's words."""
+    """Returns the section `elasticity` as an `ElasticityConfig`."""
     nodes = file["elasticity.num_gpus_per_node"]
     try:
         return ElasticityConfig(

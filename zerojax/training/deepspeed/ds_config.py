@@ -1,4 +1,4 @@
-"""A ds_config: its source (JSON, hjson, base64 or a dict), and its values with defaults."""
+"""Reads a ds_config from JSON, hjson, base64 or a dict, and holds its values with defaults."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from zerojax.training.deepspeed.keys_table import ALIASES, TABLE
 _PRINTS = "steps_per_print"
 _NOT_FINITE = "is not a number that a configuration may hold; write a finite one"
 OLD_NAMES = {"bfloat16": "bf16"}
-"""Names at the top of a file that DeepSpeed takes as well: {old: new}."""
+"""Alternative top-level names that DeepSpeed accepts: {old: new}."""
 
 
 class File:
     """The values of a file, by path.
 
     Args:
-      values: the file, "auto" filled.
-      notes: takes a line for each key.
+      values: the file, with "auto" filled.
+      notes: collects a line for each key.
 
     Attributes:
       nested: the file, with old names replaced.
@@ -49,19 +49,19 @@ class File:
         self._values = check(self.nested, TABLE, notes)
 
     def __getitem__(self, path: str) -> Any:
-        """The value in the file, or DeepSpeed's default."""
+        """Returns the value in the file, or DeepSpeed's default."""
         return self._values[path] if path in self._values else default_of(TABLE, path)
 
     def has(self, path: str) -> bool:
         return path in self._values
 
     def optional(self, path: str) -> Any:
-        """The value in the file; None where it is absent."""
+        """Returns the value in the file; None if it is absent."""
         return self._values.get(path)
 
 
 def _with_new_names(values: Mapping[str, Any], notes: KeyNotes) -> dict[str, Any]:
-    """The file with names that DeepSpeed takes as well, or took once, as they are called now."""
+    """Returns the file with alternative and old names replaced by current ones."""
     renamed = dict(values)
     for old, new in OLD_NAMES.items():
         if old in renamed and new not in renamed:
@@ -82,15 +82,15 @@ def _with_new_names(values: Mapping[str, Any], notes: KeyNotes) -> dict[str, Any
 
 
 def read(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """The configuration and what to call it in messages.
+    """Returns the configuration and its name for messages.
 
     Args:
-      source: a file of JSON or hjson, either of them as text or in urlsafe base64 (as DeepSpeed's
-        launcher passes it), or a dict, which is copied.
+      source: a path of JSON or hjson, its text or urlsafe base64 (as DeepSpeed's launcher passes
+        it), or a dict, which is copied.
 
     Raises:
-      ConfigError: no such file, text that is neither JSON nor hjson, a key given twice, or more
-        text, depth or digits than a configuration has.
+      ConfigError: the file does not exist, the text is neither JSON nor hjson, a key occurs twice,
+        or size, depth or digits exceed the limits.
     """
     if isinstance(source, Mapping):
         _check_nesting(source, "the dict")
@@ -121,7 +121,7 @@ def _is_file(path: Path) -> bool:
 
 
 def _from_base64(text: str) -> str | None:
-    """What the base64 text says, if it is one and says a dict."""
+    """Decodes base64 text; returns None if it is not base64 of a dict."""
     try:
         decoded = base64.b64decode(text.encode(), altchars=b"-_", validate=True).decode("utf-8")
     except (binascii.Error, UnicodeError):
@@ -178,7 +178,7 @@ def _parse_hjson(text: str, name: str, error: json.JSONDecodeError) -> Any:
 
 
 def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """The dict of a JSON object, which may name a key once; json itself keeps the last silently."""
+    """Returns the dict of a JSON object; raises for repeated keys, of which json keeps the last."""
     repeated = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
     if repeated:
         values = [value for key, value in pairs if key == repeated[0]]
@@ -208,7 +208,9 @@ def _too_deep(name: str) -> ConfigError:
 
 
 def _with_finite(values: dict[str, Any], name: str) -> dict[str, Any]:
-    """The configuration, whose `steps_per_print` may be infinite: never, as Accelerate writes it.
+    """Checks that numbers are finite; an infinite `steps_per_print` becomes None.
+
+    Accelerate writes an infinite `steps_per_print` to print never.
 
     Raises:
       ConfigError: another number is infinite or NaN.
@@ -228,7 +230,7 @@ def _with_finite(values: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _check_nesting(value: Any, name: str) -> None:
-    """Refuses a value deeper or larger than a configuration, such as a dict that holds itself."""
+    """Raises if a value is nested too deeply or too large, such as a dict that contains itself."""
     waiting = [(value, 0)]
     for _ in range(MAX_NODES):
         if not waiting:

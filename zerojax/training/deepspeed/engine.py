@@ -1,4 +1,4 @@
-"""The engine: DeepSpeed's calls on a zerojax step, and the batches of its loop."""
+"""Defines `initialize` and `Engine`: DeepSpeed's calls on top of a zerojax step."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ _OF_DEEPSPEED = {
     "mesh_param": _AXES,
     "distributed_port": "processes find each other as their launcher says; leave it out",
 }
-"""Keywords of DeepSpeed's `initialize` without a meaning here: {name: what to write instead}."""
+"""Keywords of DeepSpeed's `initialize` that are not supported: {name: replacement}."""
 _WHOLE = (
     "a checkpoint is read whole; to begin anew with trained weights, initialize an engine with the "
     "model that to_model() gave"
@@ -107,34 +107,34 @@ def initialize(
     watch: WatchConfig | None = None,
     seed: int = 0,
 ) -> Engine:
-    """An engine for a loop that was written for DeepSpeed.
+    """Returns an engine for a loop that was written for DeepSpeed.
 
-    It joins the processes that the environment names, as `train` does. Batches are planned for when
-    the first one comes, or `example_batch`; until then nothing lies on the devices.
+    Joins the processes that the environment names, as `train` does. The run is planned at the first
+    batch, or with `example_batch`; before that, nothing is allocated on the devices.
 
     Args:
-      model: as `zerojax.train` takes it.
+      model: as in `zerojax.train`.
       config: the path of a ds_config.json, its text, or its content as a dict; see `zerojax
         deepspeed explain`.
-      args: in place of config: an object with an attribute `deepspeed_config`, as `argparse` gives
-        it; its `local_rank` is not needed.
+      args: in place of config: an object with an attribute `deepspeed_config`, as from `argparse`;
+        its `local_rank` is not needed.
       config_params: an older name of config.
-      dist_init_required: changes nothing, since processes are joined where they have not been.
-      loss: as `zerojax.train` takes it, own metrics (`engine.metrics`) included; None: the model's
+      dist_init_required: has no effect, since processes are joined if they have not been.
+      loss: as in `zerojax.train`, including own metrics (`engine.metrics`); None: the model's
         method `loss(batch)`.
-      optimizer: an optax transformation or an `OptimizerConfig`, where the file has none. A
-        schedule is a part of it.
-      steps: length of the run, for what the file leaves to "auto".
-      example_batch: what `train_batch` will get, as arrays or `ShapeDtypeStruct`s.
-      freeze: regular expressions, or one, on names of parameters that stay as they are.
+      optimizer: an optax transformation or an `OptimizerConfig`, if the file has none. It includes
+        the schedule.
+      steps: length of the run, for "auto" values in the file.
+      example_batch: a batch as for `train_batch`, as arrays or `ShapeDtypeStruct`s.
+      freeze: one or several regular expressions; parameters whose names match are not trained.
       run_dir: folder of metrics and plan; None: the one that the file's monitors name, or none.
-      watch: how long a call, or a step under way between two calls, may stand still before the
-        process is ended with code 79.
+      watch: how long a call, or a step in progress between two calls, may make no progress before
+        the process is ended with code 79.
       seed: of parameters and dropout.
 
     Raises:
-      ConfigError: a key of the file, with value, limit and remedy.
-      ValueError, TypeError: bad input, before device memory is taken.
+      ConfigError: an invalid key of the file, with value, limit and remedy.
+      ValueError, TypeError: bad input, before device memory is allocated.
     """
     if hasattr(model, "deepspeed_config"):
         raise TypeError(
@@ -166,7 +166,7 @@ def initialize(
 
 
 def _configuration(config: Any, args: Any, config_params: Any) -> Any:
-    """The one that was given of three ways of DeepSpeed to give a configuration."""
+    """Returns the configuration, which DeepSpeed accepts under three names."""
     ways = {
         "config": config,
         "args.deepspeed_config": getattr(args, "deepspeed_config", None),
@@ -180,15 +180,15 @@ def _configuration(config: Any, args: Any, config_params: Any) -> Any:
 
 
 class Engine(EngineQueries, AbsentMethods):
-    """A run that is stepped by its user. Made by `zerojax.initialize`.
+    """A run that is stepped by the user's loop. Created by `zerojax.initialize`.
 
     Attributes:
-      translation: what the configuration means here, key by key.
+      translation: the zerojax settings of the configuration, key by key.
       mesh: the devices of the run.
       plan: of the run; None before the first batch.
       state: the current state; donated to each step, so do not keep references to its arrays. None
         before the first batch.
-      global_steps: batches consumed, those before a resume included.
+      global_steps: batches consumed, including those before a resume.
       metrics: of the last step, still on the devices; {} before the first.
     """
 
@@ -212,7 +212,7 @@ class Engine(EngineQueries, AbsentMethods):
         self._model, self._loss, self._freeze, self._seed = model, loss, freeze, seed
         self._ported, self._steps, self._run_dir = ported, steps, run_dir
         self._source: Path | None = None
-        self._holds: set[Hold] = set()  # the folders into which this process saves
+        self._holds: set[Hold] = set()  # locks of the folders into which this process saves
         self._watch, self._guard = watch, Guard(watch, run_dir)
         self._journal = Journal(translation, run_dir, steps, self._guard.finished)
         self._called: set[str] = set()
@@ -228,15 +228,15 @@ class Engine(EngineQueries, AbsentMethods):
 
         Args:
           batch: tree of arrays [rows, ...]. A process passes its own rows, `local_rows()`; with one
-            process these are all `train_batch_size()`.
-          data_iter: instead: an iterator of which `gradient_accumulation_steps()` micro-batches are
-            taken and joined.
+            process these are all `train_batch_size()` rows.
+          data_iter: instead of `batch`: an iterator; `gradient_accumulation_steps()` micro-batches
+            are taken from it and joined.
 
         Returns:
           The mean loss over the global batch, float32 [] on the devices; `float` waits for it.
 
         Raises:
-          ValueError, TypeError: the batch is not what the configuration says.
+          ValueError, TypeError: the batch does not match the configuration.
           StopIteration: of `data_iter`.
           FloatingPointError: loss or gradients stayed non-finite.
         """
@@ -254,7 +254,7 @@ class Engine(EngineQueries, AbsentMethods):
 
     @names_keywords()
     def eval_batch(self, batch: Any = None, *, data_iter: Iterator[Any] | None = None) -> Any:
-        """The mean loss over one global batch in evaluation mode; arguments as `train_batch`."""
+        """Returns a global batch's mean loss in evaluation mode; arguments as `train_batch`."""
         batch = self._take(batch, data_iter)
         plan, step = self.prepare(batch), self.global_steps
         timed, evaluating = self._journal.clock.during(EVAL), allocating_for("an evaluation")
@@ -267,9 +267,9 @@ class Engine(EngineQueries, AbsentMethods):
         return loss
 
     def prepare(self, example_batch: Any) -> Plan:
-        """Plans for batches like this one and makes the state, or reads the loaded one.
+        """Makes the plan for batches like this one, and creates or restores the state.
 
-        `train_batch` and `eval_batch` do this with their first batch.
+        `train_batch` and `eval_batch` call this with their first batch.
         """
         example = _taken(example_batch)
         if self.plan is None:
@@ -290,11 +290,11 @@ class Engine(EngineQueries, AbsentMethods):
         """Changes ZeRO stage or mesh between two steps; batch, optimizer and counters stay.
 
         Args:
-          mesh_config: a `MeshConfig` or its fields as a dict, such as {"zero": 3}. What it leaves
-            out has the defaults of `MeshConfig`, not what the configuration says.
+          mesh_config: a `MeshConfig` or its fields as a dict, such as {"zero": 3}. Other fields
+            have the defaults of `MeshConfig`, not the values of the configuration.
 
         Raises:
-          ValueError: there is no state yet, or it lies in durable files.
+          ValueError: there is no state yet, or it is in durable files.
         """
         if self.plan is None or self.state is None:
             raise ValueError(f"{_NO_STATE}; before that, change the configuration")
@@ -318,7 +318,7 @@ class Engine(EngineQueries, AbsentMethods):
         return self
 
     def _calling(self, what: str, step: int) -> contextlib.AbstractContextManager[None]:
-        """Around a step or an evaluation; the first of each compiles."""
+        """Supervises a step or an evaluation in the block; the first of each compiles."""
         is_first = what not in self._called
         self._called.add(what)
         text = f"{'compiling, or ' * is_first}{what} {step}"
@@ -330,7 +330,7 @@ class Engine(EngineQueries, AbsentMethods):
             return as_batch(batch, data_iter, parts)
 
     def _settle_rows(self, example: Any) -> None:
-        """What the configuration leaves to the first batch."""
+        """Resolves settings that depend on the rows of the first batch."""
         self.translation = self._ported.with_rows(self._rows_of(example))
         self._num_rows = self.translation.train_batch_size
 
@@ -351,7 +351,7 @@ class Engine(EngineQueries, AbsentMethods):
         )
 
     def _make_plan(self, settings: Any, batch: Any) -> Plan:
-        """Of global batches of these shapes."""
+        """Returns the plan for global batches of these shapes."""
         found = self.translation
         plan = make_plan(
             self._model,
@@ -381,7 +381,7 @@ class Engine(EngineQueries, AbsentMethods):
             self._journal.say(text)
 
     def _first_state(self, plan: Plan) -> tuple[TrainState, list[str]]:
-        """(new, or of the checkpoint that was asked for; what is to be said of it)."""
+        """Returns (a new state or that of the loaded checkpoint, lines for the log)."""
         source, self._source = self._source, None
         if source is None:
             return init_state(plan, self._seed), []
@@ -390,22 +390,23 @@ class Engine(EngineQueries, AbsentMethods):
         return state, what_differs(plan, restored)
 
     def _explaining(self, plan: Plan) -> contextlib.AbstractContextManager[None]:
-        """In which an error for lack of memory says what took it."""
+        """Explains out-of-memory errors in the block by the memory use of the plan."""
         return explaining_memory(
             lambda: (plan, self.state, self.global_steps, self._step), self._run_dir
         )
 
     @property
     def is_open(self) -> bool:
-        """Whether there is something to `close`, which the end of the script does otherwise."""
+        """Whether the engine is open; an open engine is closed when the script ends."""
         return self._guard.is_open
 
     def close(self) -> None:
         """Reports the last steps, and closes files. May be called twice.
 
         Raises:
-          FloatingPointError: of one of these steps. After another such error, or after one of the
-            devices, nothing is read from them any more, so that it is not told again.
+          FloatingPointError: loss or gradients of one of these steps were not finite. Not raised
+            again after an earlier such error or a device error: then nothing more is read from the
+            devices.
         """
         self._close(is_broken=self._guard.is_broken)
 
@@ -436,7 +437,7 @@ class Engine(EngineQueries, AbsentMethods):
         if error is None:
             self.close()
             return
-        # Other processes may not have come as far as this one.
+        # Other processes may not have reached this step.
         is_broken = self._guard.is_broken or jax.process_count() > 1
         try:
             self._close(is_broken=is_broken)
@@ -454,23 +455,24 @@ class Engine(EngineQueries, AbsentMethods):
         *,
         save_latest: bool = True,
     ) -> bool:
-        """Saves parameters, optimizer state and counters; on disk and whole when this returns.
+        """Saves parameters, optimizer state and counters; blocks until they are complete on disk.
 
-        Every process calls it. Any ZeRO stage, mesh and number of processes can load it.
+        Every process must call it. The checkpoint can be loaded with any ZeRO stage, mesh and
+        number of processes.
 
         Args:
-          save_dir: holds a folder per tag, and the file `latest`.
+          save_dir: has a folder per tag, and the file `latest`.
           tag: None: "global_step" and the number.
-          client_state: JSON values that `load_checkpoint` hands back; those of process 0 are kept.
+          client_state: JSON values that `load_checkpoint` returns; those of process 0 are saved.
           save_latest: whether `load_checkpoint` without a tag finds it.
 
         Returns:
-          True: what else DeepSpeed's would tell is an error here.
+          True. Failures, for which DeepSpeed returns False, raise errors.
 
         Raises:
           CheckpointError: nothing was saved; another process may be saving there.
-          TypeError: client_state is not made of JSON values.
-          ValueError: there is nothing to save yet, or the tag is not a name of a folder.
+          TypeError: client_state has values other than JSON values.
+          ValueError: there is no state to save yet, or the tag is not a valid folder name.
         """
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         check_tag(tag)
@@ -499,19 +501,19 @@ class Engine(EngineQueries, AbsentMethods):
     def load_checkpoint(
         self, load_dir: str | Path, tag: str | None = None
     ) -> tuple[str | None, dict[str, Any]]:
-        """Goes on from a checkpoint. Before the first batch, its arrays are read with that batch.
+        """Resumes from a checkpoint. Before the first batch, arrays are read when that batch comes.
 
         Args:
           load_dir: as `save_dir` of `save_checkpoint`.
           tag: None: the latest.
 
         Returns:
-          (its folder, the client state); (None, {}) and a warning where no tag is given and nothing
-          was saved.
+          (folder of the checkpoint, client state); (None, {}) with a warning if `tag` is None and
+          nothing was saved.
 
         Raises:
-          CheckpointError: no such tag; damaged; or of another model, which may show only with the
-            first batch.
+          CheckpointError: the tag does not exist, or the checkpoint is damaged or of another model.
+            The last may be raised only at the first batch.
         """
         found = find_tag(user_path(load_dir), None if tag is None else str(tag))
         if found is None:
@@ -527,12 +529,12 @@ class Engine(EngineQueries, AbsentMethods):
         return str(found), client_state_of(metadata.config)
 
     def to_model(self, *, weights: Weights = "trained") -> Any:
-        """The trained model as the user's kind of object: `nnx.Module`, linen variables or tree.
+        """Returns the trained model in the user's form: `nnx.Module`, linen variables or a tree.
 
-        Every process gets whole arrays, so the model has to fit on one device.
+        Every process gets unsharded arrays, so the model must fit on one device.
 
         Args:
-          weights: "ema": the average of the weights, of an engine with optimizer=zerojax.with_ema.
+          weights: "ema" returns the averaged weights, if optimizer=zerojax.with_ema.
         """
         if self.plan is None or self.state is None:
             raise ValueError(_NO_STATE)
@@ -540,14 +542,16 @@ class Engine(EngineQueries, AbsentMethods):
 
 
 def as_batch(batch: Any, data_iter: Iterator[Any] | None, num_microbatches: int) -> Any:
-    """The rows of this process for one step, as arrays of numpy or JAX, whoever made them.
+    """Returns this process's rows of one step, as NumPy or JAX arrays.
 
     Args:
-      batch: all of them, or None.
-      data_iter: in its place: an iterator of which `num_microbatches` are taken and joined.
+      batch: all rows, or None.
+      data_iter: in its place: an iterator, from which `num_microbatches` are taken and joined.
+      num_microbatches: micro-batches of a step.
 
     Raises:
-      TypeError: both, or neither, or what gives batches. StopIteration: of `data_iter`.
+      TypeError: both or neither were passed, or `batch` is a loader or iterator.
+      StopIteration: of `data_iter`.
     """
     if (batch is None) == (data_iter is None):
         raise TypeError("pass a batch or data_iter=, one of them")
@@ -564,7 +568,7 @@ def as_batch(batch: Any, data_iter: Iterator[Any] | None, num_microbatches: int)
 
 
 def _check_is_batch(batch: Any) -> None:
-    """Refuses a loader, a dataset or a generator in the place of one batch."""
+    """Raises TypeError if `batch` is a loader, a dataset or a generator."""
     is_tree = isinstance(batch, Mapping | Sequence) or hasattr(batch, "shape")
     gives = isinstance(batch, Iterator) or hasattr(batch, "__getitem__")
     if not is_tree and (gives or isinstance(batch, Iterable)):
@@ -575,10 +579,10 @@ def _check_is_batch(batch: Any) -> None:
 
 
 def _taken(batch: Any) -> Any:
-    """A batch of arrays of NumPy or JAX, or of structs.
+    """Returns the batch as NumPy or JAX arrays, or structs.
 
     Raises:
-      TypeError: it holds text, or rows as Python lists.
+      TypeError: it contains text, or rows as Python lists.
     """
     batch = as_arrays(batch)
     check_arrays(batch)

@@ -1,7 +1,7 @@
-"""Names of DeepSpeed's engine that zerojax does not have, with their replacements.
+"""Lists names of DeepSpeed's engine that zerojax does not have, with their replacements.
 
 The names are those of DeepSpeed 0.19.8's `DeepSpeedEngine`
-(`tests/data/deepspeed_engine_names.json`) and of the `torch.nn.Module` that it is.
+(`tests/data/deepspeed_engine_names.json`) and of its base class `torch.nn.Module`.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ ABSENT: Mapping[str, str] = {
     "bfloat16": _ON_DEVICE,
     "float": _ON_DEVICE,
 }
-"""{name: what to write instead}."""
+"""{name: replacement}."""
 _FAMILIES = (
     (r".*(allreduce|all_gather|sparse_tensor)|(un)?flatten$|gradient_average$", _INSIDE),
     (r"register_compile|(is_|get_)?.*(compile|autosp|autotp_backend)", _COMPILED),
@@ -120,11 +120,11 @@ _FAMILIES = (
         _CONFIGURED,
     ),
 )
-"""(pattern of names, what to write instead) of what comes in families."""
+"""(pattern of names, replacement) of groups of names."""
 
 
 def sentence_for(name: str) -> str | None:
-    """What to write in place of a name of DeepSpeed's engine; None: it is none that is known."""
+    """Returns the replacement for a name of DeepSpeed's engine; None if the name is not known."""
     if name in ABSENT:
         return ABSENT[name]
     found = (text for pattern, text in _FAMILIES if re.match(pattern, name))
@@ -132,7 +132,7 @@ def sentence_for(name: str) -> str | None:
 
 
 class AbsentMethods:
-    """What a ported loop may still have in it, each refused with a sentence."""
+    """Raises an error with a remedy for calls of DeepSpeed's engine that are not supported."""
 
     def __call__(self, *_: Any, **__: Any) -> NoReturn:
         raise TypeError(f"engine(batch): {ONE_CALL}")

@@ -1,7 +1,8 @@
-"""Watchdog of an engine's loop, messages about lost processes, and closing at exit.
+"""Supervises an engine's loop: watchdog, messages about lost processes, closing at exit.
 
-Python clears the globals of modules while the generators of an open engine still wait to be closed,
-which then fail in a way that nobody can read; and a log that is never closed lacks its last steps.
+An open engine must be closed at exit: Python clears module globals before it closes the engine's
+generators, which then fail with unreadable errors; and a log that is not closed lacks its last
+steps.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ _known: weakref.WeakSet[Closable] = weakref.WeakSet()
 
 
 class Guard:
-    """Watches the calls of a loop, and the steps that are under way between two of them.
+    """Supervises the calls of a loop, and the steps that run on the devices between two calls.
 
-    What the loop does while the devices have nothing to do is its own: nothing limits it.
+    There is no time limit while the devices are idle and the loop does its own work.
 
     Args:
       watch: the limits; None: the defaults.
-      folder: of the run, for the stacks of a process that hangs; None: it has none.
+      folder: of the run, for stack traces of a hanging process; None if there is none.
 
     Attributes:
-      is_broken: whether devices or numbers have failed since the last step that went well, so that
-        nothing more should be read from them.
-      is_open: whether the watch has begun and not ended.
+      is_broken: whether a device error or non-finite numbers occurred since the last successful
+        step; then nothing more should be read from the devices.
+      is_open: whether supervision is running.
     """
 
     def __init__(self, watch: WatchConfig | None, folder: Path | None) -> None:
@@ -55,11 +56,11 @@ class Guard:
             sign=self._under_way.sign,
         )
         self._open, self.is_open = contextlib.ExitStack(), False
-        # Many a loop never closes its engine: the threads end with it.
+        # Loops may never close their engine: the threads end when it is collected.
         weakref.finalize(self, _end, self._watchdog, self._under_way)
 
     def open(self) -> None:
-        """Starts to watch; does nothing where that has been done."""
+        """Starts supervision; does nothing if it is already running."""
         if self.is_open:
             return
         self.is_open = True
@@ -67,13 +68,13 @@ class Guard:
         self._open.enter_context(self._watchdog.during("in a step"))
 
     def close(self) -> None:
-        """Ends the watch. May be called twice; the next call of the loop starts it again."""
+        """Ends supervision. May be called twice; the next call of the loop starts it again."""
         self._open.close()
         self.is_open = False
 
     @contextlib.contextmanager
     def during(self, what: str, *, is_long: bool = False, is_apart: bool = False) -> Iterator[None]:
-        """A call of the loop; arguments as `Watchdog.during` takes them.
+        """Supervises a call of the loop; arguments as in `Watchdog.during`.
 
         Raises:
           PeerLostError: another process has ended.
@@ -91,29 +92,29 @@ class Guard:
                 raise self._under_way.lost() from error
 
     def begun(self, step: int, result: jax.Array) -> None:
-        """A step is on the devices; `result` is one of its numbers."""
+        """Registers a dispatched step; `result` is one of its output arrays."""
         self._under_way.step, self.is_broken = step, False
         self._under_way.follow(result)
 
     def follow(self, result: jax.Array) -> None:
-        """The devices are at work on something that is not a step."""
+        """Registers dispatched work other than a step, by an output array."""
         self._under_way.follow(result)
 
     def saved(self, step: int) -> None:
-        """There is a checkpoint of this step."""
+        """Registers a saved checkpoint."""
         self._under_way.saved.append(step)
 
     def plan_changed(self) -> None:
-        """How long steps take is not known any more."""
+        """Resets the known duration of steps."""
         self._watchdog.plan_changed()
 
     def finished(self, step: int) -> None:
-        """The numbers of a step are there."""
+        """Registers that the results of a step are available."""
         self._watchdog.finished(step)
 
 
 class _UnderWay:
-    """What the devices were given and have not finished, seen by a thread of its own."""
+    """Dispatched work that has not finished, followed by a thread."""
 
     def __init__(self) -> None:
         self.step, self.saved = 0, list[int]()
@@ -123,7 +124,7 @@ class _UnderWay:
 
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:
-        """In which the loop is inside of a call, and waits for it."""
+        """Marks the block as a call that the loop waits for."""
         self._calls += 1
         try:
             yield
@@ -131,7 +132,7 @@ class _UnderWay:
             self._calls -= 1
 
     def sign(self) -> int | None:
-        """A number that changes with every result; None: nothing is under way, and nobody waits."""
+        """Returns a number that changes with every result; None if nothing is running."""
         if self._calls == 0 and self._given == self._finished:
             return None
         return self._finished
@@ -146,7 +147,7 @@ class _UnderWay:
         self._results.put((self._given, result))
 
     def end(self) -> None:
-        """Ends the thread, once it has seen what it was given."""
+        """Ends the thread after it has processed all registered work."""
         if self._results is not None:
             self._results.put(None)
 
@@ -158,13 +159,13 @@ class _UnderWay:
             number, result = following
             try:
                 result.block_until_ready()
-            except Exception as error:  # whoever reads the result is told
+            except Exception as error:  # also raised where the result is read
                 self._say(error)
             self._finished = number
             del following, result
 
     def _say(self, error: Exception) -> None:
-        """A loop that reads a loss itself gets the error of JAX, which says less."""
+        """Prints that a peer is lost: a loop that reads a loss itself gets only JAX's error."""
         if self._calls or self._has_told or not _is_of_a_peer(error):
             return
         self._has_told = True
@@ -182,21 +183,21 @@ def _end(watchdog: Watchdog, under_way: _UnderWay) -> None:
 
 
 class Closable(Protocol):
-    """What is closed."""
+    """An object that can be closed, such as an engine."""
 
     @property
     def is_open(self) -> bool:
-        """Whether there is something to close."""
+        """Whether it is open."""
         ...
 
     def close(self) -> None:
-        """Reports what is left, and ends threads and files."""
+        """Reports the last steps, ends threads and closes files."""
 
 
 def close_at_exit(engine: Closable) -> None:
-    """From now on the engine is closed when the script is over, if it is still there and open.
+    """Registers the engine to be closed when the script ends, if it still exists and is open.
 
-    A process of a group that fails leaves without this, see `zerojax.runtime.shutdown`.
+    A failing process of a group ends without this, see `zerojax.runtime.shutdown`.
     """
     _register()
     _known.add(engine)
@@ -204,7 +205,7 @@ def close_at_exit(engine: Closable) -> None:
 
 @functools.cache
 def _register() -> None:
-    # JAX, imported before, has registered its own ending: that one runs after this.
+    # JAX was imported before, so its own exit handler runs after this one.
     atexit.register(_close_all)
 
 
@@ -213,5 +214,5 @@ def _close_all() -> None:
         if engine.is_open:
             try:
                 engine.close()
-            except Exception as error:  # there is nobody left to catch it
+            except Exception as error:  # no caller is left to catch it
                 print(f"zerojax: {error}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Metrics of an engine: read back from the devices and logged."""
+"""Reads an engine's metrics from the devices and logs them."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _DEFAULT_EVERY = 10
 
 
 class Journal:
-    """Reports of one run: in its folder, or printed where the configuration says how often.
+    """Writes the reports of a run to its folder, or prints them if `steps_per_print` is set.
 
     Args:
       translation: of the configuration.
       folder: of metrics and plan; None: nothing is written.
-      steps: length of the run, where it is known.
-      finished: told the number of each step whose numbers are there.
+      steps: length of the run, if known.
+      finished: called with the number of each finished step.
 
     Attributes:
       clock: the clock of the loop.
@@ -47,7 +47,7 @@ class Journal:
         self._finished = finished
 
     def begin(self, plan: Plan, step: int, skipped: int) -> None:
-        """Steps follow on `step`, after `skipped` of them that were not finite."""
+        """Starts reports after step `step`, of which `skipped` steps were not finite."""
         finished = self._finished
         self._reports = Reports(_MAX_SKIPPED, skipped=skipped, clock=self.clock, finished=finished)
         if self._log is None and self._folder is not None:
@@ -67,7 +67,7 @@ class Journal:
         )
 
     def say(self, text: str) -> None:
-        """A line in the log, or printed where there is none, by the first process."""
+        """Writes a line to the log; without a log, process 0 prints it."""
         if self._log is not None:
             self._log.message(text)
         elif jax.process_index() == 0:
@@ -80,7 +80,7 @@ class Journal:
         return self._translation.steps_per_print or _DEFAULT_EVERY
 
     def follow(self, plan: Plan, step: int, metrics: Mapping[str, jax.Array]) -> None:
-        """To be told of every step; one that is due is reported when the next one is under way.
+        """Registers a step; call it for every step. Reports are read while the next step runs.
 
         Raises:
           FloatingPointError: loss or gradients stayed non-finite.
@@ -98,17 +98,20 @@ class Journal:
             print(_line(values, plan.traced.metric_names), flush=True)
 
     def wait(self, plan: Plan) -> None:
-        """Waits for all steps that `follow` was told of."""
+        """Waits for all steps registered by `follow`."""
         self._reports.wait(plan)
 
     def close(self, plan: Plan, step: int, *, is_broken: bool = False) -> None:
-        """Reports what is due, and closes the log for good. May be called twice.
+        """Writes pending reports, and closes the log permanently. May be called twice.
 
         Args:
-          is_broken: whether devices or numbers have failed: nothing is read from them any more.
+          plan: of the run.
+          step: batches consumed.
+          is_broken: whether a device error or non-finite numbers occurred; then nothing is read
+            from the devices.
 
         Raises:
-          FloatingPointError: as `follow`, where that has not been told yet; the log is closed.
+          FloatingPointError: as `follow`, unless raised before; the log is closed first.
         """
         try:
             if not is_broken:

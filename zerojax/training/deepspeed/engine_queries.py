@@ -1,4 +1,4 @@
-"""Queries of DeepSpeed's engine: batch sizes, stage, precision; steps, rates and norms."""
+"""Answers queries of DeepSpeed's engine: batch sizes, stage, precision, steps, rates, norms."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from zerojax.training import deepspeed
 
 
 class ConfigQueries:
-    """The part of an engine that is known before anything is planned.
+    """The queries of an engine that need only the configuration.
 
     Attributes:
-      translation: what the configuration means here, key by key.
+      translation: the zerojax settings of the configuration, key by key.
       mesh: the devices of the run.
     """
 
@@ -31,29 +31,29 @@ class ConfigQueries:
         self._num_rows = translation.train_batch_size
 
     def train_batch_size(self) -> int:
-        """Rows of a step, over all processes.
+        """Returns the rows of a step, over all processes.
 
         Raises:
-          ValueError: the configuration leaves it open, and there was no batch yet.
+          ValueError: the configuration does not set it, and there was no batch yet.
         """
         if self._num_rows is None:
             raise ValueError(
                 "the configuration has no batch size, so it is that of the first batch, and there "
-                "was none yet; set train_batch_size in it, or ask later"
+                "was none yet; set train_batch_size in it, or call this after the first batch"
             )
         return self._num_rows
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Rows that go through one copy of the model at once."""
+        """Returns the rows of a micro-batch on one copy of the model."""
         shards = meshes.num_data_shards(self.mesh)
         return self.train_batch_size() // (shards * self.gradient_accumulation_steps())
 
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches of a step."""
+        """Returns the number of micro-batches of a step."""
         return self.translation.num_microbatches
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """(rows of a step, rows of a micro-batch on one copy of the model, micro-batches)."""
+        """Returns (rows of a step, rows of a micro-batch on one model copy, micro-batches)."""
         return (
             self.train_batch_size(),
             self.train_micro_batch_size_per_gpu(),
@@ -61,19 +61,19 @@ class ConfigQueries:
         )
 
     def local_rows(self) -> tuple[int, int]:
-        """(low, high): the rows of every global batch that this process passes."""
+        """Returns (low, high): the rows of every global batch that this process passes."""
         return local_rows_of_mesh(self.mesh, self.train_batch_size())
 
     def gradient_clipping(self) -> float:
-        """Limit of the global gradient norm; 0: none."""
+        """Returns the limit of the global gradient norm; 0: none."""
         return self.translation.gradient_clipping
 
     def zero_optimization_stage(self) -> int:
-        """ZeRO stage, 0 to 3."""
+        """Returns the ZeRO stage, 0 to 3."""
         return self.translation.zero_stage
 
     def zero_optimization(self) -> bool:
-        """Whether any of the state is sharded: stage 1, 2 or 3."""
+        """Returns whether any of the state is sharded: stage 1, 2 or 3."""
         return self.zero_optimization_stage() > 0
 
     @property
@@ -82,68 +82,68 @@ class ConfigQueries:
         return copy.deepcopy(dict(self.translation.resolved))
 
     def optimizer_name(self) -> str | None:
-        """The configuration's optimizer, in lower case as DeepSpeed has it; None: it has none."""
+        """Returns the optimizer's name in lower case, as DeepSpeed does; None: no entry."""
         name = self._in_section("optimizer", "type")
         return None if name is None else name.lower()
 
     def optimizer_params(self) -> dict[str, Any] | None:
-        """Numbers of the configuration's optimizer; None: it has none."""
+        """Returns the parameters of the configuration's optimizer; None: no entry."""
         return self._in_section("optimizer", "params")
 
     def scheduler_name(self) -> str | None:
-        """The configuration's schedule; None: it has none."""
+        """Returns the configuration's schedule; None: no entry."""
         return self._in_section("scheduler", "type")
 
     def scheduler_params(self) -> dict[str, Any] | None:
-        """Numbers of the configuration's schedule; None: it has none."""
+        """Returns the parameters of the configuration's schedule; None: no entry."""
         return self._in_section("scheduler", "params")
 
     def _in_section(self, section: str, key: str) -> Any:
         return (self.config.get(section) or {}).get(key)
 
     def elasticity_enabled(self) -> bool:
-        """Whether elasticity decides the batch."""
+        """Returns whether elasticity determines the batch."""
         return self.translation.elasticity.enabled
 
     @property
     def dp_world_size(self) -> int:
-        """Into how many parts a batch goes: data shards, over all devices."""
+        """Number of data shards over all devices, which a batch is divided into."""
         return meshes.num_data_shards(self.mesh)
 
     @property
     def mp_world_size(self) -> int:
-        """Devices that split each matrix."""
+        """Number of tensor-parallel devices."""
         return self.mesh.shape[meshes.MODEL]
 
     def steps_per_print(self) -> int | None:
-        """Steps between printed lines; None: none is printed."""
+        """Returns the steps between printed lines; None: nothing is printed."""
         return self.translation.steps_per_print
 
     def fp16_enabled(self) -> bool:
-        """Whether forward and backward are float16."""
+        """Returns whether forward and backward pass compute in float16."""
         return self.translation.precision.compute_dtype == jnp.float16
 
     def bfloat16_enabled(self) -> bool:
-        """Whether forward and backward are bfloat16."""
+        """Returns whether forward and backward pass compute in bfloat16."""
         return self.translation.precision.compute_dtype == jnp.bfloat16
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """True: every `train_batch` is a whole step."""
+        """Returns True: every `train_batch` is a complete step."""
         return True
 
     @property
     def global_rank(self) -> int:
-        """Number of this process: 0 prints."""
+        """Index of this process; process 0 prints."""
         return jax.process_index()
 
 
 class EngineQueries(ConfigQueries):
-    """The part of an engine that is known once there are steps.
+    """The queries of an engine that need its plan or state.
 
     Attributes:
       plan: of the run; None before the first batch.
       state: the current state; None before the first batch.
-      global_steps: batches consumed, those before a resume included.
+      global_steps: batches consumed, including those before a resume.
       metrics: of the last step, still on the devices; {} before the first.
     """
 
@@ -155,10 +155,10 @@ class EngineQueries(ConfigQueries):
         self.metrics: Mapping[str, jax.Array] = {}
 
     def get_lr(self) -> list[float]:
-        """The learning rate of the next update, in a list as DeepSpeed has it.
+        """Returns the learning rate of the next update, in a list as DeepSpeed does.
 
         Raises:
-          ValueError: it is inside the user's own optax transformation.
+          ValueError: it is not known, since it is inside the user's own optax transformation.
         """
         schedule = self.translation.learning_rate if self.plan is None else self.plan.learning_rate
         if schedule is None and isinstance(self.translation.optimizer, OptimizerConfig):
@@ -174,37 +174,37 @@ class EngineQueries(ConfigQueries):
         return [float(schedule(self.global_steps - self.skipped_steps))]
 
     def get_global_grad_norm(self) -> float | None:
-        """Norm of the last step's gradients before clipping; None: there was no step."""
+        """Returns the gradient norm of the last step before clipping; None: there was no step."""
         return float(self.metrics["grad_norm"]) if self.metrics else None
 
     def was_step_applied(self) -> bool:
-        """Whether the last step changed parameters: not when something was not finite. Waits."""
+        """Returns whether the last step was finite, so that it changed parameters. Blocks."""
         return bool(self.metrics) and not int(self.metrics["skipped"])
 
     @property
     def skipped_steps(self) -> int:
-        """Steps of the run that changed nothing, since something was not finite. Waits."""
+        """Number of steps skipped as non-finite. Blocks until the last step is done."""
         return 0 if self.state is None else int(self.state["skipped"])
 
     @property
     def num_steps(self) -> int:
-        """`global_steps` under `Trainer`'s name, for what takes either."""
+        """`global_steps`, under the name that `Trainer` uses."""
         return self.global_steps
 
     @property
     def global_samples(self) -> int:
-        """Rows consumed."""
+        """Number of rows consumed."""
         return self.global_steps * self.train_batch_size()
 
     @property
     def micro_steps(self) -> int:
-        """Micro-batches consumed."""
+        """Number of micro-batches consumed."""
         return self.global_steps * self.gradient_accumulation_steps()
 
     def train(self, mode: bool = True) -> Self:
-        """Changes nothing: `train_batch` trains and `eval_batch` evaluates."""
+        """Has no effect: `train_batch` trains and `eval_batch` evaluates."""
         return self
 
     def eval(self) -> Self:
-        """Changes nothing, see `train`."""
+        """Has no effect, see `train`."""
         return self

@@ -1,10 +1,10 @@
-"""Checkpoints by tag, in DeepSpeed's layout: a folder per tag and a file `latest`.
+"""Saves and finds checkpoints by tag, in DeepSpeed's layout: a folder per tag, a file `latest`.
 
 runs/a/latest              the tag of the last save
 runs/a/global_step20/20    a checkpoint of step 20, as `zerojax.Checkpointer` writes it
-runs/a/.best.new           being written
-runs/a/.best.replaced      what a tag was until a moment ago
-runs/a/writer.lock         says which process saves here, as long as it may
+runs/a/.best.new           a checkpoint that is being written
+runs/a/.best.replaced      the previous checkpoint of a tag while it is being replaced
+runs/a/writer.lock         lock of the process that saves here
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _OF_DEEPSPEED = "*_states.pt"
 
 
 def check_tag(tag: str) -> None:
-    """Refuses a tag that is not a name of a folder.
+    """Raises if a tag is not a valid folder name.
 
     Raises:
-      ValueError: naming the tag.
+      ValueError: names the tag.
     """
     if not tag or tag.startswith(".") or "/" in tag or os.sep in tag or tag == LATEST:
         raise ValueError(
@@ -48,10 +48,10 @@ def check_tag(tag: str) -> None:
 @not_for_everybody()
 @not_for_everybody()
 def hold_tags(folder: Path) -> Hold | None:
-    """Takes the folder that holds the tags, for all processes of this run.
+    """Locks the folder of the tags, for all processes of this run.
 
     Returns:
-      To be released at the end of the run; None in all processes but the first.
+      The lock, to be released at the end of the run; None in all processes but process 0.
 
     Raises:
       CheckpointError: another process saves there, or it cannot be written.
@@ -79,23 +79,23 @@ def save_tagged(
     description: Mapping[str, Any],
     make_latest: bool,
 ) -> None:
-    """Saves a state under a tag; on disk and whole when this returns.
+    """Saves a state under a tag; blocks until it is complete on disk.
 
-    What the tag was before is there until the new one is whole.
+    A previous checkpoint of the tag stays until the new one is complete.
 
     Args:
-      folder: that holds the tags.
+      folder: of the tags.
       tag: the same on all processes.
-      plan: which `state` follows.
+      plan: the plan of `state`.
       state: its "step" is that of the checkpoint.
       client_state: JSON values; those of process 0 are stored.
       description: of the plan; JSON values.
-      make_latest: whether `find_tag` finds it from now on.
+      make_latest: whether `find_tag` without a tag finds it.
 
     Raises:
-      CheckpointError: nothing was saved: the disk, or another tag on another process.
-      ValueError: see `check_tag`.
-      TypeError: client_state is not made of JSON values.
+      CheckpointError: nothing was saved: a disk error, or another process has another tag.
+      ValueError: as `check_tag`.
+      TypeError: client_state has values other than JSON values.
     """
     check_tag(tag)
     agreement.same_everywhere(tag, what="the tag of the checkpoint")
@@ -116,7 +116,7 @@ def save_tagged(
 
 
 def _in_first_process(failure: str, action: Callable[..., None], *arguments: Any) -> None:
-    """Changes files in one process, while the others wait for the end of it."""
+    """Changes files in process 0, while the others wait."""
     error: CheckpointError | None = None
     if is_first_process():
         try:
@@ -132,7 +132,7 @@ def _remove(folder: Path) -> None:
 
 
 def _replace(new: Path, target: Path) -> None:
-    """Two renames; between them `find_tag` takes what is replaced."""
+    """Replaces a folder by two renames; between them, `find_tag` returns the replaced folder."""
     replaced = _replaced(target)
     if target.exists():
         _remove(replaced)
@@ -147,10 +147,10 @@ def _replaced(target: Path) -> Path:
 
 
 def find_tag(folder: Path, tag: str | None) -> Path | None:
-    """The folder of a tag; None, with a warning, where no tag is asked for and none is latest.
+    """Returns the folder of a tag; None, with a warning, if `tag` is None and there is no latest.
 
     Raises:
-      CheckpointError: there is no such tag, or it was written by DeepSpeed.
+      CheckpointError: the tag does not exist, or it was written by DeepSpeed.
     """
     if tag is None:
         try:
@@ -182,5 +182,5 @@ def find_tag(folder: Path, tag: str | None) -> Path | None:
 
 
 def client_state_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What `save_tagged` was given, from a checkpoint's configuration; {} where it was another."""
+    """Returns the client state in a checkpoint's configuration; {} if it was not saved by tag."""
     return dict(config.get(_CLIENT_STATE, {}))

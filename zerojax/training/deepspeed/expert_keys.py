@@ -1,7 +1,7 @@
-"""The section `expert_parallel` (AutoEP), as the mesh axis `expert` and checks of the router.
+"""Translates the section `expert_parallel` (AutoEP) into the mesh axis `expert`; checks the router.
 
-DeepSpeed finds experts in torch modules by names, and the file may say how their router computes.
-Here the model says both; what a file says of the router has to be what the model does.
+DeepSpeed finds experts in torch modules by name, and the file may describe their router. In
+zerojax, the model defines both; the file's description must match the model's router.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _ROUTER = {
     "num_expert_groups": "num_groups",
     "num_limited_groups": "groups_per_token",
 }
-"""{key of the section: field of `MoEConfig` that has to be the same}."""
+"""{key of the section: field of `MoEConfig` that must be equal}."""
 _SHARED = "has_shared_experts"
 
 
 def expert_size(file: File) -> int:
-    """Over how many devices experts are split, which the section says where it is enabled."""
+    """Returns the number of devices that experts are split over; 1 if the section is disabled."""
     if file[f"{SECTION}.enabled"]:
         if file[SIZE] < 1:
             file.notes.refuse(SIZE, file[SIZE], "must be at least 1")
@@ -45,7 +45,7 @@ def expert_size(file: File) -> int:
 
 
 def data_size(file: File, experts: int) -> int:
-    """`mesh.data`: what the file's data parallelism, which counts experts' devices, leaves."""
+    """Returns `mesh.data`: the file's data_parallel_size divided by the expert degree, else -1."""
     whole = file.optional("data_parallel_size")
     if not whole:
         return -1
@@ -56,10 +56,12 @@ def data_size(file: File, experts: int) -> int:
 
 
 def check_experts_of_mesh(file: File, mesh: MeshConfig, shards: int | None) -> None:
-    """Refuses a degree that the devices do not have.
+    """Notes a refusal if the expert degree does not fit the devices or other options.
 
     Args:
-      shards: devices over which rows are split; None: open.
+      file: the file.
+      mesh: its mesh options.
+      shards: number of devices that rows are split over; None if not known.
     """
     if mesh.expert == 1:
         return
@@ -81,7 +83,7 @@ def check_experts_of_mesh(file: File, mesh: MeshConfig, shards: int | None) -> N
 
 
 def router_of(file: File) -> dict[str, Any]:
-    """{key: value} of what a file says of the router; {} where the section is not enabled."""
+    """Returns {key: value} of a file's router description; {} if the section is disabled."""
     if not file[f"{SECTION}.enabled"]:
         return {}
     found = {name: file.optional(f"{SECTION}.{name}") for name in (*_ROUTER, _SHARED)}
@@ -89,13 +91,14 @@ def router_of(file: File) -> dict[str, Any]:
 
 
 def check_router(model: models.Model, says: Mapping[str, Any]) -> None:
-    """Refuses what a file says of a router and the model does not do.
+    """Raises if a file's router description does not match the model.
 
     Args:
+      model: of the run.
       says: from `router_of`.
 
     Raises:
-      ConfigError: the model's router is another one, or nobody knows.
+      ConfigError: the model's router differs, or the model has no `MoEConfig`.
     """
     own = getattr(models.bound_attribute(model, "config"), "moe", None)
     for name, value in says.items():

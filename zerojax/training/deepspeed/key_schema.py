@@ -1,8 +1,9 @@
-"""Schema of ds_config keys, and validation of a file against it.
+"""Defines the schema of ds_config keys, and validates a file against it.
 
-DeepSpeed ignores unknown keys at the top of a file and refuses those in its typed sections. So does
-this, with two differences: an unknown key at the top is a warning, and one that looks like a known
-key is refused with that key's name, since a setting without effect is hard to find.
+DeepSpeed ignores unknown top-level keys and refuses unknown keys in its typed sections. This module
+does the same, with two differences: an unknown top-level key gives a warning, and one that looks
+like a misspelt key is refused with the known key's name, since a setting without effect is hard to
+notice.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from zerojax.training.deepspeed.translation import Line, Verdict
 
 AUTO = "auto"
 _MAX_NAME = 100
-"""Characters of a key that is looked for among those that there are."""
+"""Maximum characters of a key in the search for similar keys."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """One key.
+    """A key of a ds_config.
 
     Attributes:
-      kind: of its value: "bool", "int", "float", "text", "list", "dict" or "any".
-      default: DeepSpeed's, where the key is absent.
-      verdict: what becomes of it.
+      kind: type of its value: "bool", "int", "float", "text", "list", "dict" or "any".
+      default: DeepSpeed's default if the key is absent.
+      verdict: how the key is handled.
       why: one sentence.
       only: values that have this verdict; None: all. Others are refused.
       otherwise: why others are refused, and what to write instead.
@@ -44,11 +45,11 @@ class Key:
 
 @dataclasses.dataclass(frozen=True)
 class AbsentFeature:
-    """A feature that zerojax does not have: its section is refused where it is on.
+    """A feature that zerojax does not have: its section is refused if the feature is enabled.
 
     Attributes:
       why: what is missing, and what to do instead.
-      is_on: whether a value turns it on.
+      is_on: returns whether a value enables it.
       known: keys of the section; empty: any.
     """
 
@@ -61,19 +62,19 @@ Table = Mapping[str, "Key | AbsentFeature | Table"]
 
 
 def is_enabled(value: Any) -> bool:
-    """Whether a section says `"enabled": true`."""
+    """Returns whether a section has `"enabled": true`."""
     return bool(value.get("enabled", False)) if isinstance(value, Mapping) else bool(value)
 
 
 def is_enabled_inside(value: Any) -> bool:
-    """Whether a section, or one inside it, says `"enabled": true`."""
+    """Returns whether a section, or one inside it, has `"enabled": true`."""
     if not isinstance(value, Mapping):
         return False
     return is_enabled(value) or any(map(is_enabled_inside, value.values()))
 
 
 class KeyNotes:
-    """Lines by key while a file is read. Each key has one; a refusal stays what it is."""
+    """Collects one line per key while a file is read; a refusal is never replaced."""
 
     def __init__(self) -> None:
         self._lines: dict[str, Line] = {}
@@ -94,7 +95,7 @@ class KeyNotes:
             self._lines[key] = Line(key, value, verdict, why)
 
     def change(self, key: str, verdict: Verdict, why: str) -> None:
-        """Another sentence for a key, if the file has it."""
+        """Replaces the line of a key, if the file has the key."""
         if key in self._lines:
             self.say(key, self._lines[key].value, verdict, why)
 
@@ -105,13 +106,16 @@ class KeyNotes:
 def check(
     values: Mapping[str, Any], table: Table, notes: KeyNotes, prefix: str = ""
 ) -> dict[str, Any]:
-    """{path: value} of all keys that the table knows, with a line for each key of the file.
+    """Returns {path: value} of all known keys, and notes a line for each key of the file.
 
-    Values have their kinds: 5e8 is an integer. null and, in a nested section, "auto" count as
-    absent, as in DeepSpeed; "auto" that means something has been filled before.
+    Values are converted to their types: 5e8 is an integer. null and, in a nested section, "auto"
+    count as absent, as in DeepSpeed; meaningful "auto" values were filled before.
 
     Args:
-      prefix: path of the section that this is, with its dot.
+      values: the file or section.
+      table: the known keys.
+      notes: collects the lines.
+      prefix: path of the section, with a final dot.
     """
     return dict(_check(values, table, prefix, notes, table))
 
@@ -146,11 +150,11 @@ def _ignore(name: str, value: Any, table: Table, notes: KeyNotes) -> None:
 
 
 def _is_misspelt(name: str, value: Any, table: Table) -> bool:
-    """Whether an unknown key at the top of a file was probably meant for one that is known.
+    """Returns whether an unknown top-level key is probably a misspelt known key.
 
-    It is if it is spelt nearly alike, is the name of a key of some section, has two or more words,
-    all of one known key ("train_micro_batch_size"), or is a section's first word with keys of that
-    section in it ("zero": {"stage": 3}).
+    That is the case if its spelling is similar, if it is a key of a section, if it has two or more
+    words that all occur in one known key ("train_micro_batch_size"), or if it is the first word of
+    a section and contains keys of that section ("zero": {"stage": 3}).
     """
     if name.startswith("_"):
         return False
@@ -177,7 +181,7 @@ def _check_absent(path: str, value: Any, entry: AbsentFeature, notes: KeyNotes) 
 
 
 def _check_key(path: str, value: Any, entry: Key, notes: KeyNotes) -> bool:
-    """Says what becomes of a value; whether there is one to be used."""
+    """Notes the line of a value; returns whether the value is to be used."""
     if value is None or value == AUTO:
         shown = f"{'null' if value is None else AUTO}: as if it were not there"
         default = "" if entry.default is None else f" (DeepSpeed's default: {entry.default})"
@@ -208,10 +212,10 @@ _WANTED = {
 
 
 def as_kind(kind: str, value: Any) -> Any:
-    """A value as its kind: whole numbers written as floats (5e8) or text ("5e8") are integers.
+    """Converts a value to its type; whole numbers as floats (5e8) or text ("5e8") are integers.
 
     Raises:
-      ValueError: it is something else.
+      ValueError: the value has another type.
     """
     if kind in ("int", "float"):
         return _as_number(kind, value)
@@ -239,13 +243,13 @@ def _as_number(kind: str, value: Any) -> int | float:
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """The end of an unknown-key sentence: the key that was probably meant, or all there are."""
+    """Returns the end of an unknown-key message: the most similar key, or all known keys."""
     match = difflib.get_close_matches(str(name)[:_MAX_NAME], known, 1, 0.6)
     return f"did you mean '{match[0]}'?" if match else f"known keys here: {', '.join(known)}"
 
 
 def _nearest(name: str, table: Table, prefix: str, whole: Table) -> str:
-    """The nearest key of this section or, where there is none, of the whole file."""
+    """Returns the most similar key of this section or, if there is none, of the whole file."""
     name = str(name)[:_MAX_NAME]
     by_name = {path.rpartition(".")[2]: path for path in (*_sections(whole), *paths(whole))}
     match = (
@@ -262,7 +266,7 @@ def _nearest(name: str, table: Table, prefix: str, whole: Table) -> str:
 
 
 def _longer(name: str, table: Table) -> list[str]:
-    """Keys of which a name has some of the words: "micro_batch_size", and "zero" of a section."""
+    """Returns keys that contain all words of a name, or sections that start with it ("zero")."""
     words = set(name.split("_"))
     return [
         known
@@ -273,7 +277,7 @@ def _longer(name: str, table: Table) -> list[str]:
 
 
 def _sections(table: Table, prefix: str = "") -> Iterator[str]:
-    """Every section of a table, as a path."""
+    """Yields the path of every section of a table."""
     for name, entry in table.items():
         if isinstance(entry, Mapping):
             yield f"{prefix}{name}"
@@ -281,7 +285,7 @@ def _sections(table: Table, prefix: str = "") -> Iterator[str]:
 
 
 def paths(table: Table, prefix: str = "") -> Iterator[str]:
-    """Every key of a table, as a path."""
+    """Yields the path of every key of a table."""
     for name, entry in table.items():
         if isinstance(entry, (Key, AbsentFeature)):
             yield f"{prefix}{name}"
@@ -290,7 +294,7 @@ def paths(table: Table, prefix: str = "") -> Iterator[str]:
 
 
 def default_of(table: Table, path: str) -> Any:
-    """DeepSpeed's default of a key."""
+    """Returns DeepSpeed's default of a key."""
     entry: Any = table
     for name in path.split("."):
         entry = entry[name]

@@ -1,4 +1,4 @@
-"""Text page of all ds_config keys: treatment, default and reason."""
+"""Prints all ds_config keys as text or Markdown: verdict, default and reason."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ named. Any other unknown key at the top, such as a comment, has no effect and gi
 
 
 def entries() -> Iterator[tuple[str, Any, str, str]]:
-    """(key, default, verdict, why) of every key there is."""
+    """Yields (key, default, verdict, why) of every key."""
     yield from _entries(TABLE, "")
     for name, table in OPTIMIZERS.items():
         yield from _entries(table, f"optimizer.params ({name}) ")
@@ -56,7 +56,7 @@ def _entries(table: Table, prefix: str) -> Iterator[tuple[str, Any, str, str]]:
 
 
 def keys_page(word: str | None = None) -> str:
-    """A paragraph for each key that a word stands in, or for every key."""
+    """Returns a paragraph for each key that mentions a word, or for every key."""
     blocks = []
     for key, default, verdict, why in entries():
         if word is not None and word.lower() not in f"{key} {why}".lower():
@@ -72,7 +72,7 @@ def _default(default: Any) -> str:
 
 
 def keys_markdown() -> str:
-    """The same as a page of Markdown: docs/ds_config_keys.md."""
+    """Returns all keys as a Markdown page: docs/ds_config_keys.md."""
     verdicts = "\n".join(f"- **{verdict}**: {meaning}" for verdict, meaning in VERDICTS.items())
     rows = [
         f"| `{key}` | {'' if default is None else f'`{json.dumps(default)}`'} | {verdict} | {why} |"

@@ -1,4 +1,4 @@
-"""Mesh, ZeRO, pipeline and offload keys, as a `MeshConfig`."""
+"""Translates mesh, ZeRO, pipeline and offload keys into a `MeshConfig`."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ ZERO, OPTIMIZER, PARAM = (
 
 
 def mesh_of(file: File, num_devices: int | None) -> MeshConfig:
-    """The mesh options of a file.
+    """Returns the mesh options of a file.
 
     Args:
-      num_devices: None: open, so that a number of replicas stays 1.
+      file: the file.
+      num_devices: of the run; None if not known: then the number of replicas stays 1.
     """
     fields: dict[str, Any] = {"zero": file[f"{ZERO}.stage"]}
     fields["model"] = max(1, file["tensor_parallel.autotp_size"])
@@ -51,7 +52,7 @@ def mesh_of(file: File, num_devices: int | None) -> MeshConfig:
 
 
 def _buckets(file: File) -> dict[str, Any]:
-    """Sizes in elements, as in DeepSpeed; where the file says none zerojax's own hold."""
+    """Returns bucket sizes in elements, as in DeepSpeed; without keys, zerojax's defaults apply."""
     fields: dict[str, Any] = {}
     for name in ("reduce_bucket_size", "allgather_bucket_size"):
         size = file.optional(f"{ZERO}.{name}")
@@ -82,7 +83,7 @@ def _buckets(file: File) -> dict[str, Any]:
 
 
 def _gradient_codes(file: File) -> dict[str, Any]:
-    """qgZ of ZeRO++: sums of gradients in codes."""
+    """Translates qgZ of ZeRO++: quantized gradient reduction."""
     key = f"{ZERO}.zero_quantized_gradients"
     if not file[key]:
         return {}
@@ -96,7 +97,7 @@ def _gradient_codes(file: File) -> dict[str, Any]:
 
 
 def _weight_codes(file: File) -> dict[str, Any]:
-    """qwZ of ZeRO++: gathers of weights in codes."""
+    """Translates qwZ of ZeRO++: quantized weight gathering."""
     key, stage = f"{ZERO}.zero_quantized_weights", file[f"{ZERO}.stage"]
     if not file[key]:
         return {}
@@ -110,7 +111,7 @@ def _weight_codes(file: File) -> dict[str, Any]:
 
 
 def _node(file: File, num_devices: int | None) -> dict[str, Any]:
-    """hpZ of ZeRO++: a node gathers weights by itself. Groups are of so many ranks in order."""
+    """Translates hpZ of ZeRO++: weights are gathered in groups of consecutive ranks (a node)."""
     key = f"{ZERO}.zero_hpz_partition_size"
     size, stage = file[key], file[f"{ZERO}.stage"]
     if size <= 1:
@@ -152,7 +153,7 @@ def _partition(file: File) -> dict[str, Any]:
 
 
 def _replicas(file: File, num_devices: int | None, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """MiCS: shards over so many devices, copies of them on the others."""
+    """Translates MiCS: shards within groups of devices, replicated over the groups."""
     key = f"{ZERO}.mics_shard_size"
     size = file[key]
     if size <= 0:
@@ -172,7 +173,7 @@ def _replicas(file: File, num_devices: int | None, fields: Mapping[str, Any]) ->
 
 
 def _rules(file: File) -> tuple[tuple[str, tuple[str | None, ...]], ...] | None:
-    """Tensor-parallel rules of `layer_specs`: torch's names and [out, in] as Flax has them."""
+    """Translates `layer_specs` into tensor-parallel rules, with Flax's names and [in, out]."""
     key = "tensor_parallel.partition_config.layer_specs"
     rules = []
     for spec in file.optional(key) or ():
@@ -202,13 +203,14 @@ def _rules(file: File) -> tuple[tuple[str, tuple[str | None, ...]], ...] | None:
 
 
 def check_rules(mesh: MeshConfig, names: Iterable[str]) -> None:
-    """Refuses rules of a file that split nothing, since torch's names are not the model's.
+    """Raises if a rule of a file matches no parameter, since torch's names differ from Flax's.
 
     Args:
+      mesh: options of the plan.
       names: of the model's parameters.
 
     Raises:
-      ConfigError: no parameter has a name that a rule finds.
+      ConfigError: a rule matches no parameter name.
     """
     names = tuple(names)
     for pattern, _ in mesh.rules or ():
@@ -222,8 +224,10 @@ def check_rules(mesh: MeshConfig, names: Iterable[str]) -> None:
 
 
 def as_flax_pattern(pattern: str) -> str:
-    r"""A regular expression on torch names as one on zerojax's: `\.q_proj\.weight$` becomes
-    `/q_proj/kernel$`."""
+    r"""Converts a regular expression on torch names to zerojax's names.
+
+    `\.q_proj\.weight$` becomes `/q_proj/kernel$`.
+    """
     return re.sub(r"\bweight\b", "kernel", pattern.replace(r"\.", "/"))
 
 
@@ -252,11 +256,11 @@ def _offload(file: File, stage: int) -> OffloadConfig:
 
 
 def _slice_of_tile(sub_group_size: int) -> tuple[int, str]:
-    """(elements of a slice, why) for DeepSpeed's tile.
+    """Returns (elements of a slice, reason) for DeepSpeed's `sub_group_size`.
 
-    DeepSpeed 0.19.8 (`_create_fp16_sub_groups` in `runtime/zero/stage3.py`) puts whole parameters
-    into a tile until it has `sub_group_size` elements, and never cuts one: 0, or less than any
-    parameter, means a tile per parameter. So a small number is not a size of a slice.
+    DeepSpeed 0.19.8 (`_create_fp16_sub_groups` in `runtime/zero/stage3.py`) adds whole parameters
+    to a tile until it has `sub_group_size` elements, and never splits one: 0, or less than any
+    parameter, means a tile per parameter. So a small number is not a slice size.
     """
     largest, smallest = SLICE_ELEMENTS, OffloadConfig.min_elements
     if sub_group_size < smallest:
@@ -271,7 +275,7 @@ def _slice_of_tile(sub_group_size: int) -> tuple[int, str]:
 
 
 def _device(file: File, section: str, old_name: str) -> str:
-    """none, cpu or nvme: what the section or its old name says."""
+    """Returns the device of a section or of its old key: none, cpu or nvme."""
     device = file[f"{section}.device"]
     if not file.optional(f"{ZERO}.{old_name}"):
         return device if device in _TIERS else "none"
@@ -285,11 +289,11 @@ def _device(file: File, section: str, old_name: str) -> str:
 
 
 def _on_stage(file: File, optimizer: str, param: str, stage: int) -> tuple[str, str]:
-    """The devices of optimizer and parameters, where the stage lets DeepSpeed offload them.
+    """Returns the offload devices of optimizer and parameters at this ZeRO stage.
 
-    DeepSpeed 0.19.8 hands offload_optimizer to the optimizers of stages 1 to 3 alone, and
-    offload_param to that of stage 3 (`_configure_zero_optimizer` in `runtime/engine.py`); at other
-    stages it reads the section and goes on without a word.
+    DeepSpeed 0.19.8 uses offload_optimizer only at stages 1 to 3, and offload_param only at stage 3
+    (`_configure_zero_optimizer` in `runtime/engine.py`); at other stages it silently ignores the
+    section.
     """
     stays = "stays on the device, as in DeepSpeed, which ignores this there"
     if optimizer != "none" and stage == 0:
@@ -306,7 +310,7 @@ def _on_stage(file: File, optimizer: str, param: str, stage: int) -> tuple[str, 
 
 
 def _shares(file: File, device: str, stage: int) -> Any:
-    """Tier of the optimizer's state, or shares where only a part leaves the device."""
+    """Returns the tier of the optimizer state, or shares if only a part is offloaded."""
     ratio, key = file[f"{OPTIMIZER}.ratio"], f"{OPTIMIZER}.ratio"
     if device == "none":
         return DEVICE

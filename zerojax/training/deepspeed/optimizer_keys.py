@@ -1,7 +1,7 @@
-"""Optimizer, scheduler and clipping keys, as arguments of `zerojax.train`.
+"""Translates optimizer, scheduler and clipping keys into arguments of `zerojax.train`.
 
-Which class a name means, and its defaults, are those of `_configure_basic_optimizer` in
-`deepspeed/runtime/engine.py` and of the classes.
+Names map to classes as in `_configure_basic_optimizer` in `deepspeed/runtime/engine.py`; defaults
+are those of the classes.
 """
 
 from __future__ import annotations
@@ -151,11 +151,11 @@ _GROUPS = "max_grad_norm is not a parameter of an optimizer (DeepSpeed refuses i
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """The optimizer of a file, or the caller's within the file's clipping.
+    """The optimizer of a file, or the caller's optimizer with the file's clipping.
 
     Attributes:
-      optimizer: as `zerojax.train` takes it.
-      learning_rate: None where only the caller's transformation knows it.
+      optimizer: as in `zerojax.train`.
+      learning_rate: None if it is inside the caller's transformation.
       clip: limit of the gradient norm; 0: none.
     """
 
@@ -165,7 +165,7 @@ class Update:
 
 
 def update_of(file: File, given: Given) -> Update:
-    """The update that a file means. Mistakes are noted, and stand-ins returned."""
+    """Returns the optimizer of a file. Errors are noted, and placeholders returned."""
     clip = _clipping(file, given)
     kind = file.optional("optimizer.type")
     if kind is None:
@@ -212,7 +212,7 @@ def _clipping(file: File, given: Given) -> float:
 
 
 def _without_section(file: File, given: Given, clip: float) -> Update:
-    """The caller's optimizer, or zerojax's default, within the file's clipping and schedule."""
+    """Returns the caller's or default optimizer with the file's clipping and schedule."""
     caller = given.optimizer
     if isinstance(caller, optax.GradientTransformation):
         if file.has("scheduler.type"):
@@ -253,7 +253,7 @@ def _without_section(file: File, given: Given, clip: float) -> Update:
 
 
 def _params(file: File, kind: str) -> dict[str, Any] | None:
-    """The numbers of an optimizer with its defaults; None where there is no such optimizer."""
+    """Returns an optimizer's parameters with defaults; None if the optimizer is not known."""
     name = kind.lower()
     table = OPTIMIZERS.get(name)
     if table is None:
@@ -279,14 +279,14 @@ def _params(file: File, kind: str) -> dict[str, Any] | None:
 
 
 def _rates_of_muon(values: Mapping[str, Any]) -> dict[str, float]:
-    """{"lr": of matrices, "adam_lr": of the others}, with DeepSpeed's defaults of both."""
+    """Returns {"lr": of matrices, "adam_lr": of the others}, with DeepSpeed's defaults."""
     own = [("lr", "muon_lr", 0.02), ("adam_lr", "adam_lr", 3e-4)]
     pick = lambda *rates: next(rate for rate in rates if rate is not None)  # noqa: E731
     return {to: pick(values[name], values["lr"], default) for to, name, default in own}
 
 
 def _are_in_range(file: File, values: Mapping[str, Any]) -> bool:
-    """Whether an optimizer can work with these numbers; notes those that it cannot."""
+    """Returns whether an optimizer's parameters are in range; notes those that are not."""
     betas = values.get("betas", (0.9, 0.999))
     two = len(betas) == 2 and all(isinstance(b, (int, float)) and 0 <= b < 1 for b in betas)
     right = {
@@ -387,7 +387,7 @@ def _muon(
     schedule: DeepSpeedSchedule | None,
     clip: float,
 ) -> optax.GradientTransformation:
-    """Muon as `deepspeed/runtime/zero/muon/original_muon.py` has it, with Adam for the others."""
+    """Builds Muon as in `deepspeed/runtime/zero/muon/original_muon.py`, with Adam for the rest."""
     others = params["adam_lr"]
     if schedule is not None:
         if schedule.b1 is not None:

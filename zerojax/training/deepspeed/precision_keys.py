@@ -1,4 +1,4 @@
-"""Precision keys, as a `Precision`."""
+"""Translates precision keys into a `Precision`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _AUTOCAST = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 
 
 def precision_of(file: File, given: Given) -> Precision:
-    """The dtypes of a file; the caller's where the file says nothing of any."""
+    """Returns the dtypes of a file; the caller's if the file sets none."""
     name = _compute(file)
     if name is None and isinstance(given.precision, Precision):
         return _with_wire(file, given, given.precision, {})
@@ -52,7 +52,7 @@ def precision_of(file: File, given: Given) -> Precision:
 
 
 def _compute(file: File) -> str | None:
-    """The compute dtype that the file names; None where it names none."""
+    """Returns the compute dtype of the file; None if it sets none."""
     on = [name for name in ("fp16", "bf16") if file[f"{name}.enabled"]]
     if len(on) > 1:
         file.notes.refuse("bf16.enabled", True, "fp16 is enabled as well; keep one")
@@ -75,7 +75,7 @@ def _compute(file: File) -> str | None:
 
 
 def _autocast(file: File) -> str:
-    """The compute dtype of torch_autocast."""
+    """Returns the compute dtype of torch_autocast."""
     text = (file.optional("torch_autocast.dtype") or "bfloat16").removeprefix("torch.")
     dtype = _AUTOCAST.get(text, text)
     if dtype not in ("bf16", "fp16"):
@@ -135,7 +135,7 @@ def _bf16_masters(file: File, name: str) -> dict[str, Any]:
 
 
 def _with_wire(file: File, given: Given, precision: Precision, fields: dict[str, Any]) -> Precision:
-    """Dtypes on the wire and of sums: the file's, else the caller's, else zerojax's."""
+    """Adds communication and accumulation dtypes: the file's, the caller's or zerojax's."""
     reduce = _agreed(file, "communication_data_type", given.reduce_dtype, "reduce_dtype")
     key = "data_types.grad_accum_dtype"
     total = _agreed(file, key, given.accumulate_dtype, "accumulate_dtype")

@@ -1,6 +1,6 @@
-"""Translation of a whole ds_config: every key has a line, unsupported keys are refused.
+"""Translates a whole ds_config: every key has a line, unsupported keys are refused.
 
-The arguments of the call beside the file are translated with it, and once more when the batches are
+The caller's arguments are translated together with the file, and once more when the batches are
 known.
 """
 
@@ -51,15 +51,15 @@ _LEVELS = ("debug", "info", "warning", "error", "critical")
 def translate(
     source: Source, *, num_devices: int | None = None, given: Given | None = None
 ) -> Translation:
-    """A ds_config in zerojax's words.
+    """Translates a ds_config into zerojax settings.
 
     Args:
-      source: a file of JSON or hjson, either as text or in base64, or a dict.
-      num_devices: of the run; None: open, and with it what follows from it.
-      given: what the caller says beside the file: fills "auto", and must not contradict it.
+      source: a file of JSON or hjson, its text or base64, or a dict.
+      num_devices: of the run; None if not known: settings that depend on it stay open.
+      given: the caller's values, which fill "auto" and must not contradict the file.
 
     Raises:
-      ConfigError: what the file asks for cannot be, with the key, the reason and what to write.
+      ConfigError: a setting is not supported; has the key, the reason and the remedy.
     """
     translation = explain(source, num_devices=num_devices, given=given)
     refused = [line for line in translation.lines if line.verdict == "refused"]
@@ -79,10 +79,12 @@ def translate(
 def explain(
     source: Source, *, num_devices: int | None = None, given: Given | None = None
 ) -> Translation:
-    """The same where something is refused: its lines say what; of the rest defaults stand in.
+    """Translates a ds_config without raising for refused keys.
+
+    The lines name refused keys; defaults replace their values.
 
     Raises:
-      ConfigError: the source cannot be read at all.
+      ConfigError: the source cannot be read.
     """
     given = given or Given()
     values, name = read(source)
@@ -130,7 +132,7 @@ def explain(
 
 
 def _in_order(notes: KeyNotes, values: Mapping[str, Any]) -> tuple[Line, ...]:
-    """The lines in the order of the file; a section of which each key has a line has none."""
+    """Returns the lines in file order; a section whose keys all have lines has none itself."""
     order = {path: place for place, path in enumerate(_paths(values))}
     lines = notes.lines
     parents = {line.key.rpartition(".")[0] for line in lines}
@@ -146,7 +148,7 @@ def _paths(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def _total_steps(file: File) -> int | None:
-    """The run's length, where a schedule is made for one; the schedule has said what is wrong."""
+    """Returns the run's length from the schedule, which has already noted errors; else None."""
     try:
         return as_kind("int", (file.optional("scheduler.params") or {}).get("total_num_steps"))
     except ValueError:
@@ -154,7 +156,7 @@ def _total_steps(file: File) -> int | None:
 
 
 def _data_shards(file: File, mesh: MeshConfig, num_devices: int | None) -> int | None:
-    """Into how many parts a batch goes; None where the number of devices is open."""
+    """Returns the number of data shards; None if the number of devices is not known."""
     if num_devices is None:
         return None if mesh.data == -1 or mesh.replica == 1 else mesh.data * mesh.replica
     group = mesh.devices_per_shard
@@ -217,12 +219,12 @@ def _check_small_things(file: File, batch: Batch, mesh: MeshConfig) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Ported:
-    """What `zerojax.train` and `zerojax.initialize` are given, and take in the same way.
+    """A ds_config with the caller's values, as used by `zerojax.train` and `initialize`.
 
     Attributes:
       source: the file, its text, or its content.
       num_devices: of the run.
-      given: what the call says beside it.
+      given: the caller's values.
     """
 
     source: Source
@@ -230,41 +232,43 @@ class Ported:
     given: Given
 
     def translate(self) -> Translation:
-        """What the file says before anything is known of the batches.
+        """Returns the translation before the batches are known.
 
         Raises:
-          ConfigError: see `translate`.
+          ConfigError: as `translate`.
         """
         return translate(self.source, num_devices=self.num_devices, given=self.given)
 
     def with_rows(self, rows: int | None) -> Translation:
-        """What it says of batches with so many rows, over all devices.
+        """Returns the translation for batches with `rows` rows over all devices.
 
         Args:
-          rows: None: the batches have none.
+          rows: None if the batches have no rows.
 
         Raises:
-          ConfigError: these are not train_batch_size.
+          ConfigError: `rows` differs from train_batch_size.
         """
         given = dataclasses.replace(self.given, global_batch_size=rows)
         return dataclasses.replace(self, given=given).translate()
 
 
 def warn_of(translation: Translation) -> None:
-    """Gives the warnings of a configuration, in the one form that a user meets."""
+    """Emits the warnings of a configuration."""
     for text in translation.warnings:
         warn_user(f"{translation.source}: {text}")
 
 
 def as_arguments(arguments: Arguments, *, default_steps: int | None) -> Arguments:
-    """The same arguments, with a ds_config in the place of the mesh translated into them.
+    """Translates a ds_config that was passed in place of the mesh into arguments of `train`.
 
     Args:
-      arguments: checked, the model as a `models.Model`; without a ds_config they are returned.
-      default_steps: of the run where neither the call nor the file says a number.
+      arguments: checked, with the model as a `models.Model`; returned unchanged if there is no
+        ds_config.
+      default_steps: of the run if neither the call nor the file sets a number.
 
     Raises:
-      ConfigError: see `translate`. TypeError: the optimizer is none.
+      ConfigError: as `translate`.
+      TypeError: the optimizer is not an optimizer.
     """
     source = _source_of(arguments.mesh_config)
     if source is None:
@@ -295,29 +299,29 @@ def as_arguments(arguments: Arguments, *, default_steps: int | None) -> Argument
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PortedArguments(Arguments):
-    """Arguments of `train` of which a ds_config says a part.
+    """Arguments of `train` that come partly from a ds_config.
 
     Attributes:
-      ported: the file, which decides about the batch once its rows are known.
+      ported: the file, which resolves batch sizes once the rows are known.
     """
 
     ported: Ported
 
     def with_layout(self, loss: models.Loss | None) -> models.Loss | None:
-        """The loss with the layout of the file.
+        """Returns the loss with the file's attention layout.
 
         Raises:
-          ConfigError: the model states another one, or its router is not that of the file.
+          ConfigError: the model's layout or router differs from the file's.
         """
         says = self.ported.translate()
         check_router(self.model, says.router)
         return with_layout(self.model, loss, says.attention_layout)
 
     def with_rows(self, rows: int | None) -> Arguments:
-        """What the file says of such batches; it gives the file's warnings.
+        """Returns the arguments for batches with `rows` rows; emits the file's warnings.
 
         Raises:
-          ConfigError: these rows are not train_batch_size.
+          ConfigError: `rows` differs from train_batch_size.
         """
         says = self.ported.with_rows(rows)
         warn_of(says)
@@ -325,19 +329,19 @@ class PortedArguments(Arguments):
         return dataclasses.replace(self, **_said(says), reasons=reasons)
 
     def check_plan(self, plan: Plan) -> None:
-        """Refuses rules of the file that split nothing. Raises: ConfigError."""
+        """Raises ConfigError if a rule of the file matches no parameter."""
         check_rules(plan.settings, plan.users_placement.leaves)
 
 
 def _source_of(mesh_config: Any) -> Source | None:
-    """The second argument of `train` where it is a DeepSpeed configuration: a path, or a dict."""
+    """Returns the second argument of `train` if it is a DeepSpeed configuration, else None."""
     if isinstance(mesh_config, Mapping):
         return mesh_config if is_deepspeed(mesh_config) else None
     return mesh_config if isinstance(mesh_config, (str, Path)) else None
 
 
 def _said(says: Translation) -> dict[str, Any]:
-    """The arguments that a file says; its precision holds the dtypes of sums as well."""
+    """Returns the arguments that a file sets; its precision includes the accumulation dtypes."""
     return {
         "optimizer": says.optimizer,
         "precision": says.precision,
@@ -349,7 +353,7 @@ def _said(says: Translation) -> dict[str, Any]:
 
 
 def log_of(file: File, given: Given) -> tuple[LogConfig, Path | None]:
-    """What is reported, and the folder of the run where a monitor names one."""
+    """Returns the log settings, and the run folder if a monitor names one."""
     every = file.optional("steps_per_print")
     if every is not None and every < 1:
         file.notes.refuse("steps_per_print", every, "must be at least 1")

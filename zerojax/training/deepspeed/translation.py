@@ -1,4 +1,4 @@
-"""Result of a translation: zerojax settings, one line per key, and the text page of both."""
+"""Holds the result of a translation: settings and one line per key; prints both as text."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _LONGEST_KEY = 52
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """What becomes of one key.
+    """The translation of one key.
 
     Attributes:
       key: path in the file, such as "zero_optimization.stage".
-      value: as it stands in the file, or what "auto" became.
+      value: in the file, or the value that replaced "auto".
       verdict: one of `VERDICTS`.
       why: one sentence.
     """
@@ -49,17 +49,17 @@ class Line:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Given:
-    """What a caller says beside the file: it fills "auto", and must not contradict the file.
+    """The caller's values, which fill "auto" and must not contradict the file.
 
     Attributes:
-      optimizer: an optax transformation, or an `OptimizerConfig`, which fills "auto" of the file's.
+      optimizer: an optax transformation, or an `OptimizerConfig`, which fills "auto" in the file.
       precision: "bf16", "fp16", "fp32" or a `Precision`; reduce_dtype, accumulate_dtype: of it.
       num_microbatches: gradient_accumulation_steps.
       global_batch_size: train_batch_size, rows of one step over all devices.
       steps: of the run; total_num_steps of a schedule.
-      default_steps: of the run where neither the caller nor the file says a number.
-      log: what is reported; its `every` is steps_per_print.
-      hidden_size: width of the model, from which Hugging Face's "auto" makes bucket sizes.
+      default_steps: of the run if neither the caller nor the file sets a number.
+      log: log settings; its `every` is steps_per_print.
+      hidden_size: width of the model, for bucket sizes by Hugging Face's "auto" rules.
     """
 
     optimizer: optax.GradientTransformation | OptimizerConfig | None = None
@@ -76,31 +76,31 @@ class Given:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Translation:
-    """A ds_config in zerojax's words.
+    """A ds_config translated into zerojax settings.
 
     Attributes:
-      source: what to call it in messages.
+      source: name of the file for messages.
       mesh: axes, ZeRO stage, buckets and offload.
-      optimizer: what `zerojax.train` takes; clipping is inside.
-      learning_rate: the rate over updates applied; None where only the caller's optimizer knows it.
+      optimizer: as in `zerojax.train`, including clipping.
+      learning_rate: schedule over applied updates; None if it is inside the caller's optimizer.
       precision: the dtypes.
-      train_batch_size: rows of one step; None: as many as the batches have.
-      micro_batch_size: rows of a data shard that go through the model at once; None: see above.
+      train_batch_size: rows of one step; None: the rows of the batches.
+      micro_batch_size: rows of a micro-batch per data shard; None: as for train_batch_size.
       num_microbatches: DeepSpeed's gradient_accumulation_steps.
-      num_data_shards: into how many parts the batch goes; None: the number of devices is open.
+      num_data_shards: number of data shards; None: the number of devices is not known.
       gradient_clipping: limit of the global gradient norm; 0: none.
-      total_steps: length of the run that the schedule is made for; None: the file does not say.
+      total_steps: length of the run in the schedule; None: not set in the file.
       log: how often and where metrics go.
-      steps_per_print: None: the file does not say.
-      run_dir: folder of events, where a monitor names one.
+      steps_per_print: None: not set in the file.
+      run_dir: folder of events, if a monitor names one.
       elasticity: the batch on changing numbers of devices, enabled or not.
-      attention_layout: of sparse_attention; None: every token may see all.
-      router: {key of expert_parallel: value} that the model's router has to have.
-      tag_validation: "WARN", "IGNORE" or "FAIL": what becomes of tags that differ over processes.
+      attention_layout: of sparse_attention; None: dense attention.
+      router: {key of expert_parallel: value} that the model's router must match.
+      tag_validation: "WARN", "IGNORE" or "FAIL": how tags that differ over processes are handled.
       resolved: the file with every "auto" filled.
       lines: one for every key of the file.
-      warnings: what a reader should see even without asking.
-      reasons: one sentence for each default that the file left open.
+      warnings: warnings that are always shown.
+      reasons: one sentence for each default that the file does not set.
     """
 
     source: str
@@ -136,7 +136,7 @@ class Translation:
 
 
 def explanation(translation: Translation) -> str:
-    """The page: a line per key, what the run will be, warnings and reasons."""
+    """Returns the page: a line per key, the settings of the run, warnings and reasons."""
     parts = [
         "\n".join(_keys(translation.lines)),
         "\n".join(_totals(translation.lines)),

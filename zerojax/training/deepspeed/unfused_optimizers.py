@@ -1,4 +1,4 @@
-"""Optimizers of DeepSpeed that zerojax does not fuse, as optax transformations.
+"""Builds DeepSpeed's optimizers that zerojax does not fuse, as optax transformations.
 
 XLA compiles them without zerojax's fused kernels.
 """
@@ -32,15 +32,15 @@ def bounded_lamb(
     eps_inside_sqrt: bool,
     bias_correction: bool,
 ) -> optax.GradientTransformation:
-    """LAMB whose ratio of norms lies between `min_coeff` and `max_coeff`.
+    """Builds LAMB with a ratio of norms bounded by `min_coeff` and `max_coeff`.
 
-    The formulas are those of `csrc/lamb/fused_lamb_cuda_kernel.cu`: the ratio is that of the norms
-    of the parameter and of its update before the bias is corrected, bounded, and the correction is
-    part of the rate. `zerojax.lamb` has the paper's (arXiv:1904.00962) as optax has it: no bounds,
-    and the correction before the ratio.
+    The formulas are those of `csrc/lamb/fused_lamb_cuda_kernel.cu`: the bounded ratio of the norms
+    of the parameter and of its update before bias correction; the correction is part of the rate.
+    `zerojax.lamb` follows the paper (arXiv:1904.00962) as optax does: no bounds, and the correction
+    before the ratio.
 
-    There is one ratio for each array, and in the step one for each layer of the arrays in which
-    layers are stacked, whose names `update` is given as `layers`.
+    There is one ratio per array; in the step, one per layer of stacked arrays, whose names are
+    passed to `update` as `layers`.
     """
 
     def leaf(rate: jax.Array, m: jax.Array, v: jax.Array, p: jax.Array) -> jax.Array:
@@ -70,10 +70,10 @@ def plain_adamw(
     weight_decay: float,
     bias_correction: bool,
 ) -> optax.GradientTransformation:
-    """AdamW whose moments may stay as they are, from 0 on (`bias_correction: false`, as in BERT).
+    """Builds AdamW, optionally without bias correction (`bias_correction: false`, as in BERT).
 
-    The formulas are those of `csrc/adam/multi_tensor_adam.cu`. Behind decay that is added to the
-    gradient it is DeepSpeed's Adam with `adam_w_mode: false`.
+    The formulas are those of `csrc/adam/multi_tensor_adam.cu`. After a decay that is added to the
+    gradient, it is DeepSpeed's Adam with `adam_w_mode: false`.
     """
 
     def prepare(count: jax.Array) -> Leaf:
@@ -96,11 +96,11 @@ def _with_moments(
     *,
     per_layer: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """A transformation that keeps Adam's two moments.
+    """Builds a transformation with Adam's two moments.
 
     Args:
-      prepare: number of updates before this one -> (moments, parameter) -> what is added to it.
-      per_layer: whether that is done to each layer of a stack by itself.
+      prepare: maps the number of previous updates to a function (moments, parameter) -> update.
+      per_layer: whether that function is applied to each layer of a stack separately.
     """
 
     def init(params: Tree) -> optax.ScaleByAdamState:
@@ -122,9 +122,9 @@ def _with_moments(
 
 
 def _corrections(b1: float | Schedule, b2: float, count: jax.Array) -> tuple[Any, Any]:
-    """1 minus each beta to the number of updates, this one included.
+    """Returns 1 - beta ** count for both betas; count includes this update.
 
-    For a constant second beta near 1 without the cancellation: 1 - 0.999 in float32 is off by 1e-5.
+    For a constant b2 near 1 it avoids cancellation: 1 - 0.999 in float32 has an error of 1e-5.
     """
     updates = count + 1
     second = -jnp.expm1(updates * math.log(b2)) if b2 > 0 else 1.0

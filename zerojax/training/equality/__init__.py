@@ -1,9 +1,7 @@
-"""`zerojax.check`: comparison of a user's model on one device and on several.
+"""Defines `zerojax.check`, which compares a user's model on one device and on several.
 
-The check runs in a child process with CPU devices.
-
-Brings a request into a process of its own with CPU devices, and its result back. The check itself
-is `checking`.
+Sends a request to a child process with CPU devices, and returns its result. The check itself is in
+`check_in_child`.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ _JAX_SETTINGS = (
     "jax_default_prng_impl",
     "jax_default_matmul_precision",
 )
-"""Settings of JAX that change what a model computes, passed on to the child."""
+"""JAX settings that change a model's results; passed on to the child process."""
 
 
 @names_keywords()
@@ -62,40 +60,41 @@ def check(
     strict: bool = False,
     timeout: float = 600.0,
 ) -> CheckResult:
-    """Proves that a model, its loss and its optimizer train the same on any number of devices.
+    """Checks that a model, its loss and its optimizer train the same on any number of devices.
 
     Takes a few steps in float32 in plain JAX (`jax.value_and_grad` and optax) and with zerojax: on
     one device, and on `devices` virtual ones at ZeRO stages 0 to 3, with one or two microbatches,
     every parameter split and padded. Compares losses, gradient norms, parameters and the model's
-    own state. Where they differ, experiments on the plain loss tell the reason and the line.
+    own state. If they differ, experiments on the plain loss find the reason and the line.
 
-    It runs in a child process with CPU devices, whatever devices this process uses. Functions and
-    classes of a script or a notebook go there by value. What cannot be sent (something that holds a
-    lock or an open file) is checked in this process, on its own CPU devices, and a note says so.
-    Use a small version of a large model: the same layers, fewer and narrower.
+    The check runs in a child process with CPU devices, whatever devices this process uses.
+    Functions and classes of a script or a notebook are sent by value. If the model cannot be sent
+    (for example, it holds a lock or an open file), it is checked in this process, on its own CPU
+    devices, with a note. For a large model, check a small version: the same layers, fewer and
+    narrower.
 
     Args:
-      model: as `zerojax.train` takes it.
+      model: as in `zerojax.train`.
       batch: a global batch (tree of arrays, dimension 0 the rows) of real data, or a function
         `step -> batch`. Rows beyond a multiple of devices x 2 are left out.
-      loss: `loss(model, batch)` as `zerojax.train` takes it; None: the model's method.
+      loss: `loss(model, batch)` as in `zerojax.train`; None: the model's method.
       optimizer: an optax transformation, an `OptimizerConfig`, or None for AdamW.
-      freeze: regular expressions on names of parameters that stay as they are.
-      devices: number of virtual devices, at least 2; fewer where there are not enough rows.
+      freeze: regular expressions; parameters whose names match are not trained.
+      devices: number of virtual devices, at least 2; fewer are used if there are not enough rows.
       steps: steps of each run.
       seed: of new parameters.
-      thorough: every stage with each number of microbatches, ten runs instead of five.
-      strict: dropout and batch statistics, which differ between devices by design, count as
-        disagreement.
-      timeout: seconds for the child.
+      thorough: runs every stage with each number of microbatches, ten runs instead of five.
+      strict: whether dropout and batch statistics, which differ between devices by design, count
+        as disagreement.
+      timeout: seconds for the child process.
 
     Returns:
-      What was found; `print(result.table())`, `result.agrees`, `result.require()`.
+      The result: see `print(result.table())`, `result.agrees`, `result.require()`.
 
     Raises:
-      ValueError, TypeError: a batch or a number that cannot be.
-      RuntimeError: the child failed, took longer than `timeout`, or could not be given the model
-        while this process has less than two CPU devices.
+      ValueError, TypeError: an invalid batch or number.
+      RuntimeError: the child failed or took longer than `timeout`; or the model could not be sent,
+        and this process has fewer than two CPU devices.
     """
     request = make_request(
         model,
@@ -125,10 +124,10 @@ def make_request(
     thorough: bool = False,
     strict: bool = False,
 ) -> Request:
-    """What `check` takes, checked, with a batch for each step.
+    """Checks the arguments of `check` and returns a request with a batch for each step.
 
     Raises:
-      ValueError, TypeError: a batch or a number that cannot be.
+      ValueError, TypeError: an invalid batch or number.
     """
     check_whole_number("devices", devices, 2, MAX_CPU_DEVICES)
     check_whole_number("steps", steps, 1, MAX_SIZE)
@@ -149,7 +148,7 @@ def make_request(
 
 
 def run_request(request: Request, *, timeout: float) -> CheckResult:
-    """Checks in a child process, or here where the request cannot be sent."""
+    """Runs the check in a child process, or in this process if the request cannot be sent."""
     try:
         data = dumps(request)
     except NotSendableError as error:
@@ -188,11 +187,11 @@ def run_request(request: Request, *, timeout: float) -> CheckResult:
 
 
 def _checked_here(request: Request, why: str) -> CheckResult:
-    """The check in this process, which has to have CPU devices enough."""
+    """Runs the check in this process, which must have at least two CPU devices."""
     count = len(jax.devices("cpu"))
     if count < 2:
         raise RuntimeError(
-            "the model cannot be given to a process of its own, and this one has a single CPU "
+            "the model cannot be sent to a child process, and this process has a single CPU "
             f"device; define model, loss and optimizer in a module or a script and call `zerojax "
             f"check FILE.py` ({why})"
         )
@@ -208,14 +207,14 @@ def _settings() -> dict[str, Any]:
 
 
 def _environment(devices: int) -> dict[str, str]:
-    """Of the child: CPU devices alone, and none of the processes of a run that this one is in."""
+    """Returns the environment of the child: only CPU devices, and a single process."""
     flags = os.environ.get("XLA_FLAGS", "").split()
     kept = [flag for flag in flags if "xla_force_host_platform_device_count" not in flag]
     return {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(devices),
-        # A few steps of programs that are compiled for them alone: compiling is most of the time.
+        # Each program runs only a few steps, so compiling takes most of the time.
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
         "XLA_FLAGS": " ".join(kept),
         "TF_CPP_MIN_LOG_LEVEL": "2",
@@ -225,10 +224,10 @@ def _environment(devices: int) -> dict[str, str]:
 
 
 def _batches(batch: Any, devices: int, steps: int) -> tuple[list[Any], int, tuple[str, ...]]:
-    """(a batch for each step, devices, notes): batches of rows that divide.
+    """Returns (a batch for each step, devices, notes), with rows that divide evenly.
 
     Raises:
-      ValueError: no rows, or leaves of different numbers of rows.
+      ValueError: too few rows, or leaves with different numbers of rows.
     """
     made = [batch(step) if callable(batch) else batch for step in range(steps)]
     batches = [jax.tree.map(np.asarray, as_arrays(one)) for one in made]

@@ -1,4 +1,4 @@
-"""The check in its child process: runs, comparisons and reasons."""
+"""Runs the check inside the child process: runs, comparisons and reasons."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ MICROBATCHES = 2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is to be checked, as the user gave it; batches as NumPy arrays."""
+    """The user's arguments of a check, with batches as NumPy arrays."""
 
     model: Any
     loss: Any
@@ -72,10 +72,11 @@ class Request:
 def check_here(
     request: Request, progress: Callable[[str], None] = lambda text: None
 ) -> CheckResult:
-    """Checks in this process, on its CPU devices.
+    """Runs the check in this process, on its CPU devices.
 
     Args:
-      progress: told of each run before it starts.
+      request: the arguments.
+      progress: called with the name of each run before it starts.
     """
     started = time.monotonic()
     check = _Check(request, progress)
@@ -94,8 +95,11 @@ def check_here(
 
 
 def configurations(devices: int, thorough: bool) -> list[Configuration]:
-    """Every stage, and one and several devices each with one and several microbatches; `thorough`:
-    each of them with each."""
+    """Returns the runs of a check.
+
+    They have every ZeRO stage, and one and several devices, each with one and several microbatches;
+    with `thorough`, every combination.
+    """
     one = Configuration(1, 0, MICROBATCHES)
     many = [Configuration(devices, zero, n) for zero in range(4) for n in (1, MICROBATCHES)]
     if thorough:
@@ -105,7 +109,7 @@ def configurations(devices: int, thorough: bool) -> list[Configuration]:
 
 
 class _Stop(Exception):
-    """Nothing more can be told."""
+    """Raised to end a check that cannot continue."""
 
 
 class _Check:
@@ -133,10 +137,10 @@ class _Check:
         self._compare_metrics(experiments)
 
     def _read(self) -> None:
-        """The request in zerojax's own forms.
+        """Converts the request to zerojax's internal types.
 
         Raises:
-          ValueError, TypeError: something that is not a model, loss or optimizer.
+          ValueError, TypeError: an argument that is not a model, loss or optimizer.
         """
         request = self.request
         model = as_model(request.model)
@@ -146,8 +150,8 @@ class _Check:
             if optimizer.warmup_steps != 0 or optimizer.schedule != "constant":
                 optimizer = dataclasses.replace(optimizer, warmup_steps=0, schedule="constant")
                 self.notes.append(
-                    "the optimizer ran at a constant learning rate: in a warm-up it would move "
-                    "parameters too little to be compared"
+                    "the optimizer ran at a constant learning rate: in a warm-up it would change "
+                    "parameters too little for a comparison"
                 )
         built = optim.build_optimizer(optimizer, len(request.batches))
         self.given = CheckInputs(
@@ -160,7 +164,7 @@ class _Check:
         )
 
     def _start(self) -> None:
-        """The reference, and the noise of rounding."""
+        """Runs the reference in plain JAX, and measures rounding noise."""
         self.progress("plain JAX, 1 device")
         try:
             self.plan = plan_of(self.given, Configuration(1))
@@ -208,10 +212,10 @@ class _Check:
             )
 
     def _reference_of(self, configuration: Configuration) -> tuple[RunOutcome, str]:
-        """(what a run is compared with, its name).
+        """Returns (reference of a run, its name).
 
-        A sum over the batch (`zerojax.batch_mean`) is over one microbatch, so that a run with
-        several is compared with plain JAX that adds up the gradients of the same microbatches.
+        A sum over the batch (`zerojax.batch_mean`) covers one microbatch. So a run with several
+        microbatches is compared with plain JAX that accumulates gradients of the same microbatches.
         """
         if not self._over_batch or configuration.num_microbatches == 1:
             return self.reference, Configuration(0).name
@@ -248,7 +252,7 @@ class _Check:
         self._errors = [*getattr(self, "_errors", []), (configuration, error)]
 
     def _refused(self) -> None:
-        """A reason for each sentence with which runs were refused, whatever numbers it has."""
+        """Adds a reason for each error message of refused runs, ignoring numbers in it."""
         seen: dict[str, list[tuple[Configuration, Exception]]] = {}
         for configuration, error in getattr(self, "_errors", []):
             alike = re.sub(r"\d[\d.,e+-]*", "#", _sentence(error))
@@ -274,7 +278,7 @@ class _Check:
         return [name for name in names if name not in self.given.model.overwritten]
 
     def _refused_state(self) -> list[str]:
-        """Integers of the model that a refusal names."""
+        """Returns the names of the model's integer arrays that a refusal names."""
         sentences = [run.refusal for run in self.compared if run.refusal is not None]
         return [
             name
@@ -284,7 +288,7 @@ class _Check:
         ]
 
     def _compare_metrics(self, experiments: Experiments) -> None:
-        """Notes of the loss's own metrics that depend on the number of pieces."""
+        """Adds notes on the loss's own metrics that depend on the number of pieces."""
         if self._noisy or not self.plan.traced.metric_names or hasattr(self, "_errors"):
             return
         for name, (whole, pieces) in experiments.metrics(train=False).items():
@@ -309,7 +313,7 @@ class _Check:
         statistics = any(reason.kind == "batch_statistics" for reason in self.reasons[before:])
         if not differing:
             if before and analysed.reason is not None:
-                self.reasons.append(analysed.reason)  # with the line of what a plan refused
+                self.reasons.append(analysed.reason)  # has the line of what the plan refused
             return
         if random or (statistics and analysed.reason is not None):
             self._control(experiments, possible=quiet or not random)
@@ -329,7 +333,7 @@ class _Check:
         self.reasons += found.values()
 
     def _explain_numbers(self, experiments: Experiments, forward: Forward, *, train: bool) -> None:
-        """The reasons of differing losses, gradients or updates."""
+        """Adds the reasons of differing losses, gradients or updates."""
         found = [
             forward.reason,
             experiments.weight_gradient(train=train),
@@ -342,7 +346,7 @@ class _Check:
         self.reasons += found or [self._unknown()]
 
     def _passes(self, forward: Forward) -> Reason | None:
-        """Whether runs differ by how often passes change the model's state."""
+        """Returns a reason if runs differ only because each microbatch updates the state."""
         names = [x for x in self._state_differs() if forward.state.get(x) is Relation.SAME]
         differing = [
             configuration
@@ -359,14 +363,14 @@ class _Check:
         return passes_reason(names)
 
     def _optimizer(self, *, train: bool) -> Reason | None:
-        """Whether gradients agree where updates do not."""
+        """Returns a reason if gradients agree, but updates do not."""
         differing = [
             configuration
             for configuration, run in self.runs.items()
             if not self._agree(run, self._reference_of(configuration)[0])
             and not (self._over_batch and configuration.num_microbatches > 1)
         ]
-        # Where nothing is split, updates differ by another reason than how they are split.
+        # With zero=0 nothing is split, so the difference has another reason.
         if not differing or any(configuration.zero == 0 for configuration in differing):
             return None
         worst = max(differing, key=lambda c: (c.zero, -c.num_microbatches))
@@ -391,7 +395,7 @@ class _Check:
         return compare(run, reference, self.given.before, noise=self.noise).agrees
 
     def _control(self, experiments: Experiments, *, possible: bool) -> None:
-        """Runs without dropout and batch statistics, and the stages against each other."""
+        """Compares runs in evaluation mode, and the stages with each other."""
         self._stages_agree()
         if not possible:
             self.notes.append(
@@ -425,7 +429,7 @@ class _Check:
             self._explain_numbers(experiments, forward, train=False)
 
     def _stages_agree(self) -> None:
-        """Compares each stage with stage 0 on the same devices, with as many microbatches."""
+        """Compares each stage with stage 0 on the same devices and number of microbatches."""
         noises: dict[Configuration, Noise | None] = {}
         bases: dict[Configuration, RunOutcome] = {}
         for configuration, run in self.runs.items():
@@ -436,7 +440,7 @@ class _Check:
                 self.progress(base.name)
                 prepared = prepare(self.given, base)
                 bases[base] = run_zerojax(self.given, base, prepared=prepared)
-                # The same pieces in the opposite order, so that statistics of pieces stay.
+                # The same pieces in reverse order, so that statistics of pieces do not change.
                 turned = [reversed_rows(batch) for batch in self.given.batches]
                 turned = dataclasses.replace(self.given, batches=turned)
                 again = (
@@ -446,7 +450,7 @@ class _Check:
                 noises[base] = largest_noise(bases[base], again, self.given.before)
             noise = noises[base]
             if noise is None:
-                # Random: gradients that are truly 0 show as changes that are rounding alone.
+                # The loss is random. Changes from true gradients of 0 are only rounding.
                 changes = relative_changes(run, bases[base], self.given.before)
                 noise = Noise(0.0, 0.0, {n: 1.0 for n, x in changes.items() if x > CHAOTIC})
             found = compare(
@@ -462,7 +466,11 @@ class _Check:
                 self.reasons.append(self._unknown(found))
 
     def _unknown(self, run: ComparedRun | None = None) -> Reason:
-        """Args: `run`, the one that differs; None: the first one that does."""
+        """Returns the reason "unknown".
+
+        Args:
+          run: the differing run; None: the first differing run.
+        """
         differing = [run for run in self.compared if not run.agrees and run.refusal is None]
         first = run or next(iter(differing), None)
         most = "" if first is None or not first.worst else f", of its parameters {first.worst} most"
@@ -476,7 +484,7 @@ class _Check:
 
 
 def _microbatches_in(configuration: Configuration) -> Callable[[Any], list[Any]]:
-    """What cuts a batch into the microbatches of a run."""
+    """Returns a function that splits a batch into the microbatches of a run."""
     return lambda batch: microbatches_of(batch, configuration)
 
 
@@ -497,7 +505,7 @@ def _sentence(error: Exception) -> str:
 
 
 def _is_ours(error: Exception) -> bool:
-    """Whether zerojax raised an error itself."""
+    """Returns whether zerojax itself raised an error."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

@@ -1,6 +1,6 @@
-"""Result of an equality check: runs, reasons, a table and a dict.
+"""Holds the result of an equality check: runs and reasons, as a table and a dict.
 
-This module imports no JAX.
+This module does not import JAX.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 BY_DESIGN = frozenset(["dropout", "batch_statistics", "passes"])
-"""Kinds of reasons that are part of data-parallel training: each device draws its own dropout mask
-and normalises by its own rows, and each microbatch is a pass."""
+"""Kinds of differences that data-parallel training has by design: each device draws its own dropout
+mask and normalises by its own rows, and each microbatch is a forward pass."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Reason:
         "optimizer", "batch_statistics", "dropout", "passes" or "unknown".
       sentence: the cause, with its numbers.
       remedy: what to change.
-      where: "file:line: source" of the user's code, where it is known.
+      where: "file:line: source" of the user's code, if known.
     """
 
     kind: str
@@ -52,7 +52,7 @@ class ComparedRun:
       params: largest difference of a parameter's change, divided by that change (L2 norms).
       worst: name of that parameter.
       state: names of other arrays of the model that differ.
-      refusal: the sentence with which the run was refused or ended; all numbers are then None.
+      refusal: the error message if the run was refused or failed; all numbers are then None.
       mode: "training", or "evaluation" for a control run without dropout and batch statistics.
     """
 
@@ -74,14 +74,14 @@ class DisagreementError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class CheckResult:
-    """What `zerojax.check` found.
+    """The result of `zerojax.check`.
 
     Attributes:
       agrees: whether all runs agree. Differences that data-parallel training has by design
-        (`BY_DESIGN`) do not count, unless `strict` was given; each is a reason.
+        (`BY_DESIGN`) do not count, unless `strict` is set; each is listed as a reason.
       reasons: the causes of all differences.
-      runs: every run that was compared.
-      notes: what was left out or changed for the check.
+      runs: every compared run.
+      notes: what the check left out or changed.
       tolerances: {"loss", "norm", "params"}: the limits of `ComparedRun`'s numbers before rounding
         noise is added.
       seconds: time that the check took.
@@ -100,7 +100,7 @@ class CheckResult:
         return f"<check: {word}, {len(self.runs)} runs{': ' + kinds if kinds else ''}>"
 
     def require(self) -> None:
-        """Raises where the runs do not agree.
+        """Raises if the runs do not agree.
 
         Raises:
           DisagreementError: with the table and the reasons.
@@ -109,7 +109,7 @@ class CheckResult:
             raise DisagreementError(self.table())
 
     def table(self) -> str:
-        """The result for people."""
+        """Returns the result as readable text."""
         rows = [("run", "loss", "gradient norm", "parameters", "")]
         for run in self.runs:
             name = run.name if run.mode == "training" else f"{run.name}, in evaluation mode"
@@ -153,7 +153,7 @@ class CheckResult:
         return f"AGREES: all runs{but} (tolerances: {limits}; {self.seconds:.0f} s)"
 
     def as_dict(self) -> dict[str, Any]:
-        """The result for programs, as JSON takes it."""
+        """Returns the result as a JSON-serialisable dict."""
         return {
             "agrees": self.agrees,
             "reasons": [

@@ -1,6 +1,6 @@
-"""Child process of a check: reads a request, checks, writes the result.
+"""Runs a check in a child process: reads a request, checks, writes the result.
 
-`python -m zerojax.training.equality.child REQUEST ANSWER`. Starts JAX with CPU devices alone.
+`python -m zerojax.training.equality.child REQUEST ANSWER`. Starts JAX with CPU devices only.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from zerojax.training.equality.pickling import loads
 def main(given: str, answer: str) -> None:
     """Checks the request in file `given`; writes (kind, value) to file `answer`.
 
-    Kinds: "result", "error" (an exception to be raised), "unreadable" (why the request cannot be
-    read here).
+    Kinds: "result", "error" (an exception to raise), "unreadable" (the reason why the request
+    cannot be read here).
     """
     settings, path, data = pickle.loads(Path(given).read_bytes())
     sys.path[:] = path
     keep_freed_memory()
     for name, value in settings.items():
         jax.config.update(name, value)
-    # Two programs with collectives at once can wait for each other's threads.
+    # Two concurrent programs with collectives can deadlock, each waiting for the other's threads.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     Path(answer).write_bytes(_dumped(*_answer(data)))
 

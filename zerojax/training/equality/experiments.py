@@ -1,7 +1,7 @@
-"""Controlled experiments that find the reason of a difference between runs.
+"""Finds the reason of a difference between runs by controlled experiments.
 
-Each experiment changes one thing of the plain loss on one device: the rows it sees, its random key,
-its mode, the size of its cotangent. Knows relations of traced values and the runs; never prints.
+Each experiment changes one thing of the plain loss on one device: its rows, its random key, its
+mode or the scale of its cotangent. Knows relations of traced values and the runs; never prints.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ GROUPS = (
     "microbatch, as is usual in data-parallel training"
 )
 _STATISTICS = ("mul", "dot_general", "integer_pow", "square", "pow")
-"""What makes a product of two means, each of which is right by itself."""
+"""Primitives that multiply two means, each of which is correct on its own."""
 _ONE_ROW = ("slice", "dynamic_slice", "gather", "squeeze")
 _EXTREMES = ("reduce_max", "reduce_min", "argmax", "argmin", "sort", "cumsum", "reduce_prod")
 
 
 @dataclasses.dataclass(frozen=True)
 class Forward:
-    """What the forward pass does with the rows of a batch.
+    """How the forward pass of a batch relates to that of its pieces.
 
     Attributes:
-      reason: why the loss of the pieces is not that of the batch; None where it is.
-      state: {name: relation} of the model's other arrays: how their change follows from the pieces.
+      reason: why the loss of the pieces differs from that of the batch; None if it does not.
+      state: {name: relation} between the changes of the model's other arrays and those of pieces.
       places: {name: line that computes it}.
     """
 
@@ -72,8 +72,9 @@ class Forward:
 class Experiments:
     """The experiments on one model.
 
-    Args of the constructor: `plain`, the training in plain JAX; `pieces`, in how many pieces the
-    batch is cut, as many as there are devices.
+    Args:
+      plain: the training in plain JAX.
+      pieces: number of pieces of the batch, the number of devices.
     """
 
     def __init__(self, plain: PlainRun, pieces: int):
@@ -82,7 +83,7 @@ class Experiments:
         self.pieces = cut_rows(self.batch, pieces)
 
     def losses(self, *, train: bool, number: int) -> float:
-        """The loss of the first batch with the `number`-th random key."""
+        """Returns the loss of the first batch with the `number`-th random key."""
         (loss, weight), _ = self._call(
             self.batch, jax.random.fold_in(self.plain.key(0), number), train
         )
@@ -106,7 +107,7 @@ class Experiments:
         return jax.make_jaxpr(loss)(self.batch).jaxpr
 
     def is_random(self, *, train: bool) -> bool:
-        """Whether the loss depends on the random key."""
+        """Returns whether the loss depends on the random key."""
         return self.losses(train=train, number=0) != self.losses(train=train, number=1)
 
     def forward(self, *, train: bool) -> Forward:
@@ -131,7 +132,7 @@ class Experiments:
 
     def _reason(self, found: Comparison, *, weighted: bool, train: bool) -> Reason | None:
         if takes_over_batch(self._program(train)):
-            count = 1 + weighted  # a piece by itself has no sum over the batch
+            count = 1 + weighted  # a single piece cannot compute a sum over the batch
             runs = zip(*found.values[:count], strict=True)
             whole, *parts = [_pair((x[0], x[1] if weighted else None)) for x in runs]
         else:
@@ -160,10 +161,13 @@ class Experiments:
         return _of_break(found.breaks[0], numbers)
 
     def metrics(self, *, train: bool) -> dict[str, tuple[float, float]]:
-        """{name: (of the whole batch, of its pieces as a step joins them)} of the loss's own
-        metrics that are not the same."""
+        """Returns the loss's own metrics that differ between the batch and its pieces.
+
+        Returns:
+          {name: (value of the whole batch, value of the pieces combined as in a step)}.
+        """
         if takes_over_batch(self._program(train)):
-            return {}  # of a piece by itself it is another number
+            return {}  # a single piece cannot compute a sum over the batch
         key = self.plain.key(0)
         whole = self.plain.sums(key, self.batch, train=train)
         parts = [self.plain.sums(key, piece, train=train) for piece in self.pieces]
@@ -176,7 +180,7 @@ class Experiments:
         return found
 
     def backward(self, *, train: bool) -> Reason | None:
-        """Whether an eighth of the cotangent gives an eighth of the gradients."""
+        """Returns a reason if an eighth of the cotangent does not give an eighth of gradients."""
         plain, key = self.plain, self.plain.key(0)
 
         def mean(params: Any) -> Any:
@@ -194,7 +198,7 @@ class Experiments:
         breaks = [found.breaks[i] for i in bad]
         where = next((x.where for x in breaks if x is not None), None)
         names = sorted(plain.params)
-        # JAX gives equations of a rule the line of the call.
+        # In JAX, equations of a backward rule have the line of the call.
         rules = lines_of_rules(jax.make_jaxpr(mean)(plain.params).jaxpr)
         at = {rule for call, rule in rules if call == where} or {rule for _, rule in rules}
         rule = f" Its backward rule is {at.pop()}." if len(at) == 1 else ""
@@ -210,7 +214,7 @@ class Experiments:
         )
 
     def weight_gradient(self, *, train: bool) -> Reason | None:
-        """Whether the weight of the loss depends on trained parameters."""
+        """Returns a reason if the weight of the loss depends on trained parameters."""
         plain, key = self.plain, self.plain.key(0)
 
         def weight(params: Any, frozen: Any, extras: Any) -> Any:
@@ -242,7 +246,7 @@ def _change(before: Any, after: Any) -> Any:
 
 
 def _of_pair(found: Comparison, numbers: str) -> Reason:
-    """The reason why (sum, weight) of the pieces is not that of the batch."""
+    """Returns the reason why (sum, weight) of the pieces differs from that of the batch."""
     loss, weight = found.outputs[:2]
     if weight is Relation.OTHER:
         reason = _of_break(found.breaks[1], numbers)
@@ -267,7 +271,7 @@ def _of_pair(found: Comparison, numbers: str) -> Reason:
 
 
 def _of_break(found: Break | None, numbers: str) -> Reason:
-    """The reason that the first equation gives at which rows are mixed."""
+    """Returns the reason from the first equation that mixes rows."""
     if found is None:
         return Reason(
             "coupled_rows",
@@ -332,14 +336,16 @@ def _of_break(found: Break | None, numbers: str) -> Reason:
 
 
 def reason_of_state(name: str, relation: Relation, value: Any, place: str | None) -> Reason | None:
-    """What a difference in a model's own array means, by how its change follows from the pieces.
+    """Returns the reason of a difference in one of a model's own arrays.
 
     Args:
-      name: of the array; value: it.
-      relation: of its change; place: the line that computes it.
+      name: of the array.
+      relation: between its change and the changes of the pieces.
+      value: the array.
+      place: the line that computes it.
     """
     if relation is Relation.SAME:
-        return None  # counts calls, of which each microbatch is one
+        return None  # counts forward passes; each microbatch is one
     if not jnp.issubdtype(jnp.asarray(value).dtype, jnp.floating):
         return Reason(
             "integers",
@@ -368,10 +374,10 @@ def reason_of_state(name: str, relation: Relation, value: Any, place: str | None
 
 
 def dropout_reason(*, quiet: bool) -> Reason:
-    """Noise that each device draws by itself.
+    """Returns the reason for random noise, which each device draws independently.
 
     Args:
-      quiet: whether there is none in evaluation mode.
+      quiet: whether there is no noise in evaluation mode.
     """
     checked = (
         "The rest was checked in evaluation mode, and the stages against each other on the same "
@@ -394,7 +400,7 @@ def dropout_reason(*, quiet: bool) -> Reason:
 
 
 def passes_reason(names: Sequence[str]) -> Reason:
-    """State that moves on with each pass, of which each microbatch is one.
+    """Returns the reason for state that every forward pass, so every microbatch, updates.
 
     Args:
       names: of the arrays.
@@ -410,7 +416,7 @@ def passes_reason(names: Sequence[str]) -> Reason:
 
 
 def optimizer_reason(names: Sequence[str], worst: float, origin: str) -> Reason:
-    """An optimizer that computes something else where parameters are split or padded."""
+    """Returns the reason for an optimizer whose update changes with split or padded parameters."""
     shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
     return Reason(
         "optimizer",

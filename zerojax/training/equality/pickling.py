@@ -1,8 +1,8 @@
-"""Pickles of models, losses and optimizers for a child process, functions and classes by value.
+"""Pickles models, losses and optimizers for a child process, functions and classes by value.
 
-What another process can import goes by its name. Functions and classes of a script, of a notebook
-or inside a function go by value: their code and what it refers to. Knows Python and arrays; never
-what they mean. Only for a child of the same interpreter: code is written in its own form.
+Importable objects are pickled by name. Functions and classes of a script, of a notebook or inside a
+function are pickled by value: their code and the objects it refers to. Knows Python and arrays, not
+their meaning. Only for a child of the same interpreter, since code is written as bytecode.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ import numpy as np
 
 _SKIPPED = frozenset(["__dict__", "__weakref__", "__module__", "__qualname__", "_abc_impl"])
 _SENTINELS = ("MISSING", "KW_ONLY", "_FIELD", "_FIELD_CLASSVAR", "_FIELD_INITVAR")
-"""Of `dataclasses`, which compares them by identity."""
+"""Sentinels of `dataclasses`, which compares them by identity."""
 _HEAP_TYPE = 1 << 9
-"""The flag of types that Python code defines."""
+"""Flag of types that are defined in Python."""
 _EMPTY = "zerojax: an empty cell"
 
 _modules: dict[str, dict[str, Any]] = {}
-"""In the child: the globals of modules that came by value."""
+"""In the child: globals of modules whose functions were sent by value."""
 
 
 class NotSendableError(TypeError):
-    """Something cannot be written for another process."""
+    """Raised if an object cannot be sent to another process."""
 
 
 def dumps(value: Any) -> bytes:
-    """`value` for `loads` in a child of this interpreter.
+    """Returns a pickle of `value` for `loads` in a child process of the same interpreter.
 
     Raises:
-      NotSendableError: something in it has no form outside of this process (a lock, an open file).
+      NotSendableError: it contains an object that cannot leave this process (a lock, an open file).
     """
     stream = io.BytesIO()
     pickler = _Pickler(stream)
@@ -53,15 +53,15 @@ def dumps(value: Any) -> bytes:
 
 
 def loads(data: bytes) -> Any:
-    """What `dumps` wrote."""
+    """Returns the value that `dumps` wrote."""
     value, sources = pickle.loads(data)
-    for name, text in sources.items():  # cells of a notebook have no file
+    for name, text in sources.items():  # notebook cells have no file
         linecache.cache[name] = len(text), None, text.splitlines(keepends=True), name
     return pickle.loads(value)
 
 
 def is_importable(module: str | None) -> bool:
-    """Whether another process finds the same module under this name."""
+    """Returns whether another process can import the same module by this name."""
     if module is None or module in ("__main__", "__mp_main__"):
         return False
     if module in sys.builtin_module_names:
@@ -77,7 +77,7 @@ def is_importable(module: str | None) -> bool:
 
 
 def _found_by_name(thing: Any) -> bool:
-    """Whether `module.qualname` is this very object, also for another process."""
+    """Returns whether `module.qualname` is this object, also in another process."""
     module = getattr(thing, "__module__", None)
     target = sys.modules.get(module or "")
     for part in thing.__qualname__.split("."):
@@ -91,7 +91,7 @@ class _Pickler(pickle.Pickler):
         self.sources: dict[str, str] = {}
 
     def reducer_override(self, obj: Any) -> Any:
-        """How pickle writes what it cannot write, or would write by a name that nobody finds."""
+        """Returns how to pickle objects that pickle cannot write or that cannot be imported."""
         kind = type(obj)
         if kind.__name__ == "PjitFunction":  # it would hold this process's compiled programs
             return NotImplemented if _found_by_name(obj) else (_same, (obj.__wrapped__,))
@@ -101,7 +101,7 @@ class _Pickler(pickle.Pickler):
             written_in_c = not obj.__flags__ & _HEAP_TYPE  # type(None), which pickle knows
             return NotImplemented if written_in_c or _found_by_name(obj) else _class(obj)
         if isinstance(obj, tuple) and getattr(obj, "__dict__", None):
-            # A named tuple with more than its fields, whose __new__ may want them by keyword.
+            # A named tuple with additional attributes, whose __new__ may require keywords.
             return _new_tuple, (kind, tuple(obj)), vars(obj)
         for name in _SENTINELS:
             if obj is getattr(dataclasses, name, self):
@@ -149,7 +149,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _names_in(code: types.CodeType) -> set[str]:
-    """Global names and attributes of a function's code, those of functions inside it included."""
+    """Returns global names and attributes in a function's code, including inner functions."""
     inner = [const for const in code.co_consts if isinstance(const, types.CodeType)]
     return set(code.co_names).union(*map(_names_in, inner))
 
@@ -264,4 +264,4 @@ _REDUCERS: dict[Any, Callable[[Any], Any]] = {
     types.ClassMethodDescriptorType: lambda x: (_member, (x.__objclass__, x.__name__)),
     jax.custom_vjp: lambda x: (_new_custom_vjp, (x.fun, x.nondiff_argnums, x.fwd, x.bwd)),
 }
-"""Type -> how objects of it are written; the first that fits."""
+"""{type: function that reduces its instances for pickle}; the first match is used."""

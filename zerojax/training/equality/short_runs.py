@@ -1,4 +1,4 @@
-"""Short runs of one model, in plain JAX and with zerojax, and their differences."""
+"""Runs a model for a few steps in plain JAX and with zerojax, and compares the results."""
 
 from __future__ import annotations
 
@@ -32,37 +32,37 @@ from zerojax.training.equality.check_result import ComparedRun
 
 Arrays = dict[str, Any]
 Prepared = tuple[Plan, Callable[..., Any]]
-"""(plan, its step)."""
+"""(plan, its jitted step)."""
 
 TOLERANCES = {"loss": 4e-6, "norm": 2e-5, "params": 2e-4}
-"""Of float32, relative; the rounding noise of the model itself is added, see `compare`.
+"""Relative tolerances in float32; the model's own rounding noise is added, see `compare`.
 
-loss: that of summing a batch's rows in another order over 20 steps. norm: a sum of squares of all
-gradients. params: of a parameter's whole change, by its L2 norm."""
+loss: from summing a batch's rows in another order over 20 steps. norm: of a sum of squares of all
+gradients. params: of a parameter's total change, in L2 norm."""
 NOISE = 8.0
-"""How many times larger than the measured noise a difference may be."""
+"""Maximum ratio of a difference to the measured noise."""
 QUICK_OPTIONS = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
     "xla_cpu_use_fusion_emitters": False,
     "xla_cpu_parallel_codegen_split_count": 1,
 }
-"""What makes compiling cheap for programs that run three times. The step of a Transformer of two
-layers on 4 devices compiles in 2.3 instead of 9.7 s of processor time. Newer versions of XLA know
-some of them only."""
+"""XLA options for fast compilation of programs that run three times. The step of a Transformer of
+two layers on 4 devices compiles in 2.3 instead of 9.7 s of processor time. Newer versions of XLA
+know only some of them."""
 CHAOTIC = 0.02
-"""A parameter whose change differs by more than this when rows change places is not compared."""
+"""A parameter is not compared if reordering rows changes its update by more than this."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Configuration:
-    """How a run is computed.
+    """The configuration of a run.
 
     Attributes:
       devices: on the axis `data`; 0: plain JAX on one device.
-      zero, num_microbatches: as `make_plan` takes them.
-      train: False runs the model in evaluation mode also while it is trained.
-      optimizer: False takes plain descent at rate 1 instead of the user's, so that parameters
+      zero, num_microbatches: as in `make_plan`.
+      train: False runs the model in evaluation mode also during training.
+      optimizer: False uses SGD at rate 1 instead of the user's optimizer, so that parameters
         change by their gradients.
     """
 
@@ -83,7 +83,7 @@ class Configuration:
 
 @dataclasses.dataclass(frozen=True)
 class CheckInputs:
-    """What is checked: a model in its internal form, batches as NumPy arrays, and the rest."""
+    """The inputs of a check: the model in its internal form, loss, optimizer, NumPy batches."""
 
     model: Model
     loss: Loss
@@ -92,17 +92,17 @@ class CheckInputs:
     freeze: tuple[str, ...]
     seed: int
     before: Arrays = dataclasses.field(default_factory=dict)
-    """{name: parameter} that every run starts from."""
+    """{name: initial parameter} of every run."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RunOutcome:
-    """What a run left.
+    """The results of a run.
 
     Attributes:
       losses, norms: float64, per step.
-      after: {name: trained parameter}, of true shape.
-      state: {name: [the value of other arrays of the model on each device]}.
+      after: {name: trained parameter}, with unpadded shapes.
+      state: {name: [value on each device]} of the model's other arrays.
     """
 
     losses: np.ndarray
@@ -112,14 +112,14 @@ class RunOutcome:
 
 
 def with_initial_arrays(model: Model, params: Arrays, extras: Arrays) -> Model:
-    """The same model, which holds these arrays already: no run has to make them anew."""
+    """Returns the model with these initial arrays, so that no run has to initialise them."""
     changed: Any = copy.copy(model)
     changed.initial_arrays = lambda: (params, extras)
     return changed
 
 
 def evaluation_mode(model: Model) -> Model:
-    """The same model, which runs in evaluation mode whatever it is asked."""
+    """Returns the model in a form that always runs in evaluation mode."""
     changed: Any = copy.copy(model)
     changed.run = lambda *args, train=True, **options: model.run(*args, train=False, **options)
     return changed
@@ -127,21 +127,21 @@ def evaluation_mode(model: Model) -> Model:
 
 @functools.cache
 def quick_options() -> dict[str, Any]:
-    """`QUICK_OPTIONS` without what this compiler does not know."""
+    """Returns `QUICK_OPTIONS` without options that this compiler does not know."""
     mesh = make_mesh(MeshConfig(data=1), devices=jax.devices("cpu")[:1])
     return keep_known_options(mesh, QUICK_OPTIONS)[0]
 
 
 def plan_of(given: CheckInputs, configuration: Configuration) -> Plan:
-    """The plan of a run.
+    """Returns the plan of a run.
 
     Raises:
-      ValueError, TypeError: what a plan refuses.
+      ValueError, TypeError: as `make_plan`.
     """
     devices = jax.devices("cpu")[: configuration.devices]
     model = given.model if configuration.train else evaluation_mode(given.model)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what a plan only suspects is what the runs decide
+        warnings.simplefilter("ignore")  # the runs decide whether a plan's warnings are true
         plan = make_plan(
             model,
             make_mesh(MeshConfig(data=len(devices)), devices=devices),
@@ -159,10 +159,10 @@ def plan_of(given: CheckInputs, configuration: Configuration) -> Plan:
 
 
 def prepare(given: CheckInputs, configuration: Configuration) -> Prepared:
-    """The plan and the step of a run.
+    """Returns the plan and the step of a run.
 
     Raises:
-      ValueError, TypeError: what a plan refuses.
+      ValueError, TypeError: as `make_plan`.
     """
     plan = plan_of(given, configuration)
     return plan, build_step(plan)
@@ -175,11 +175,13 @@ def run_zerojax(
     prepared: Prepared | None = None,
     steps: int | None = None,
 ) -> RunOutcome:
-    """Takes a step for each batch as zerojax does.
+    """Takes a step for each batch with zerojax.
 
     Args:
-      prepared: what `prepare` gave; a second run with it compiles nothing.
-      steps: of the batches, so many; None: all.
+      given: the inputs of the check.
+      configuration: of the run.
+      prepared: result of `prepare`; a second run with it does not compile again.
+      steps: number of batches to use; None: all.
     """
     plan, step = prepared or prepare(given, configuration)
     state = init_state(plan, given.seed)
@@ -200,11 +202,11 @@ class PlainRun:
     """The same training in plain JAX: `jax.value_and_grad` of the loss, then optax.
 
     Attributes:
-      params, frozen, extras: what the run starts from, on one device.
+      params, frozen, extras: initial values, on one device.
     """
 
     def __init__(self, given: CheckInputs, plan: Plan, *, train: bool = True):
-        """Takes names and first values from a plan over one device."""
+        """Takes names and initial values from a plan for one device."""
         self.given, self.model = given, given.model
         state = init_state(plan, given.seed)
         canonical = to_canonical(plan, state)
@@ -213,14 +215,14 @@ class PlainRun:
         self.extras = _on_host(canonical["extras"])
         self._rng = np.asarray(canonical["rng"])
         self._train = train
-        # Of one device, where nothing is padded: the user's optimizer without keywords that it
-        # refuses.
+        # On one device nothing is padded, so this is the user's optimizer, which may not accept
+        # extra arguments.
         self._tx = optax.with_extra_args_support(plan.tx)
         self._layers = frozenset(stacks_of(plan))
         self._step = jax.jit(self._advance, compiler_options=quick_options())
 
     def key(self, step: int) -> jax.Array:
-        """The key that the first device has in a step."""
+        """Returns the random key of the first device in a step."""
         return jax.random.fold_in(step_key(jnp.asarray(self._rng), jnp.int32(step)), 0)
 
     def loss(
@@ -233,11 +235,15 @@ class PlainRun:
         train: bool,
         frozen: Arrays | None = None,
     ) -> tuple[tuple[jax.Array, jax.Array | None], Arrays]:
-        """((loss or sum, weight or None), extras afterwards), traceable.
+        """Returns ((loss or sum, weight or None), extras afterwards); traceable.
 
         Args:
-          frozen: the frozen parameters where this is compiled. As constants of the program they
-            would be folded for minutes; None takes the run's own.
+          params, extras: of the model.
+          key: random key.
+          batch: the rows.
+          train: whether to run in training mode.
+          frozen: frozen parameters, passed as arguments under `jit`: as constants, XLA would
+            constant-fold them for minutes. None: the run's own.
         """
         whole = {**params, **(self.frozen if frozen is None else frozen)}
         result, after = self.model.run(
@@ -250,7 +256,7 @@ class PlainRun:
         return split_loss(result), after
 
     def sums(self, key: jax.Array, batch: Any, *, train: bool) -> dict[str, Any]:
-        """What the loss returns for a batch with the first parameters, as `as_sums` has it."""
+        """Returns the sums (`as_sums`) of the loss for a batch with the initial parameters."""
         if not hasattr(self, "_sums"):
 
             def sums(params: Arrays, extras: Arrays, key: Any, batch: Any, train: bool) -> Any:
@@ -278,7 +284,7 @@ class PlainRun:
                     params, extras, key, batch, train=self._train, frozen=frozen
                 )
                 total, weights = total + loss, weights + (1 if weight is None else weight)
-            # Scales of 8-bit products follow the gradients of the sum, as in a step.
+            # Scales of 8-bit products are computed from gradients of the sum, as in a step.
             return total if overwritten else total / weights, (weights, extras)
 
         differentiate = model_state.value_and_grad(loss_of, overwritten)
@@ -300,9 +306,9 @@ class PlainRun:
         """Takes a step for each batch.
 
         Args:
-          reorder: may put a batch's rows in another order.
-          move: may change the parameters, trained and frozen ones, that it starts from.
-          cut: gives a batch's microbatches, whose gradients are added up.
+          reorder: may reorder a batch's rows.
+          move: may change the initial parameters, trained and frozen ones.
+          cut: splits a batch into microbatches, whose gradients are added.
         """
         params, frozen, extras = move(self.params), move(self.frozen), self.extras
         opt_state = self._tx.init(jax.tree.map(jnp.asarray, params))
@@ -319,7 +325,7 @@ class PlainRun:
 
 
 def split_loss(result: Any) -> tuple[jax.Array, jax.Array | None]:
-    """(float32 loss or sum, float32 weight or None) of what a loss returned."""
+    """Returns (float32 loss or sum, float32 weight or None) from the result of a loss."""
     parts = result if isinstance(result, tuple) else (result,)
     if isinstance(parts[-1], Mapping):  # own metrics
         parts = parts[:-1]
@@ -328,18 +334,18 @@ def split_loss(result: Any) -> tuple[jax.Array, jax.Array | None]:
 
 
 def reversed_rows(batch: Any) -> Any:
-    """A batch with its rows in the opposite order."""
+    """Returns a batch with its rows in reverse order."""
     return jax.tree.map(lambda x: x[::-1].copy(), batch)
 
 
 def cut_rows(batch: Any, number: int) -> list[Any]:
-    """A batch in pieces of equal size, in order."""
+    """Splits a batch into pieces of equal size, in order."""
     pieces = jax.tree.map(lambda x: x.reshape(number, -1, *x.shape[1:]), batch)
     return [jax.tree.map(lambda x, i=i: x[i], pieces) for i in range(number)]
 
 
 def microbatches_of(batch: Any, configuration: Configuration) -> list[Any]:
-    """The rows of each microbatch of a run: the same part of each device's rows."""
+    """Returns the microbatches of a run: each has the same part of each device's rows."""
     count, devices = configuration.num_microbatches, max(configuration.devices, 1)
 
     def rows(x: np.ndarray, number: int) -> np.ndarray:
@@ -351,10 +357,11 @@ def microbatches_of(batch: Any, configuration: Configuration) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Noise:
-    """How much a run changes by rounding alone, as `noise_of` measures it.
+    """Differences of a run that are only rounding, as measured by `noise_of`.
 
     Attributes:
-      loss, norm: relative; params: {name: relative difference of its change}.
+      loss, norm: relative differences.
+      params: {name: relative difference of its change}.
     """
 
     loss: float
@@ -369,13 +376,13 @@ class Noise:
 
 NO_NOISE = Noise(0.0, 0.0, {})
 EIGHT_BITS = 1e-5, 1e-4, 1e-3
-"""Noise of (loss, norm, params) of a model with 8-bit products, at least: an operand that lies
-between two 8-bit values, which are 6 % apart, becomes one or the other by the order of a sum. A
+"""Minimum noise of (loss, norm, params) of a model with 8-bit products. An operand between two
+8-bit values, which are 6 % apart, may be rounded either way, depending on the order of a sum. A
 GPT-2 of two layers on 4 devices differs by 1.1e-7, 1.7e-5 and 1.3e-3."""
 
 
 def with_eight_bits(noise: Noise) -> Noise:
-    """The noise, and that of 8-bit products."""
+    """Returns the noise, raised to at least that of 8-bit products."""
     loss, norm, params = EIGHT_BITS
     return Noise(
         max(noise.loss, loss),
@@ -385,8 +392,10 @@ def with_eight_bits(noise: Noise) -> Noise:
 
 
 def measure_noise(run: RunOutcome, reordered: RunOutcome, before: Arrays) -> Noise | None:
-    """The noise between two runs that differ in the order of rows; None where that is not rounding:
-    the model looks at the order of rows."""
+    """Returns the noise between two runs with different row orders.
+
+    None if the difference is more than rounding, since the model depends on the order of rows.
+    """
     loss, norm = _differences(run, reordered)
     if not loss < 50 * TOLERANCES["loss"]:
         return None
@@ -394,23 +403,23 @@ def measure_noise(run: RunOutcome, reordered: RunOutcome, before: Arrays) -> Noi
 
 
 def noise_of(plain: PlainRun, reference: RunOutcome) -> Noise:
-    """The noise of rounding of a training in plain JAX, none where it cannot be told.
+    """Returns the rounding noise of training in plain JAX; `NO_NOISE` if it cannot be measured.
 
-    Two runs show it. Rows in the opposite order change what sums of rows round to, but not what is
-    computed of each row. Parameters that start one unit in the last place away change that, too:
-    a matrix product of half as many rows, or over half of the devices, rounds as differently. It
-    matters where an optimizer divides by the size of the gradient, as Adam does, and the gradient
-    of a parameter is still small, as in the first steps of LoRA, where all that is computed comes
-    from frozen parameters: they move as well.
+    Two additional runs measure it. Reversed rows change the rounding of sums over rows, but not
+    values computed per row. Initial parameters that are one unit in the last place away change
+    these, too, as much as a matrix product with half of the rows, or over half of the devices. This
+    matters for optimizers that divide by the size of the gradient, such as Adam, while a gradient
+    is still small, as in the first steps of LoRA. There all values come from frozen parameters, so
+    these are changed as well.
     """
     runs = plain.run(reversed_rows), plain.run(move=one_unit_away)
     return largest_noise(reference, runs, plain.params) or NO_NOISE
 
 
 def largest_noise(run: RunOutcome, others: Sequence[RunOutcome], before: Arrays) -> Noise | None:
-    """The noise between a run and each of several that differ by rounding; None where none does.
+    """Returns the largest noise between a run and others; None if no difference is rounding.
 
-    Rows in another order draw other numbers for dropout, which is no rounding.
+    With reordered rows, dropout draws other numbers, which is not rounding.
     """
     found = [noise for x in others if (noise := measure_noise(run, x, before)) is not None]
     if not found:
@@ -423,7 +432,7 @@ def largest_noise(run: RunOutcome, others: Sequence[RunOutcome], before: Arrays)
 
 
 def starting_one_unit_away(prepared: Prepared) -> Prepared:
-    """The same plan and step, with other parameters to start from."""
+    """Returns the plan and step with initial parameters changed by `one_unit_away`."""
     plan, step = prepared
     arrays = plan.model.initial_arrays()
     assert arrays is not None, "use a model with initial arrays"
@@ -432,9 +441,9 @@ def starting_one_unit_away(prepared: Prepared) -> Prepared:
 
 
 def one_unit_away(params: Arrays) -> Arrays:
-    """Parameters whose values are the next larger or smaller number of their dtype, at random.
+    """Returns parameters moved at random to the next larger or smaller number of their dtype.
 
-    Values of 0, and dtypes that NumPy cannot count through, stay.
+    Values of 0, and dtypes other than float32 and float64, stay.
     """
     random = np.random.default_rng(0)
 
@@ -458,10 +467,13 @@ def compare(
     noise: Noise,
     mode: str = "training",
 ) -> ComparedRun:
-    """How far a run is from the reference; its arrays beside parameters are not judged here.
+    """Compares losses, gradient norms and parameters of a run with the reference.
+
+    The model's other arrays are compared by `differing_state`.
 
     Args:
-      run, reference: what is compared; before: {name: parameter} that both started from.
+      run, reference: the compared runs.
+      before: {name: initial parameter} of both.
       name, against, mode: of the result.
       noise: of rounding.
     """
@@ -492,7 +504,7 @@ def compare(
 
 
 def differing_state(run: RunOutcome, reference: RunOutcome) -> tuple[str, ...]:
-    """Names of a model's own arrays that are not the reference's on every device."""
+    """Returns names of a model's own arrays that differ from the reference on any device."""
     found = []
     for name, copies in run.state.items():
         (expected, *_) = reference.state[name]
@@ -516,7 +528,7 @@ def _differences(run: RunOutcome, reference: RunOutcome) -> tuple[float, float]:
 
 
 def relative_changes(run: RunOutcome, reference: RunOutcome, before: Arrays) -> dict[str, float]:
-    """{name: |difference| / |change|} in L2 norms, without what rounding to float32 explains."""
+    """Returns {name: |difference| / |change|} in L2 norms, minus rounding to float32."""
     found = {}
     for name, expected in reference.after.items():
         start = before[name].astype(np.float64)

@@ -1,11 +1,11 @@
-"""Comparison of two executions of one traced program, equation by equation.
+"""Compares two executions of one traced program, equation by equation.
 
-`compare_pieces` runs a program on a whole batch and on pieces of it. A value is the same in all, or
-has a dimension of rows and is what the pieces give one after the other, or is the mean or the sum
-of the pieces' values. The first equation whose inputs are so and whose output is not mixes rows.
-`compare_scaled` runs a backward pass on a cotangent and on an eighth of it: the first equation with
-proportional inputs and another output is not linear. Equations and errors are named by the lines of
-the user's code.
+`compare_pieces` runs a program on a whole batch and on its pieces. Each value of the batch should
+be equal to those of the pieces, or their concatenation along the rows, or their mean or sum. The
+first equation whose inputs satisfy this and whose output does not is the one that mixes rows.
+`compare_scaled` runs a backward pass on a cotangent and on an eighth of it. The first equation with
+proportional inputs but another output is not linear. Equations and errors are named by lines of the
+user's code.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from zerojax.models.whole_batch import batch_split_over
 from zerojax.training.equality.short_runs import quick_options
 
 _RELATIVE = 1e-4
-"""Difference, relative to the largest element, up to which a relation holds: rounding is 1e-6."""
+"""Tolerance of a relation, relative to the largest element; rounding is about 1e-6."""
 _SCALE = 0.125
 _PIECES = "pieces of the batch"
 
@@ -37,7 +37,7 @@ _CHECK = str(Path(__file__).resolve().parent) + os.sep
 
 
 class Relation(enum.Enum):
-    """How the whole batch's value follows from those of its pieces."""
+    """The relation of the whole batch's value to those of its pieces."""
 
     SAME = "same"
     ROWS = "rows"
@@ -46,7 +46,7 @@ class Relation(enum.Enum):
     SCALED = "scaled"
     OTHER = "other"
     UNKNOWN = "unknown"
-    """Integers that may be numbers of rows, keys, and what the pieces have no counterpart of."""
+    """For integers that may be row numbers, for keys, and for values without a counterpart."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,8 @@ class Break:
     Attributes:
       primitive: its name.
       inputs: relations of its inputs.
-      has_rows: whether its output has a dimension of rows; has_pairs: whether it has two.
+      has_rows: whether its output has a dimension of rows.
+      has_pairs: whether its output has two dimensions of rows.
       where: "file:line: source" of the user's code.
     """
 
@@ -69,13 +70,13 @@ class Break:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What comparing two executions told.
+    """The result of comparing two executions.
 
     Attributes:
       outputs: the relation of each output.
-      breaks: for each output, the first break on the way to it, if it could be located.
-      origins: for each output, the line of the equation that gave it its relation.
-      values: for each output, what it is of the whole batch and of each piece.
+      breaks: for each output, the first break among its ancestors, if it could be located.
+      origins: for each output, the line of the equation that introduced its relation.
+      values: for each output, its values for the whole batch and for each piece.
     """
 
     outputs: tuple[Relation, ...]
@@ -90,9 +91,10 @@ def compare_pieces(
     """Compares `function(whole)` with `function(piece)` of each piece.
 
     Args:
-      function: gives a flat list of arrays; traceable.
-      whole: a tree of arrays with rows in dimension 0; pieces: its pieces, of equal size, in order.
-        All pieces run together: `zerojax.batch_sum` and `batch_mean` are over all of them.
+      function: returns a flat list of arrays; traceable.
+      whole: a tree of arrays with rows in dimension 0.
+      pieces: the pieces of `whole`, of equal size, in order. All pieces run together:
+        `zerojax.batch_sum` and `batch_mean` are over all of them.
     """
 
     def trace(batch: Any, number: int) -> ClosedJaxpr:
@@ -105,7 +107,7 @@ def compare_pieces(
 
 
 def compare_scaled(function: Callable[[Any], Sequence[Any]]) -> Comparison:
-    """Compares `function(1.0)` with `function(0.125)`, which is to be linear."""
+    """Compares `function(1.0)` with `function(0.125)`; `function` should be linear."""
     program = jax.make_jaxpr(function)(jnp.float32(1))
     inputs = [[jnp.float32(1)], [jnp.float32(_SCALE)]]
     return _compare(program, program, inputs, _relation_of_scaled)
@@ -117,7 +119,7 @@ Relate = Callable[[Any, Sequence[Any]], Relation]
 def _compare(
     first: ClosedJaxpr, other: ClosedJaxpr, inputs: Sequence[Sequence[Any]], relate: Relate
 ) -> Comparison:
-    """Runs `first` on inputs[0] and `other` on each of the rest, and relates what they compute."""
+    """Runs `first` on inputs[0] and `other` on each of the rest, and relates their values."""
     same_form = _form(first.jaxpr) == _form(other.jaxpr)
     if not same_form:
         results = [*_run_together(first, inputs[:1]), *_run_together(other, inputs[1:])]
@@ -140,7 +142,7 @@ def _form(program: Jaxpr) -> list[str]:
 
 
 class _Walk:
-    """All values of two programs of one form, and how they are related."""
+    """All values of two programs with the same equations, and their relations."""
 
     def __init__(
         self,
@@ -171,7 +173,7 @@ class _Walk:
         return self._value(0, atom), *pieces
 
     def _needed(self, output: int) -> set[Any]:
-        """The variables on the way to an output."""
+        """Returns the variables that an output depends on."""
         needed = {self.first.jaxpr.outvars[output]}
         for equation in reversed(self.first.jaxpr.eqns):
             if not needed.isdisjoint(equation.outvars):
@@ -179,7 +181,7 @@ class _Walk:
         return needed
 
     def first_break(self, output: int) -> Break | None:
-        """The first equation on the way to an output at which the relation breaks."""
+        """Returns the first break among the equations that an output depends on."""
         target = self.first.jaxpr.outvars[output]
         if isinstance(target, Literal) or self.relation(target) is not Relation.OTHER:
             return None
@@ -205,7 +207,7 @@ class _Walk:
         )
 
     def _inside(self, number: int, equation: Any) -> Break | None:
-        """The break inside of an equation that holds a program, where it can be told."""
+        """Returns the break inside an equation with a subprogram, if it can be located."""
         twin = self.other.jaxpr.eqns[number]
         kind = equation.primitive.name
         if kind not in _INSIDES or not _written_by_user(equation):
@@ -242,7 +244,7 @@ class _Walk:
         return self.values[run][self.number[atom]]
 
     def origin(self, output: int) -> str | None:
-        """The line of the equation that first had the relation of an output, going backwards."""
+        """Returns the line of the earliest equation that has the relation of an output."""
         atom = self.first.jaxpr.outvars[output]
         relation, where = self.relation(atom), None
         while not isinstance(atom, Literal) and atom in self.maker:
@@ -263,7 +265,7 @@ def _variables(closed: ClosedJaxpr) -> list[Any]:
 
 
 def _all_values(closed: ClosedJaxpr, inputs: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """Every value of a program, for each set of inputs, on the host; keys as None."""
+    """Returns every value of a program for each set of inputs, on the host; keys as None."""
     program = closed.jaxpr
     kept, seen = [], set()
     for equation in program.eqns:
@@ -271,7 +273,7 @@ def _all_values(closed: ClosedJaxpr, inputs: Sequence[Sequence[Any]]) -> list[li
             if type(var).__name__ != "DropVar" and _is_plain(var.aval) and var not in seen:
                 seen.add(var)
                 kept.append(var)
-    # Weights are constants of the program. As such the compiler would fold what it makes of them.
+    # Weights are constants of the program; as inputs they are not constant-folded by XLA.
     everything = program.replace(
         constvars=[], invars=[*program.constvars, *program.invars], outvars=kept
     )
@@ -288,12 +290,12 @@ def _all_values(closed: ClosedJaxpr, inputs: Sequence[Sequence[Any]]) -> list[li
 
 
 def _run_together(closed: ClosedJaxpr, inputs: Sequence[Sequence[Any]]) -> list[Sequence[Any]]:
-    """The outputs of a program for each set of inputs; sums over pieces are over all of them."""
+    """Returns a program's outputs for each set of inputs; sums over pieces are over all."""
     function, options = jaxpr_as_fun(closed), quick_options()
     if not holds_collectives(closed):
         run = jax.jit(function, compiler_options=options)
         return [run(*given) for given in inputs]
-    # What all have in common is not copied: weights, and keys, of which no stack can be made.
+    # Inputs shared by all are not stacked: weights, and keys, which cannot be stacked.
     columns = list(zip(*inputs, strict=True))
     common = [all(value is column[0] for value in column) for column in columns]
     axes = [None if same else 0 for same in common]
@@ -368,8 +370,10 @@ def _close(first: np.ndarray, second: np.ndarray, limit: float) -> bool:
 
 
 def _written_by_user(equation: Any) -> bool:
-    """Whether lines inside tell more: what is inside a jitted function of a library was traced
-    where that was first called, which may be another line."""
+    """Returns whether lines inside an equation are useful.
+
+    A jitted library function is traced at its first call, so its lines may belong to another call.
+    """
     if equation.primitive.name not in ("jit", "pjit"):
         return True
     for program in inner_programs(equation.params):
@@ -399,7 +403,7 @@ def _branch(equation: Any, given: Sequence[Any]) -> tuple[ClosedJaxpr, list[Any]
 
 
 def _iteration(equation: Any, given: Sequence[Any]) -> tuple[ClosedJaxpr, list[Any]] | None:
-    """The first turn of a scan."""
+    """Returns the body of a scan with the inputs of its first iteration."""
     body = _closed(equation.params["jaxpr"])
     arguments = []
     variables: Sequence[Any] = body.jaxpr.invars
@@ -424,20 +428,22 @@ _INSIDES = {
     "cond": _branch,
     "scan": _iteration,
 }
-"""Equations that hold a program: (equation, its inputs) -> (program, inputs of it)."""
+"""{primitive with a subprogram: function (equation, inputs) -> (subprogram, its inputs)}."""
 
 
 def line_of_error(error: BaseException) -> str | None:
-    """The innermost line of the user that the check called, as "file:line: source"."""
+    """Returns the innermost user line below the check, as "file:line: source"."""
     frames = traceback.extract_tb(error.__traceback__)
     ours = [i for i, frame in enumerate(frames) if frame.filename.startswith(_CHECK)]
-    called = frames[ours[-1] + 1 :] if ours else frames  # before that: who asked for the check
+    called = frames[ours[-1] + 1 :] if ours else frames  # earlier frames called the check
     return innermost_line((frame.filename, frame.lineno or 0) for frame in reversed(called))
 
 
 def lines_of_rules(program: Jaxpr) -> list[tuple[str | None, str]]:
-    """(line of the call, line of its backward rule) of each `jax.custom_vjp` of users in a program
-    and in those inside of it, as "file:line: source"."""
+    """Returns (line of the call, line of its backward rule) of each `jax.custom_vjp` of the user.
+
+    Includes subprograms. Lines have the form "file:line: source".
+    """
     found = []
     for equation in program.eqns:
         source = getattr(

@@ -1,6 +1,6 @@
-"""Metrics of a run: terminal, metrics.jsonl, TensorBoard and HTML report.
+"""Writes a run's metrics to the terminal, metrics.jsonl, TensorBoard and an HTML report.
 
-The package needs no JAX.
+The package does not need JAX.
 """
 
 from zerojax.training.metrics.metric_files import read_metrics

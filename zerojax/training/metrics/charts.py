@@ -1,7 +1,7 @@
-"""Line charts as HTML and SVG, without scripts.
+"""Draws line charts as HTML and SVG, without scripts.
 
-Curves are drawn in a 1000 x 1000 box that the page stretches, and labels are HTML beside it, so
-that a chart fits any width.
+Curves are drawn in a 1000 x 1000 box that the page stretches. Labels are HTML beside it, so a chart
+fits any width.
 """
 
 import math
@@ -13,7 +13,7 @@ from zerojax.config.display import as_html
 BOX = 1000
 MAX_POINTS = 800
 FEW_POINTS = 12
-"""A curve of no more values has a dot on each of them."""
+"""A curve with at most this many values has a dot on each."""
 
 Points = list[tuple[float, float | None]]
 
@@ -26,7 +26,7 @@ class Series:
     points: Points
     """(step, value), ascending; None where the value was not finite."""
     style: str
-    """CSS class: "first", "second"; "faint" for what another curve smooths."""
+    """CSS class: "first" or "second"; "faint" for raw values beside their smoothed curve."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,15 +37,15 @@ class Chart:
     unit: str
     series: Sequence[Series]
     text: Callable[[float], str] = "{:.4g}".format
-    """A value as it is written beside the axis and above the curve."""
+    """Formats a value for the axis and the legend."""
     from_zero: bool = False
     log_above: float = math.inf
-    """A highest over lowest value from which the axis is logarithmic."""
+    """The axis is logarithmic if highest over lowest value is at least this."""
     wide: bool = False
 
 
 def thin(points: Points, limit: int = MAX_POINTS) -> Points:
-    """At most about `limit` points that keep peaks: lowest, highest and gaps of each bucket."""
+    """Returns about `limit` points that keep peaks: lowest, highest and gaps of each bucket."""
     if len(points) <= limit:
         return points
     buckets = limit // 2
@@ -61,8 +61,10 @@ def thin(points: Points, limit: int = MAX_POINTS) -> Points:
 
 
 def smooth(points: Points, *, half_width: int) -> Points:
-    """Means over a window around each point: no lag behind a falling curve, as averages of the past
-    have. The window shrinks at both ends, so that it stays centred."""
+    """Returns means over a window centred on each point; the window shrinks at both ends.
+
+    Unlike averages of past values, they do not lag behind a falling curve.
+    """
     smoothed: Points = []
     for i, (step, _) in enumerate(points):
         reach = min(half_width, i, len(points) - 1 - i)
@@ -72,7 +74,7 @@ def smooth(points: Points, *, half_width: int) -> Points:
 
 
 def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Round numbers, about `count` of them, that lie in [low, high]."""
+    """Returns about `count` round numbers in [low, high]."""
     if not high > low:
         return [low]
     raw = (high - low) / count
@@ -84,7 +86,7 @@ def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def log_ticks(low: float, high: float, count: int = 7) -> list[float]:
-    """Round numbers in [low, high], at most `count`, about equally far apart as ratios."""
+    """Returns at most `count` round numbers in [low, high], about evenly spaced on a log scale."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for steps in ((1, 1.5, 2, 2.5, 3, 4, 5, 6, 8), (1, 2, 3, 5), (1, 3), (1,)):
         ticks = [m * 10.0**power for power in powers for m in steps]
@@ -95,7 +97,7 @@ def log_ticks(low: float, high: float, count: int = 7) -> list[float]:
 
 
 def draw(chart: Chart, steps: tuple[float, float]) -> str:
-    """The chart as a `<figure>`; `steps` are the ends of the horizontal axis."""
+    """Returns the chart as a `<figure>`; `steps` are the ends of the horizontal axis."""
     shown = [s for s in chart.series if any(value is not None for _, value in s.points)]
     low, high, log = _value_axis(chart, shown)
     first, last = steps
@@ -138,7 +140,7 @@ def draw(chart: Chart, steps: tuple[float, float]) -> str:
 
 
 def _value_axis(chart: Chart, shown: Sequence[Series]) -> tuple[float, float, bool]:
-    """Lowest and highest value of the axis, and whether it is logarithmic."""
+    """Returns lowest and highest value of the axis, and whether it is logarithmic."""
     values = [value for series in shown for _, value in series.points if value is not None]
     low, high = min(values), max(values)
     if low > 0 and high / low >= chart.log_above:
@@ -151,14 +153,14 @@ def _value_axis(chart: Chart, shown: Sequence[Series]) -> tuple[float, float, bo
 
 
 def _label_class(place: float) -> str:
-    """The outermost labels stay inside the frame."""
+    """Returns the CSS class that keeps the outermost labels inside the frame."""
     if 0.03 * BOX < place < 0.97 * BOX:
         return ""
     return ' class="start"' if place < BOX / 2 else ' class="end"'
 
 
 def _path(points: Points, x: Callable[[float], float], y: Callable[[float], float]) -> str:
-    """Lines through neighbours; a missing value is a gap."""
+    """Returns the SVG path of lines between neighbouring points; a missing value is a gap."""
     parts, pen = [], "M"
     for step, value in points:
         if value is not None:
@@ -168,7 +170,7 @@ def _path(points: Points, x: Callable[[float], float], y: Callable[[float], floa
 
 
 def _dots(points: Points, x: Callable[[float], float], y: Callable[[float], float]) -> str:
-    """A dot on each value that no line reaches, and on all of a curve of a few points."""
+    """Returns the SVG path of dots: on isolated values, and on all values of a short curve."""
     values = [value for _, value in points]
     few = sum(value is not None for value in values) <= FEW_POINTS
     around = [None, *values, None]

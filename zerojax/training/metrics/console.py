@@ -1,6 +1,6 @@
-"""Console output of a run: a live display on terminals, plain lines elsewhere.
+"""Prints a run's output: a live display on terminals, plain lines elsewhere.
 
-Nothing is said by colour alone.
+No information is shown by colour alone.
 """
 
 import itertools
@@ -27,7 +27,7 @@ OWN_WORDS = {
 
 
 class Display(Protocol):
-    """What RunLog needs of a terminal."""
+    """The interface that `RunLog` uses for terminal output."""
 
     def update(self, step: int, values: Mapping[str, Any], eta: float | None) -> None: ...
     def message(self, text: str) -> None: ...
@@ -36,7 +36,7 @@ class Display(Protocol):
 
 
 def make_display(kind: str, stream: TextIO, *, total_steps: int, start_step: int) -> Display:
-    """The display for LogConfig.console: "auto", "live", "lines" or "quiet"."""
+    """Returns the display for `LogConfig.console`: "auto", "live", "lines" or "quiet"."""
     if kind == "quiet":
         return QuietDisplay()
     console = Console(file=stream)
@@ -49,7 +49,7 @@ def make_display(kind: str, stream: TextIO, *, total_steps: int, start_step: int
 
 
 def format_seconds(seconds: float) -> str:
-    """0:42, 12:05, 3:07:00 or 2d 03:07."""
+    """Formats a duration as 0:42, 12:05, 3:07:00 or 2d 03:07."""
     whole = int(seconds + 0.5)
     minutes, second = divmod(whole, 60)
     hours, minute = divmod(minutes, 60)
@@ -60,7 +60,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_number(value: float | None) -> str:
-    """Four or five significant digits, whatever the size; "not finite" is said as such."""
+    """Formats a number with four or five significant digits; None is "not finite"."""
     if value is None or not math.isfinite(value):
         return "not finite" if value is None else str(value)
     size = abs(value)
@@ -70,13 +70,13 @@ def format_number(value: float | None) -> str:
 
 
 def _fixed(value: float, digits: int) -> str:
-    """As many decimals in every line, so that columns stand still; sizes beyond that otherwise."""
+    """Formats with fixed decimals, so that columns align, unless very small or large."""
     usual = value == 0 or 10.0**-digits <= abs(value) < 1e5
     return f"{value:.{digits}f}" if usual else format_number(value)
 
 
 def format_loss(value: float | None) -> str:
-    """Four decimals, as losses are compared; a small or very large one keeps its digits.
+    """Formats a loss with four decimals; a small or very large one in scientific notation.
 
     1.0639, 0.0251, 2.831e-04, 8.730e+18; "not finite" for None.
     """
@@ -91,7 +91,7 @@ def _short_loss(value: float) -> str:
 
 
 def format_memory(values: Mapping[str, Any]) -> str:
-    """Peak use, out of the limit where there is one: 41.2/79.6 GiB (52 %)."""
+    """Formats peak memory, with the limit if there is one: 41.2/79.6 GiB (52 %)."""
     peak, limit = values["memory_peak"], values.get("memory_limit")
     source = values.get("memory_source", "device")
     if source != "device":
@@ -102,7 +102,7 @@ def format_memory(values: Mapping[str, Any]) -> str:
 
 
 def learning_words(values: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(label, value) of what says whether the model learns."""
+    """Returns (label, value) of the metrics that show whether the model learns."""
     words = []
     if "loss" in values:
         words.append(("loss", format_loss(values["loss"])))
@@ -118,12 +118,12 @@ def learning_words(values: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _format_other(key: str, value: float | None) -> str:
-    """A metric of the user's; what is called a loss as losses are."""
+    """Formats a user's metric; a name that ends with "_loss" is formatted as a loss."""
     return format_loss(value) if key.endswith("_loss") else format_number(value)
 
 
 def speed_words(values: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(label, value) of what says whether the machine is used well."""
+    """Returns (label, value) of the metrics that show how well the hardware is used."""
     words = []
     if "tokens_per_second_per_device" in values:
         words.append(("tokens/s/device", f"{values['tokens_per_second_per_device']:,.0f}"))
@@ -142,7 +142,7 @@ def speed_words(values: Mapping[str, Any]) -> list[tuple[str, str]]:
 def format_line(
     step: int, values: Mapping[str, Any], *, total_steps: int, eta: float | None = None
 ) -> str:
-    """One report as one line; every number keeps its place from line to line."""
+    """Formats one report as a line with aligned columns."""
     digits = len(str(total_steps))
     parts = [f"step {step:>{digits}}/{total_steps}" if total_steps else f"step {step}"]
     widths = {"loss": 7, "grad norm": 6, "tokens/s/device": 7, "TFLOP/s": 6, "MFU": 5}
@@ -154,7 +154,7 @@ def format_line(
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """The shape of a curve in `width` characters; values that are not finite leave a gap."""
+    """Draws a curve in `width` characters; non-finite values leave a gap."""
     if len(values) > width:
         edges = [len(values) * i // width for i in range(width + 1)]
         values = [_mean(values[a:b]) for a, b in itertools.pairwise(edges)]
@@ -177,7 +177,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 class QuietDisplay:
-    """Says nothing."""
+    """A display that prints nothing."""
 
     def update(self, step: int, values: Mapping[str, Any], eta: float | None) -> None:
         pass
@@ -193,7 +193,7 @@ class QuietDisplay:
 
 
 class LineDisplay:
-    """One line per report, for files and pipes."""
+    """A display that prints one line per report, for files and pipes."""
 
     def __init__(self, stream: TextIO, *, total_steps: int):
         self._stream, self._total_steps = stream, total_steps
@@ -250,7 +250,7 @@ class LiveDisplay:
         self._live.stop()
 
     def render(self) -> Group:
-        """What stands at the bottom now."""
+        """Returns the current content of the display."""
         elapsed = self._clock() - self._began
         if not self._values:
             return Group(Text(f"compiling the training step ... {format_seconds(elapsed)}"))

@@ -1,4 +1,4 @@
-"""Detection of loss spikes."""
+"""Detects loss spikes."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ import statistics
 from dataclasses import dataclass
 
 WINDOW = 100
-"""Values that a new one is compared with."""
+"""Number of previous values that a new value is compared with."""
 LEAST = 32
-"""Fewer than this say too little about their own spread."""
+"""Minimum number of values for an estimate of their spread."""
 LEAST_JUMP = 0.05
-"""Part of the median below which nothing is called a spike, however quiet the values were."""
+"""Minimum jump of a spike as a fraction of the median, however small the spread."""
 LEAST_SETBACK = 0.01
-"""Part of the decrease since the first loss that a spike undoes at least. Losses of a run that has
-converged near zero vary by factors, which are small beside the loss that it began with."""
+"""Minimum jump of a spike as a fraction of the decrease since the first loss. Losses of a converged
+run near zero vary by large factors, but these changes are small beside the first loss."""
 _NORMAL = 1.4826
 """Standard deviations of a normal distribution per median absolute deviation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spike:
-    """One value far above those before it.
+    """A value far above the previous values.
 
     Attributes:
-      value: it.
-      median: of those before it.
-      times: by how many of their robust standard deviations it is above.
+      value: the value.
+      median: of the previous values.
+      times: distance above the median in robust standard deviations of the previous values.
     """
 
     value: float
@@ -36,14 +36,14 @@ class Spike:
 
 
 class SpikeDetector:
-    """Compares each value with the median of the last `WINDOW`, in units of their own spread.
+    """Compares each value with the median of the last `WINDOW` values, in units of their spread.
 
-    Median and median absolute deviation do not move when some values are far out, so that one spike
-    does not hide the next. A rise that stays is one spike.
+    Median and median absolute deviation are insensitive to outliers, so one spike does not hide the
+    next. A lasting rise counts as one spike.
 
     Args:
-      threshold: robust standard deviations; None finds nothing.
-      first: the first loss of the run, where it is not the first value seen here (a resumed run).
+      threshold: robust standard deviations; None: no spike is detected.
+      first: first loss of the run if it is not the first value passed here (a resumed run).
     """
 
     def __init__(self, threshold: float | None, *, first: float | None = None) -> None:
@@ -53,7 +53,7 @@ class SpikeDetector:
         self._is_high = False
 
     def see(self, value: float) -> Spike | None:
-        """The spike that `value` is, if it is one and the value before it was none."""
+        """Adds a value; returns a `Spike` if it is one and the previous value was not."""
         if self._threshold is None or not math.isfinite(value):
             return None
         if self._first is None:

@@ -1,7 +1,8 @@
-"""Files of metrics: metrics.jsonl, append-only, and TensorBoard events without TensorBoard.
+"""Writes and reads metrics.jsonl (append-only), and writes TensorBoard event files.
 
-metrics.jsonl has one JSON object per line; a step's last line counts. An event file is a sequence
-of records: length (u64), its checksum, an Event message, its checksum, all little-endian
+metrics.jsonl has one JSON object per line; a step's last line is valid. TensorBoard is not needed:
+an event file is a sequence of records: length (u64), its checksum, an Event message, its checksum,
+all little-endian
 (tensorflow/core/lib/io/record_writer.h). The few message fields used here are from
 tensorflow/core/util/event.proto and tensorflow/core/framework/summary.proto.
 """
@@ -28,7 +29,7 @@ FILE_NAME = "metrics.jsonl"
 OVERTAKEN = ("train", "eval")
 KINDS = ("start", "train", "eval", "event", "processes", "end")
 TEXTS = ("event", "text", "leaf", "host", "error", "device_kind", "loss_unit", "memory_source")
-"""Keys whose values are text; the others of a record are numbers, but for the facts of events."""
+"""Keys whose values are text. Other values are numbers, except additional values of events."""
 
 CRC32C_POLYNOMIAL = 0x82F63B78  # Castagnoli, bit-reversed (RFC 3720, appendix B.4)
 MASK_DELTA = 0xA282EAD8  # record_writer.h masks checksums so that data may contain checksums
@@ -36,7 +37,7 @@ MASK_DELTA = 0xA282EAD8  # record_writer.h masks checksums so that data may cont
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
-    """What a run measured, in order of steps, without what a resumed run did again."""
+    """The metrics of a run in step order, without steps that a resumed run repeated."""
 
     starts: list[dict[str, Any]]
     """One record per start or resume: devices, units and totals."""
@@ -45,17 +46,17 @@ class Metrics:
     evals: list[dict[str, Any]]
     """One record per evaluation."""
     events: list[dict[str, Any]]
-    """One record per loss spike, step that was not finite, and process that was slow."""
+    """One record per loss spike, non-finite step, slow process or other event."""
     processes: list[dict[str, Any]]
-    """One record per report of several processes: how far they are apart."""
+    """One record per report with several processes: the spread of their times."""
     ends: list[dict[str, Any]]
-    """One record per start that came to its end: where the time after the last report went."""
+    """One record per start that ended regularly: time by activity after the last report."""
     unreadable_lines: int
-    """Lines that a dying process left half-written."""
+    """Number of incomplete lines that killed processes left."""
 
 
 class MetricsFile:
-    """Appends records to `path`, each on its own line even after a process died in mid-line."""
+    """Appends records to `path`; starts a new line if a killed process left an incomplete one."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -67,13 +68,13 @@ class MetricsFile:
                 self._file.write(b"\n")
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Writes and flushes; NaN and infinities become null, which is what JSON has for them."""
+        """Writes and flushes a record; NaN and infinities become null, since JSON has neither."""
         finite = {key: _finite(value) for key, value in record.items()}
         self._file.write(json.dumps(finite, allow_nan=False).encode() + b"\n")
         self._file.flush()
 
     def copy(self, other: "MetricsFile") -> None:
-        """Appends what another one holds, also where its file has no name any more."""
+        """Appends the content of another file, which may have been deleted while open."""
         other._file.seek(0)
         self._file.write(other._file.read())
         self._file.flush()
@@ -83,15 +84,15 @@ class MetricsFile:
 
 
 def set_aside(path: str | Path) -> Path | None:
-    """Renames the metrics of another run, so that a new one begins with a file of its own.
+    """Renames the metrics file of an earlier run, so that a new run starts with its own file.
 
-    Metrics of a run that reported nothing, since it failed at its first step, are removed.
+    Removes the file if it has no reports, as after a failure at the first step.
 
     Args:
       path: of a `MetricsFile`.
 
     Returns:
-      The new path, such as metrics.1.jsonl; None: nothing was reported there.
+      The new path, such as metrics.1.jsonl; None if there were no reports.
     """
     path = Path(path)
     if not path.is_file():
@@ -107,12 +108,12 @@ def set_aside(path: str | Path) -> Path | None:
 def read_metrics(run_dir: str | Path) -> Metrics:
     """Reads the metrics of a run folder.
 
-    A run that resumes from step 500 after it had reported 540 repeats some steps. Lines written
-    later win, and what they overtake is gone: steps that were not reached again never happened.
+    A run that resumes from step 500 after it had reported step 540 repeats some steps. Later lines
+    replace earlier ones: reports of an earlier attempt after the resumed step are dropped.
 
     Raises:
-      FileNotFoundError: naming the folder and what it should be.
-      ValueError: naming file, line and key of a value that no run writes.
+      FileNotFoundError: the folder has no metrics; names the folder.
+      ValueError: an invalid value; names file, line and key.
     """
     path = user_path(run_dir) / FILE_NAME
     if not path.exists():
@@ -134,7 +135,7 @@ def read_metrics(run_dir: str | Path) -> Metrics:
             for other in OVERTAKEN:
                 _drop(kept[other], at_least=step if kind == other else step + 1)
         elif kind == "start":
-            # What is said of steps after this one is of an attempt that was given up.
+            # Later steps in the file belong to an earlier attempt that was abandoned.
             for other in ("event", "processes"):
                 _drop(kept[other], at_least=step + 1)
         lines.append(record)
@@ -155,7 +156,7 @@ def _lines_of(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _checked(record: dict[str, Any], place: str) -> dict[str, Any]:
-    """A record whose values are of the kinds that a run writes; what is not finite becomes null."""
+    """Returns a record after checking the types of its values; non-finite values become None."""
     for key, value in record.items():
         if key == "step":
             is_good, wanted = type(value) is int and 0 <= value < 2**63, "a number of steps"
@@ -197,7 +198,7 @@ _TABLE = _crc_table()
 
 
 def crc32c(data: bytes) -> int:
-    """The Castagnoli checksum of `data`."""
+    """Returns the CRC-32C (Castagnoli) checksum of `data`."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc = _TABLE[(crc ^ byte) & 0xFF] ^ crc >> 8
@@ -245,9 +246,9 @@ class EventWriter:
     """Appends scalars to one new event file in `folder`; TensorBoard may read it meanwhile.
 
     Args:
-      folder: made if missing.
-      first_step: what older files of the folder say about this step and later ones is void, so that
-        a resumed run does not draw its repeated steps twice.
+      folder: created if missing.
+      first_step: TensorBoard ignores values of this and later steps in older files of the folder,
+        so that a resumed run does not draw repeated steps twice.
     """
 
     def __init__(self, folder: str | Path, *, first_step: int = 0):

@@ -1,7 +1,7 @@
-"""HTML report of a run: plan, loss, speed, memory, events and time on one page.
+"""Writes the HTML report of a run: plan, loss, speed, memory, events and time on one page.
 
-The page holds everything it shows: it opens without a network, years later, and prints. Its frame,
-style and script are `report.html` beside this file.
+The page is self-contained: it needs no network and can be printed. `report.html` beside this file
+is its template, with style and script.
 """
 
 import itertools
@@ -29,9 +29,9 @@ from zerojax.training.metrics.stragglers import ACTIVITIES
 
 FILE_NAME = "report.html"
 SMOOTHED_FROM = 40
-"""Reports; a shorter curve is drawn as it is."""
+"""Minimum number of reports for smoothing a curve."""
 MAX_BOXES = 5000
-"""Operations of the largest pipeline schedule that is drawn: about 1.5 MB of page."""
+"""Maximum operations of a pipeline schedule that is drawn: about 1.5 MB of page."""
 MAX_EVENTS = 200
 _REMEDY = "remove it, or train on in the folder, which writes it anew"
 ACTIVITY_NAMES = {
@@ -58,7 +58,7 @@ def write_report(run_dir: str | Path) -> Path:
     """Writes `report.html` into a run folder and returns its path.
 
     Raises:
-      FileNotFoundError: the folder holds no metrics.
+      FileNotFoundError: the folder has no metrics.
       ValueError: the run reported nothing yet.
     """
     run_dir = user_path(run_dir)
@@ -71,7 +71,7 @@ def write_report(run_dir: str | Path) -> Path:
 
 
 def _page(run_dir: Path, metrics: Metrics) -> str:
-    plan = redact(_text(run_dir / "plan.txt"))  # also what an older version wrote
+    plan = redact(_text(run_dir / "plan.txt"))  # older versions wrote it without redaction
     plan_line, _, plan_rest = plan.partition("\n")
     charts = make_charts(metrics)
     last = metrics.train[-1]["step"]
@@ -102,7 +102,7 @@ def _page(run_dir: Path, metrics: Metrics) -> str:
         "data": _embedded(charts, ends),
     }
     template = _text(Path(__file__).with_name("report.html"))
-    # In one pass: what is inserted may hold braces of its own.
+    # In one pass, since inserted text may contain braces.
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
 
 
@@ -110,7 +110,7 @@ def _page(run_dir: Path, metrics: Metrics) -> str:
 
 
 def make_charts(metrics: Metrics) -> list[Chart]:
-    """The charts of a page; what a run did not measure has none."""
+    """Returns the charts of a page, without charts for metrics that the run did not measure."""
     train, evals, processes = metrics.train, metrics.evals, metrics.processes
     loss = [*_loss(train), *_series("validation", evals, "loss", "second")]
     # Metrics that the user's loss returns, training and validation together.
@@ -154,7 +154,7 @@ def make_charts(metrics: Metrics) -> list[Chart]:
 def _chart(
     title: str, unit: str, *curves: tuple[str, Records, str], scale: float = 1, **options: Any
 ) -> Chart:
-    """A chart of one or two curves, each (label, records, key); values are divided by `scale`."""
+    """Returns a chart of one or two curves (label, records, key); divides values by `scale`."""
     series = [
         one
         for curve, style in zip(curves, ("first", "second"), strict=False)
@@ -188,7 +188,7 @@ def _finite(points: Points) -> list[float]:
 
 
 def _embedded(charts: Iterable[Chart], ends: tuple[float, float]) -> str:
-    """What the script reads: the same points, with their values already as text."""
+    """Returns the data for the page's script: the points, with values formatted as text."""
     curves = [
         [
             {
@@ -247,7 +247,7 @@ def _learning(metrics: Metrics) -> Rows:
     if skipped := last.get("skipped"):
         yield "Steps skipped", f"{skipped:,}", "loss or gradient not finite"
     spent, starts = breakdown(metrics), len(metrics.starts)
-    # A run that measured no breakdown has the times of its reports only.
+    # A run without a breakdown by activity has only the times of its reports.
     total = sum(spent.values())
     seconds = total or sum(_seconds_of_each_start(metrics))
     yield "Time", format_seconds(seconds), f"in {starts} starts" if starts > 1 else ""
@@ -280,7 +280,7 @@ def _start(metrics: Metrics) -> Mapping[str, Any]:
 
 
 def _seconds_of_each_start(metrics: Metrics) -> Iterable[float]:
-    """The clock starts anew at each resume, so the last report before one has that part's time."""
+    """Yields the seconds of each start, from its last report: the clock restarts at a resume."""
     before = 0.0
     for record in metrics.train:
         seconds = record.get("seconds") or 0.0
@@ -299,7 +299,7 @@ def _memory_source(train: Records) -> str:
 
 
 def ending(metrics: Metrics) -> tuple[str, str] | None:
-    """("failed" or "interrupted", its message) where the run's last start ended so."""
+    """Returns ("failed" or "interrupted", message) if the run's last start ended so; else None."""
     since = _start(metrics).get("time") or 0.0
     for event in reversed(metrics.events):
         if event["event"] in ("failed", "interrupted") and (event.get("time") or 0.0) >= since:
@@ -308,13 +308,13 @@ def ending(metrics: Metrics) -> tuple[str, str] | None:
 
 
 def breakdown(metrics: Metrics) -> dict[str, float]:
-    """Seconds by activity of the whole run, the time after its last reports included."""
+    """Returns the seconds by activity of the whole run, including time after the last reports."""
     records = [*metrics.train, *metrics.ends]
     return {a: sum(record.get(f"spent_{a}") or 0.0 for record in records) for a in ACTIVITIES}
 
 
 def _times(metrics: Metrics) -> str:
-    """Time of the run by activity; nothing for a run that did not measure it."""
+    """Returns a table of the time by activity; "" for a run that did not measure it."""
     spent = breakdown(metrics)
     total = sum(spent.values())
     rows = [
@@ -327,9 +327,9 @@ def _times(metrics: Metrics) -> str:
 
 
 def _events(events: Records) -> str:
-    """Spikes, steps that were not finite, processes that were slow: the last ones, newest first."""
+    """Returns a table of events, newest first: spikes, non-finite steps, slow processes."""
     numbered = itertools.groupby(
-        enumerate(events),  # neighbours that were not finite at one place are one row
+        enumerate(events),  # consecutive non-finite events of one parameter are one row
         lambda item: _where(item[1]) if item[1]["event"] == "not_finite" else item[0],
     )
     groups = [[event for _, event in group] for _, group in numbered]
@@ -384,7 +384,7 @@ def _cells(cells: Sequence[str], tag: str) -> str:
 
 
 def _schedule(path: Path) -> str:
-    """The picture of the pipeline's schedule; nothing where there is none, or one too large.
+    """Returns an SVG of the pipeline schedule; "" if there is none or it is too large.
 
     Args:
       path: of plan.json.
@@ -403,12 +403,12 @@ def _schedule(path: Path) -> str:
         raise ValueError(
             f"{path}: its pipeline is no schedule ({cut(str(error), 200)}); {_REMEDY}"
         ) from error
-    # Inside of a page SVG needs no name space, and this one shall name no address.
+    # SVG inside HTML needs no namespace, and the page should contain no address.
     return picture.replace(' xmlns="http://www.w3.org/2000/svg"', "", 1)
 
 
 def _short(value: float) -> str:
-    """12.3k, 4.5M: for numbers whose size matters more than their digits."""
+    """Formats a number with a unit letter, such as 12.3k or 4.5M."""
     for limit, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= limit:
             return f"{value / limit:.3g}{letter}"
@@ -416,7 +416,7 @@ def _short(value: float) -> str:
 
 
 def _text(path: Path) -> str:
-    """The text of a file; "" where there is none."""
+    """Returns the text of a file; "" if it does not exist."""
     try:
         return bounded_json.read_bytes(path).decode("utf-8")
     except FileNotFoundError:
@@ -426,7 +426,7 @@ def _text(path: Path) -> str:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; an empty one where there is no file."""
+    """Returns the JSON object in a file; an empty one if the file does not exist."""
     try:
         value = bounded_json.loads(_text(path) or "{}", finite=False)
     except bounded_json.JsonError as error:

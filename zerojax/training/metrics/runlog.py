@@ -1,4 +1,4 @@
-"""Log of a run: derived rates, MFU from published peaks, and the writers of each record."""
+"""Writes the log of a run: reports, derived rates, and MFU from published peaks."""
 
 import contextlib
 import importlib
@@ -39,31 +39,33 @@ TAGS = {
     "memory_peak": "memory/peak_bytes",
 }
 SPENT = "spent_"
-"""Before an activity of `stopwatch.ACTIVITIES`: seconds spent on it since the last report."""
+"""Prefix of keys for the seconds spent on an activity (`stopwatch.ACTIVITIES`) since the last
+report."""
 SETTINGS = ("plan.txt", "plan.json", "config.json")
 MAX_REASONS = 20
 STILL_COMPILING_SECONDS = 30.0
-"""Between two lines that say that a compilation goes on."""
+"""Interval of lines that report a compilation in progress."""
 
 
 class RunLog:
-    """Writes what a run reports to the terminal and to `run_dir`.
+    """Writes the reports of a run to the terminal and to `run_dir`.
 
     Args:
-      run_dir: made if missing; see `start` for metrics that are in it. None: nothing is written.
-      config: where to and how often.
+      run_dir: created if missing; see `start` for metrics that it already has. None: no files are
+        written.
+      config: outputs and intervals.
       total_steps: step at which the run ends.
-      tokens_per_step: over all devices; None where examples are not made of tokens.
+      tokens_per_step: over all devices; None if examples do not consist of tokens.
       loss_unit: of the mean loss, see `zerojax.losses`; None: not known.
-      flops_per_step: over all devices, forward and backward, without what remat repeats; None:
+      flops_per_step: over all devices, forward and backward, without recomputation (remat); None:
         not known.
       num_devices: over all processes.
-      device_kind: as the device calls itself; MFU is reported where its peak is published.
-      precision: "bf16" or "fp32": which peak.
-      read_memory: `hardware.devices.device_memory` or alike; None: memory is not reported.
+      device_kind: name of the device; MFU is reported if its peak is published.
+      precision: "bf16" or "fp32": selects the peak.
+      read_memory: a function like `hardware.devices.device_memory`; None: memory is not reported.
       process_index: only process 0 writes and prints.
       stream: terminal; None: standard output.
-      clock: seconds, monotonic.
+      clock: returns seconds; monotonic.
     """
 
     def __init__(
@@ -114,21 +116,22 @@ class RunLog:
         start_step: int = 0,
         is_new: bool = False,
     ) -> None:
-        """Says what will run and why, writes it to the run folder, and starts the clock.
+        """Prints the plan with its reasons, writes it to the run folder, and starts the clock.
+
+        Passwords and keys in any of the arguments are redacted (`zerojax.runtime.redaction`).
 
         Args:
           plan_line: the resolved plan in one line.
-          reasons: why each default is what it is, one sentence each.
+          reasons: one sentence for each default that was chosen.
           plan_table: the plan, many lines.
-          plan_dict: the plan, JSON-able.
-          config_dict: the configuration, JSON-able. Passwords and keys in any of these are left
-            out (`zerojax.runtime.redaction`).
-          start_step: steps already done, when the run resumes.
-          is_new: whether metrics in the folder are of another run: they are renamed, and the new
-            name is said. False: this run goes on with them.
+          plan_dict: the plan, JSON-serialisable.
+          config_dict: the configuration, JSON-serialisable.
+          start_step: steps already done when the run resumes.
+          is_new: whether metrics in the folder belong to another run; they are then renamed, and
+            the new name is printed. False: this run appends to them.
 
         Raises:
-          OSError: the run folder cannot be written, and what to do.
+          OSError: the run folder cannot be written; has a remedy.
         """
         if not self.is_enabled:
             return
@@ -156,10 +159,10 @@ class RunLog:
         self._began = self._last_time = self._clock()
 
     def keep_files(self, names: Sequence[str]) -> None:
-        """Remembers the folder and its files of these names, to write them anew if it goes.
+        """Remembers the content of these files, to write them again if the folder is deleted.
 
-        Somebody may remove or replace the folder of a run that is under way. Nothing fails then:
-        what was open stays writable, and nobody finds it.
+        If the folder of a running run is deleted or replaced, writing does not fail: open files
+        stay writable, but no one can find them.
         """
         if not self.is_enabled or self.run_dir is None:
             return
@@ -168,7 +171,7 @@ class RunLog:
         self._identity = _identity(self.run_dir)
 
     def _see_folder(self, step: int) -> None:
-        """Writes the files of the run anew where its folder is not the one that it was."""
+        """Writes the run's files again if its folder was deleted or replaced."""
         folder = self.run_dir
         if folder is None or self._identity is None:
             return
@@ -189,11 +192,11 @@ class RunLog:
                 _close(self._events)
                 self._events = EventWriter(folder, first_step=step)
         except OSError as error:
-            self._identity = None  # said once
-            said = f"and cannot be written again ({error.strerror}): reports go on elsewhere only"
+            self._identity = None  # warn only once
+            said = f"and cannot be written again ({error.strerror}): no more files are written"
         else:
             self._identity = _identity(folder)
-            said = "so its settings and metrics are written there anew; nothing else of it is there"
+            said = "so its settings and metrics are written again; its other files are lost"
         self._display.message(
             f"warning: step {step}: the run folder {folder} {what} by another program, {said}"
         )
@@ -204,9 +207,9 @@ class RunLog:
         """Reports a finished step.
 
         Args:
-          step: batches consumed, this one included.
-          values: numbers; "loss", "grad_norm", "learning_rate" and "skipped" (steps left out so
-            far, since they were not finite) have their places, others follow by name.
+          step: batches consumed, including this one.
+          values: numbers; "loss", "grad_norm", "learning_rate" and "skipped" (non-finite steps so
+            far) have fixed places, others follow by name.
           spent: seconds since the last report, by activity of `stopwatch.ACTIVITIES`.
         """
         if not self.is_enabled:
@@ -233,7 +236,7 @@ class RunLog:
         self._display.message(f"{line}  (validation)")
 
     def see_loss(self, step: int, loss: float) -> str | None:
-        """To be told the loss of every step; in words, how far it jumped if it did."""
+        """Adds the loss of a step; returns a description if it jumped. Call it for every step."""
         spike = self._spikes.see(loss)
         if spike is None:
             return None
@@ -242,12 +245,15 @@ class RunLog:
         return f"step {step}: loss {spike.value:.4g} jumped from {around}{times}"
 
     def event(self, kind: str, step: int, text: str, *, say: bool = True, **facts: Any) -> None:
-        """Something that happened at a step: to metrics.jsonl, and in one line to the terminal.
+        """Writes an event of a step to metrics.jsonl, and one line to the terminal.
 
         Args:
           kind: "loss_spike", "not_finite", "slow_process", "fast_again", "epoch", "failed" or
             "interrupted".
-          facts: JSON-able, such as the parameter to blame as `leaf`.
+          step: number of the step.
+          text: the line.
+          say: whether to print the line.
+          facts: additional JSON values, such as the responsible parameter as `leaf`.
         """
         if not self.is_enabled:
             return
@@ -256,7 +262,7 @@ class RunLog:
             self._display.message(text)
 
     def write_processes(self, step: int, rows: Sequence[ProcessTimes]) -> None:
-        """Reports how far processes are apart, and names those that the others wait for."""
+        """Reports the spread of process times, and processes that the others wait for."""
         if not self.is_enabled:
             return
         found = spread(rows)
@@ -268,7 +274,7 @@ class RunLog:
             self.event(kind, step, text, process=finding.process, host=rows[finding.process].name)
 
     def end(self, step: int, spent: Mapping[str, float]) -> None:
-        """Notes where the time after the last report went, such as the last save."""
+        """Records the seconds by activity after the last report, such as for the last save."""
         if self.is_enabled:
             seconds = {f"{SPENT}{key}": round(value, 6) for key, value in spent.items()}
             self._record("end", step, seconds)
@@ -280,7 +286,7 @@ class RunLog:
 
     @contextlib.contextmanager
     def compiling(self, what: str) -> Iterator[None]:
-        """Around the first call of a program: says that it is being compiled, and how long it took.
+        """Reports that a program is being compiled in the block, and how long it took.
 
         Args:
           what: such as "the training step".
@@ -300,7 +306,7 @@ class RunLog:
 
     @contextlib.contextmanager
     def untimed(self) -> Iterator[None]:
-        """Time inside the block (evaluation, saving) does not count as time of a training step."""
+        """Excludes the time of the block (evaluation, saving) from the time of training steps."""
         began = self._clock()
         try:
             yield
@@ -308,7 +314,7 @@ class RunLog:
             self._untimed += self._clock() - began
 
     def close(self) -> None:
-        """Leaves the terminal as it was and closes the files; a second call does nothing."""
+        """Restores the terminal and closes the files; a second call does nothing."""
         self._display.close()
         self._display = console.QuietDisplay()
         _close(self._file)
@@ -326,7 +332,7 @@ class RunLog:
     # The folder and the files
 
     def _fill_folder(self, folder: Path, texts: Mapping[str, str], *, is_new: bool) -> list[str]:
-        """Writes the texts into the folder, and returns what is to be said of it."""
+        """Writes the texts into the folder, and returns lines for the terminal."""
         _make_folder(folder)
         earlier = set_aside(folder / FILE_NAME) if is_new else None
         for name, text in texts.items():
@@ -378,9 +384,12 @@ class RunLog:
             self._wandb.log(dict(tagged), step=step)
 
     def _give_up(self, writer: MetricsFile | EventWriter | None, what: str, error: OSError) -> None:
-        """A full disk ends the reports to a file, said once, and not the training."""
+        """Stops writing a file after an error such as a full disk, with one warning.
+
+        Training continues.
+        """
         self._display.message(
-            f"warning: cannot write {what} ({error.strerror}); training goes on without it"
+            f"warning: cannot write {what} ({error.strerror}); training continues without it"
         )
         _close(writer)
 
@@ -404,7 +413,7 @@ class RunLog:
     # Numbers that follow from the clock
 
     def _speed(self, step: int, now: float) -> dict[str, float]:
-        """Throughput since the last report; not of the first interval, which holds compilation."""
+        """Returns the throughput since the last report, except for the first (with compilation)."""
         steps, seconds = step - self._last_step, now - self._last_time - self._untimed
         self._last_step, self._last_time, self._untimed = step, now, 0.0
         if self._first_interval is None:
@@ -442,7 +451,7 @@ class RunLog:
 
 @contextlib.contextmanager
 def _every(seconds: float, say: Callable[[], object]) -> Iterator[None]:
-    """Calls `say` every so many seconds from a thread while the block runs."""
+    """Calls `say` every `seconds` seconds from a thread while the block runs."""
     over = threading.Event()
 
     def repeat() -> None:
@@ -470,7 +479,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def _identity(folder: Path) -> tuple[int, int] | None:
-    """Which folder of the file system has this name; None: none."""
+    """Returns (device, inode) of a folder; None if it does not exist."""
     try:
         found = folder.stat()
     except OSError:
@@ -479,7 +488,7 @@ def _identity(folder: Path) -> tuple[int, int] | None:
 
 
 def _number(value: Any) -> int | float:
-    """A Python number from one of Python, NumPy or JAX (a scalar already on the host)."""
+    """Converts a number of Python, NumPy or JAX (a scalar on the host) to a Python number."""
     try:
         return operator.index(value)
     except TypeError:
@@ -487,7 +496,7 @@ def _number(value: Any) -> int | float:
 
 
 def _first_loss(run_dir: Path) -> float | None:
-    """The first loss that a resumed run reported; None where its file does not have it."""
+    """Returns the first loss that a resumed run reported; None if its file does not have it."""
     try:
         train = read_metrics(run_dir).train
     except OSError:
@@ -496,14 +505,14 @@ def _first_loss(run_dir: Path) -> float | None:
 
 
 def _close(writer: MetricsFile | EventWriter | None) -> None:
-    with contextlib.suppress(OSError):  # what a full disk still holds back was reported before
+    with contextlib.suppress(OSError):  # a full disk was reported before
         if writer is not None:
             writer.close()
 
 
 def _start_wandb(project: str, run_dir: Path, config_dict: Mapping[str, Any]) -> Any:
     try:
-        # Optional and heavy, so only for those who ask for it.
+        # Optional and slow to import, so imported only if log.wandb is set.
         wandb = importlib.import_module("wandb")
     except ImportError:
         raise ConfigError(
@@ -517,20 +526,20 @@ def _start_wandb(project: str, run_dir: Path, config_dict: Mapping[str, Any]) ->
 
 @dataclass(frozen=True)
 class Peak:
-    """One kind of device. Matrix products without sparsity, accumulated in float32."""
+    """Published limits of a device kind: dense matrix products, accumulated in float32."""
 
     bf16: float | None
     """TFLOP/s of bfloat16 products; None: the device has no such units."""
     fp32: float | None
-    """TFLOP/s of float32 products as JAX runs them by default: TF32 units where there are some."""
+    """TFLOP/s of float32 products as JAX runs them by default: with TF32 units if there are any."""
     memory: float
-    """GB, as sold (10^9 bytes)."""
+    """GB (10^9 bytes), as sold."""
     source: str
-    """Where the numbers are published. Pages that print sparse rates are halved there."""
+    """Where the numbers are published. Rates published with sparsity are halved."""
 
 
 def find_peak(device_kind: str) -> Peak | None:
-    """The published limits of a device kind such as "NVIDIA H100 80GB HBM3"; None if not known."""
+    """Returns the limits of a device kind such as "NVIDIA H100 80GB HBM3"; None if not known."""
     gpu = gpu_of_device(device_kind)
     if gpu is None:
         return None
@@ -543,7 +552,7 @@ def find_peak(device_kind: str) -> Peak | None:
 
 
 def peak_flops(device_kind: str, precision: str = "bf16") -> float | None:
-    """FLOP/s of one device in "bf16" or "fp32"; None if not known."""
+    """Returns the peak FLOP/s of one device in "bf16" or "fp32"; None if not known."""
     gpu = gpu_of_device(device_kind)
     if gpu is None:
         return None

@@ -1,8 +1,8 @@
-"""Straggler detection: seconds of each process by activity, and the process the others wait for.
+"""Detects stragglers from the seconds of each process by activity.
 
-All processes of a step end it together, so its length says nothing about who was slow. What differs
-is the time that each has spent on its own work (its data, its callbacks) while its devices had
-nothing to do: `late_data` and `late_host` below. The others spend it waiting in a collective.
+All processes end a step together, so its length does not show which one was slow. What differs is
+the time that a process spends on its own work (data, callbacks) while its devices are idle:
+`late_data` and `late_host` below. The other processes wait in a collective for that time.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 LEAST_SECONDS = 0.01
-"""Of a step; to be this late is never called slow: it is within what a scheduler does to anyone."""
+"""Minimum delay per step of a straggler; the OS scheduler can cause smaller delays."""
 IN_A_ROW = 3
-"""Reports at which a process must be slow before it is named, or even again before that is said."""
+"""Consecutive reports after which a process is reported as slow, or as no longer slow."""
 
 _FORMAT = struct.Struct("<6d40s")
 
 DATA, STEP, SAVE, EVAL, HOST = "data", "step", "save", "eval", "host"
 ACTIVITIES = (DATA, STEP, SAVE, EVAL, HOST)
-"""Waiting for the next batch; the training step, dispatched or waited for; saving; evaluating; all
-else that the process does in its loop, such as callbacks and reports."""
+"""In order: waiting for the next batch; dispatching or waiting for the training step; saving;
+evaluating; everything else in the loop, such as callbacks and reports."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessTimes:
-    """What one process has measured since its last report.
+    """The times that one process has measured since its last report, in seconds.
 
     Attributes:
-      steps: how many it has done.
+      steps: number of steps.
       seconds: wall time of these steps, without saving and evaluating.
-      data: of it, spent waiting for batches.
-      host: of it, spent on the process's own work between steps.
-      late_data, late_host: of these two, what passed while no step was under way on its devices.
+      data: part of `seconds` spent waiting for batches.
+      host: part of `seconds` spent on the process's own work between steps.
+      late_data, late_host: parts of `data` and `host` while its devices were idle.
       name: of its machine.
     """
 
@@ -50,13 +50,13 @@ class ProcessTimes:
     name: str
 
     def as_bytes(self) -> bytes:
-        """A fixed number of bytes, the same for every process."""
+        """Returns the times in a fixed number of bytes."""
         *numbers, name = astuple(self)
         return _FORMAT.pack(*numbers, name.encode()[:40])
 
     @classmethod
     def from_bytes(cls, row: bytes) -> ProcessTimes:
-        """What `as_bytes` gave."""
+        """Returns the times from the bytes of `as_bytes`."""
         *numbers, name = _FORMAT.unpack(row)
         text = name.rstrip(b"\0").decode(errors="replace")
         names = ("steps", "seconds", "data", "host", "late_data", "late_host")
@@ -64,12 +64,12 @@ class ProcessTimes:
 
     @property
     def late(self) -> float:
-        """Seconds per step in which the process kept its devices waiting."""
+        """Seconds per step in which the process kept its devices idle."""
         return (self.late_data + self.late_host) / max(self.steps, 1)
 
 
 def spread(rows: Sequence[ProcessTimes]) -> dict[str, Any]:
-    """Lowest, median and highest over processes, in seconds per step, and who is the slowest."""
+    """Returns minimum, median and maximum over processes, in seconds per step, and the slowest."""
     late = [row.late for row in rows]
     waits = [row.data / max(row.steps, 1) for row in rows]
     steps = [row.seconds / max(row.steps, 1) for row in rows]
@@ -84,7 +84,7 @@ def spread(rows: Sequence[ProcessTimes]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """That a process has become slow, or that it is no longer slow."""
+    """A message that a process has become slow, or is no longer slow."""
 
     process: int
     is_slow: bool
@@ -92,10 +92,10 @@ class Finding:
 
 
 class Stragglers:
-    """Names a process that the others wait for at several reports in a row.
+    """Finds processes that the others wait for at several consecutive reports.
 
     Args:
-      threshold: part of a step that the others must have waited; None names nobody.
+      threshold: minimum delay as a fraction of the step time; None disables the detection.
     """
 
     def __init__(self, threshold: float | None) -> None:
@@ -104,7 +104,7 @@ class Stragglers:
         self._named: set[int] = set()
 
     def see(self, rows: Sequence[ProcessTimes]) -> list[Finding]:
-        """What is new after one report of all processes, in their order."""
+        """Adds a report of all processes, in process order; returns new findings."""
         findings = []
         for process, row in enumerate(rows):
             others = [other.late for at, other in enumerate(rows) if at != process]
@@ -142,21 +142,21 @@ def _slow_words(who: str, row: ProcessTimes, others: Sequence[float]) -> str:
 
 
 class Stopwatch:
-    """Adds up seconds by activity; what is inside no `during` block is `HOST`: the loop itself.
+    """Adds up seconds by activity; time outside of `during` blocks counts as `HOST`.
 
     Args:
-      clock: seconds, monotonic.
+      clock: returns seconds; monotonic.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        # What it is at, since when, and the seconds before that: one object, so that another
-        # thread reads what belongs together.
+        # (current activity, its start, seconds before it) in one tuple, so that another thread
+        # reads a consistent state.
         self._state = HOST, clock(), dict.fromkeys(ACTIVITIES, 0.0)
 
     @contextlib.contextmanager
     def during(self, activity: str) -> Iterator[None]:
-        """Time in the block is spent on `activity`; a block inside of it has its own."""
+        """Counts the time in the block as `activity`; an inner block counts as its own activity."""
         before = self._turn_to(activity)
         try:
             yield
@@ -164,7 +164,7 @@ class Stopwatch:
             self._turn_to(before)
 
     def read(self) -> dict[str, float]:
-        """Seconds by activity since the start; any thread may ask."""
+        """Returns the seconds by activity since the start. Thread-safe."""
         activity, since, spent = self._state
         return spent | {activity: spent[activity] + self._clock() - since}
 
@@ -176,5 +176,5 @@ class Stopwatch:
 
 
 def difference(later: dict[str, float], earlier: dict[str, float]) -> dict[str, float]:
-    """Seconds by activity between two readings."""
+    """Returns the seconds by activity between two readings."""
     return {activity: later[activity] - earlier[activity] for activity in later}

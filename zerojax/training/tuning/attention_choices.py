@@ -1,8 +1,8 @@
-"""Choice of the implementation of attention where a model says "auto", measured on its own GPU.
+"""Measures which attention implementation is fastest where a model says "auto".
 
-What `auto` takes is timed beside those implementations that hold no more than it does, so that the
-memory of the plan stays what it is: the forward and the backward pass of one call, on arrays of its
-sizes. Calls whose time hangs on data (packed texts, positions) and layouts are left to `auto`.
+The choice of "auto" is timed against implementations that need no more memory, so that the plan's
+memory does not grow. One call is timed, forward and backward, on arrays of its sizes. Calls whose
+time depends on data (packed texts, positions) and attention layouts keep the choice of "auto".
 """
 
 from __future__ import annotations
@@ -28,39 +28,42 @@ from zerojax.training.tuning.measured_choices import Answer, Question, Way
 from zerojax.training.tuning.trials import Repeated, base_key, on_device, room
 
 ARRAYS = 24
-"""Of a query's size at once: four that are given, three times four results that are compared, and
-what an implementation makes beside scores (compiled for an H200)."""
+"""Arrays of a query's size that exist at once: four inputs, three times four compared results, and
+temporaries of an implementation besides scores (from programs compiled for an H200)."""
 SCORES = 6
-"""Of a row, in float32: scores, probabilities, their gradients and copies in another order, of all
-queries and keys where they are stored, of a block where they are not (compiled for an H200)."""
+"""float32 arrays of a row's scores: scores, probabilities, their gradients and transposed copies.
+For all queries and keys if an implementation stores them, else for one block (from programs
+compiled for an H200)."""
 TOKENS, CHANNELS = 128, 64
-"""To multiples of which the compiler fills up what it multiplies."""
+"""The compiler pads dimensions of matrix products to multiples of these."""
 AT_ONCE = 4
-"""Times that a program computes."""
+"""Number of computations in one timed program."""
 ROUNDING_LIMIT = 2.0**-6
-"""Relative to the largest element of an array: products in 16 bits, in two orders."""
+"""Maximum difference relative to an array's largest element: 16-bit products, in two orders."""
 
 
 def choose_attention(
     plan: Plan, call: Call, decided: Callable[[Callable[[], Question]], Answer]
 ) -> Answer:
-    """The fastest implementation of one call, each beside the best so far.
+    """Returns the fastest implementation of one call; each candidate is compared with the best.
 
     Args:
-      decided: asks a question, as `decide` does.
+      plan: on GPUs of this machine.
+      call: the attention call.
+      decided: answers a question, as `decide` does.
     """
     best, reasons = str(call.implementation), []
     for other in NO_MORE_MEMORY[best]:
         reference = best
         answer = decided(lambda: attention_question(plan, call, reference, other))  # noqa: B023
-        # What cannot be asked leaves "xla", which is not what this plan has.
+        # If the question fails, the answer is "xla", which is not the plan's choice.
         best = other if answer.choice == other else best
         reasons.append(answer.reason)
     return Answer(choice=best, reason="; ".join(reasons))
 
 
 def attention_question(plan: Plan, call: Call, reference: str, other: str) -> Question:
-    """One call by two implementations, forward and backward."""
+    """Returns the question which of two implementations computes a call faster, with gradients."""
     sizes = _on_one_device(plan, call)
     make = on_device(plan, lambda: _drawn(sizes))
     assert isinstance(plan.mesh, Mesh)
@@ -89,11 +92,15 @@ def attention_question(plan: Plan, call: Call, reference: str, other: str) -> Qu
 
 
 def programs_of(call: Call, name: str, mesh: Mesh) -> tuple[Any, Any]:
-    """(both passes, both passes several times), jitted functions of query, key, value and slope.
+    """Returns jitted (forward and backward pass, the same `AT_ONCE` times).
+
+    Both take query, key, value and the gradient of the output.
 
     Args:
-      call: its options; name: of the implementation.
-      mesh: of one device, in which the call stands as in a step: cuDNN's is another outside of one.
+      call: options of the call.
+      name: of the implementation.
+      mesh: of one device. The call runs under `shard_map` as in a step, since cuDNN's
+        implementation differs outside of it.
     """
 
     def once(query: Any, key: Any, value: Any, slope: Any) -> tuple[jax.Array, ...]:
@@ -111,7 +118,7 @@ def programs_of(call: Call, name: str, mesh: Mesh) -> tuple[Any, Any]:
     def several(query: Any, key: Any, value: Any, slope: Any) -> jax.Array:
         def again(_: jax.Array, query: jax.Array) -> jax.Array:
             out, *gradients = once(query, key, value, slope)
-            # All of the gradients are needed, and none changes what is computed next by much.
+            # Uses all gradients, so that none is removed, without changing the next input.
             return out + sum(0 * jnp.sum(x).astype(out.dtype) for x in gradients)
 
         return lax.fori_loop(0, AT_ONCE, again, query)
@@ -121,22 +128,22 @@ def programs_of(call: Call, name: str, mesh: Mesh) -> tuple[Any, Any]:
 
 
 def _on_one_device(plan: Plan, call: Call) -> Call:
-    """The call with a device's own heads, and as many rows as there is room for.
+    """Returns the call with the heads of one device and as many rows as fit in memory.
 
     Raises:
-      ValueError: there is no room for one.
+      ValueError: there is no memory for one row.
     """
     split = plan.mesh.shape[MODEL]
     heads, kv_heads = call.heads // split, max(call.kv_heads // split, 1)
     row = row_bytes(dataclasses.replace(call, heads=heads))
     rows = min(call.rows, room(plan) // row)
     if rows < 1:
-        raise ValueError(f"one row takes {row:,} bytes, and {room(plan):,} may be taken")
+        raise ValueError(f"one row takes {row:,} bytes, but only {room(plan):,} may be used")
     return dataclasses.replace(call, rows=rows, heads=heads, kv_heads=kv_heads)
 
 
 def row_bytes(call: Call) -> int:
-    """Bytes that measuring one row of a call takes at most, in two implementations."""
+    """Returns the maximum bytes for measuring one row of a call in two implementations."""
     tokens = [-(-n // TOKENS) * TOKENS for n in (call.queries, call.keys)]
     channels = -(-call.head_dim // CHANNELS) * CHANNELS
     arrays = ARRAYS * max(tokens) * call.heads * channels * call.itemsize
@@ -145,7 +152,7 @@ def row_bytes(call: Call) -> int:
 
 
 def _drawn(call: Call) -> tuple[jax.Array, ...]:
-    """Query, key, value and the slope of the result."""
+    """Returns random query, key, value and gradient of the output."""
     of_queries = (call.rows, call.queries, call.heads, call.head_dim)
     of_keys = (call.rows, call.keys, call.kv_heads, call.head_dim)
     keys = jax.random.split(jax.random.key(2), 4)
@@ -155,7 +162,7 @@ def _drawn(call: Call) -> tuple[jax.Array, ...]:
 
 
 def _obstacle(trace: Callable[[], Any]) -> str | None:
-    """Why an implementation refuses the call when it is traced."""
+    """Returns why an implementation rejects the call when it is traced; None if it does not."""
     try:
         trace()
     except ValueError as error:
@@ -164,7 +171,7 @@ def _obstacle(trace: Callable[[], Any]) -> str | None:
 
 
 def difference(ours: Any, theirs: Any) -> str | None:
-    """Why a result and gradients are not equal to rounding; None if they are."""
+    """Returns why output and gradients differ by more than rounding; None if they do not."""
     names = ("the result", "the gradient of query", "of key", "of value")
     for name, mine, other in zip(names, ours, theirs, strict=True):
         a, b = (np.asarray(x).astype(np.float64) for x in (mine, other))

@@ -1,6 +1,6 @@
-"""Measured choices, kept in the user's cache by device, versions, source and sizes.
+"""Caches measured choices in the user's cache by device, versions, source and sizes.
 
-A file that cannot be read or written costs a measurement, nothing else.
+If the file cannot be read or written, the choice is measured again; nothing else happens.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ MAX_ENTRIES = 512
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kept:
-    """One answer.
+    """A cached answer.
 
     Attributes:
-      choice: name of the way that was taken.
-      seconds: of the reference; other_seconds: of the other way; both of the slowest process.
+      choice: name of the chosen implementation.
+      seconds: time of the reference, on the slowest process.
+      other_seconds: time of the other implementation, on the slowest process.
       date: when it was measured, YYYY-MM-DD.
     """
 
@@ -43,10 +44,10 @@ class Kept:
 
 
 class KeptChoices:
-    """The answers of this machine.
+    """The cached answers of this machine, and marks of trials that are running or failed.
 
     Args:
-      folder: of the cache; None keeps nothing.
+      folder: of the cache; None caches nothing.
       process: number of this process, for marks.
     """
 
@@ -55,16 +56,16 @@ class KeptChoices:
 
     @classmethod
     def of_user(cls, process: int = 0) -> KeptChoices:
-        """Those in the user's cache (`ZEROJAX_CACHE`)."""
+        """Returns the choices in the user's cache (`ZEROJAX_CACHE`)."""
         return cls(user_cache(), process)
 
     def find(self, key: Mapping[str, Any]) -> Kept | None:
-        """The answer to a question of this key; None where there is none, or no whole one."""
+        """Returns the answer for a key; None if there is none or it is malformed."""
         entry: Any = self._read().get(_text(key))
         return Kept(**entry) if _has_form(entry) else None
 
     def all(self) -> list[tuple[dict[str, Any], Kept]]:
-        """(key, answer) of every whole answer, the oldest first."""
+        """Returns (key, answer) of every well-formed answer, oldest first."""
         found = []
         for text, entry in self._read().items():
             with contextlib.suppress(ValueError):
@@ -75,11 +76,11 @@ class KeptChoices:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the first process of all."""
+        """Whether this is process 0."""
         return self._process == 0
 
     def tried(self) -> list[dict[str, Any]]:
-        """Keys of what failed in a start or ended one: it is left out by the next one."""
+        """Returns the keys of trials that failed or ended a process; later starts skip them."""
         found: list[dict[str, Any]] = []
         for mark in self._marks("*"):
             with contextlib.suppress(OSError, ValueError):
@@ -89,7 +90,7 @@ class KeptChoices:
         return found
 
     def keep(self, key: Mapping[str, Any], kept: Kept) -> None:
-        """Keeps an answer in place of what was known; one that is there already is not written."""
+        """Writes an answer, replacing an older one; does nothing if it is cached already."""
         if self._folder is None or self.find(key) == kept:
             return
         entries = self._read()
@@ -102,12 +103,12 @@ class KeptChoices:
 
     @contextlib.contextmanager
     def marked(self, key: Mapping[str, Any]) -> Iterator[Callable[[], None]]:
-        """A mark on the disk while something is tried that may end this process.
+        """Writes a mark on disk during a trial that may end this process.
 
-        It takes the place of marks that earlier starts have left.
+        It replaces marks that earlier starts have left.
 
         Yields:
-          A function that leaves the mark there: the next start does not try it.
+          A function that makes the mark stay, so that the next start skips the trial.
         """
         old, mark = self._left_by_others(key), self._new_mark(key)
         for path in old:
@@ -115,7 +116,7 @@ class KeptChoices:
         stays: list[bool] = []
         try:
             yield lambda: stays.append(True)
-        finally:  # what ends the process at once leaves the mark
+        finally:  # not reached if the process is killed, so the mark stays
             if mark is not None:
                 path, lock = mark
                 if not stays:
@@ -123,10 +124,9 @@ class KeptChoices:
                 os.close(lock)
 
     def is_marked(self, key: Mapping[str, Any]) -> bool:
-        """Whether an earlier start of this process failed or ended while it tried.
+        """Returns whether this trial failed in, or ended, an earlier start of this process.
 
-        Another start may be trying the same right now, as several runs do that begin together: its
-        mark says nothing.
+        The mark of another run that is trying the same at this moment does not count.
         """
         return bool(self._left_by_others(key))
 
@@ -143,7 +143,7 @@ class KeptChoices:
         return f"{hashlib.sha256(_text(key).encode()).hexdigest()[:16]}-{self._process}"
 
     def _new_mark(self, key: Mapping[str, Any]) -> tuple[Path, int] | None:
-        """(its path, the descriptor that locks it until this process ends); None: no place."""
+        """Writes a mark; returns (path, file descriptor of its lock), or None if it cannot."""
         if self._folder is None:
             return None
         mark = self._folder / f"{MARKS}{self._name(key)}-{secrets.token_hex(4)}"
@@ -174,7 +174,7 @@ class KeptChoices:
 
 
 def _is_over(mark: Path) -> bool:
-    """Whether the start that left a mark tries no more: the kernel gives up its lock."""
+    """Returns whether the process that wrote a mark has ended (the OS releases its lock)."""
     try:
         lock = os.open(mark, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:  # removed meanwhile

@@ -1,6 +1,7 @@
-"""Choice between implementations of one computation: checked, timed in turns, agreed, kept.
+"""Decides between implementations of a computation: checks, times, agrees and caches.
 
-Knows no kernel: a `Question` brings what runs. Any doubt leaves the reference, with its reason.
+Knows no kernels: a `Question` has the functions to run. In doubt, the reference is chosen, with a
+reason.
 """
 
 from __future__ import annotations
@@ -22,29 +23,28 @@ from jax.experimental import multihost_utils
 from zerojax.training.tuning.kept_choices import Kept, KeptChoices
 
 MARGIN = 0.97
-"""Another than the reference is taken where it takes at most this share of its time."""
+"""The other implementation is chosen if its time is at most this share of the reference's."""
 NOISE = 0.25
-"""Where the quartiles of a way's times are further apart, relative to the median, nothing is
-decided."""
+"""Maximum interquartile range of times relative to the median; above it, nothing is decided."""
 DOUBT = 2.6
-"""What is gained has to be more than so many quartile distances over the root of the number of
-times: twice the standard error of the difference of two medians of normally distributed times."""
+"""The gain must exceed this many interquartile ranges over the square root of the number of times.
+That is twice the standard error of the difference of two medians of normally distributed times."""
 LEAST_ROUNDS = 3
 REFERENCE = "xla"
 Exchange = Callable[[np.ndarray], np.ndarray]
-"""Numbers of this process [n] -> those of all processes [processes, n]; collective."""
+"""Gathers numbers: this process's [n] -> those of all processes [processes, n]; collective."""
 During = Callable[[str], contextlib.AbstractContextManager[None]]
-"""What is being done ("trying ...") -> a block in which it is, ended by whoever watches."""
+"""Takes a description ("trying ...") and returns a context that a watchdog supervises."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Effort:
-    """How long measuring may take.
+    """Limits on the time of measuring.
 
     Attributes:
-      rounds: of each question, at most, after the first, which is thrown away.
-      seconds: no round of a question begins later, but for the first `LEAST_ROUNDS`.
-      total: of all questions together; nothing is begun later.
+      rounds: maximum rounds per question, after the first, which is discarded.
+      seconds: per question; no round starts later, except the first `LEAST_ROUNDS`.
+      total: seconds for all questions together; nothing starts later.
     """
 
     rounds: int
@@ -54,18 +54,18 @@ class Effort:
 
 AT_START = Effort(rounds=41, seconds=2.0, total=10.0)
 BY_ITSELF = Effort(rounds=101, seconds=10.0, total=math.inf)
-"""Of `zerojax tune`, for which nobody waits."""
+"""Limits of `zerojax tune`, which may take longer than the start of a run."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Way:
-    """One implementation.
+    """An implementation to check and time.
 
     Attributes:
       name: as `pallas_kernels.choice.Choice.implementation`.
-      run: computes once from the same inputs each time and returns the results.
-      repeat: computes once as a step would, in place, and waits until it is done; None takes `run`.
-      obstacle: why it cannot run here, known without trying.
+      run: computes once, always from the same inputs, and returns the results.
+      repeat: computes once in place, as a step does, and blocks until done; None: `run` is timed.
+      obstacle: reason why it cannot run here, known without a trial; None if it can.
     """
 
     name: str
@@ -76,14 +76,14 @@ class Way:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Question:
-    """What is to be decided.
+    """A choice between two implementations.
 
     Attributes:
       title: a noun phrase, such as "update by adamw".
-      key: what a kept answer has to agree with: device, versions, source, dtypes, sizes.
-      reference: what is taken in doubt, and whose results are right.
-      other: what may be faster.
-      difference: (results of the other, of the reference) -> why they differ, or None.
+      key: cache key: device, versions, source, dtypes, sizes.
+      reference: chosen in doubt; its results count as correct.
+      other: the implementation that may be faster.
+      difference: (results of the other, of the reference) -> how they differ, or None.
     """
 
     title: str
@@ -95,9 +95,11 @@ class Question:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Answer:
-    """Attributes:
-    choice: name of the way, the same on every process.
-    reason: one line for people.
+    """The decision on a question.
+
+    Attributes:
+      choice: name of the implementation, the same on every process.
+      reason: one line for the log.
     """
 
     choice: str
@@ -106,7 +108,7 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Here:
-    """With what a question is decided; see `decide`."""
+    """The arguments of `decide` that are the same for every question."""
 
     kept: KeptChoices
     planned: Answer | None
@@ -118,17 +120,17 @@ class _Here:
     during: During
 
     def anywhere(self, flag: bool) -> bool:
-        """Whether something is so on any process."""
+        """Returns whether the flag is set on any process; collective."""
         return bool(self.exchange(np.array([float(flag)])).any())
 
     def why_over(self) -> str | None:
-        """Why nothing new is begun, if the time of all questions is used up on any process."""
+        """Returns a reason if the total time is used up on any process; else None."""
         if not self.anywhere(self.clock() >= self.deadline):
             return None
         return f"the {self.effort.total:g} s of a start were used up; zerojax tune measures it"
 
     def same(self, found: Kept | None) -> bool:
-        """Whether every process has the same answer; some of them may have another cache."""
+        """Returns whether every process found the same answer; caches may differ by machine."""
         told = found and (found.choice, found.seconds, found.other_seconds)
         numbers = self.exchange(np.array([float(zlib.crc32(repr(told).encode()))]))
         return bool((numbers == numbers[0]).all())
@@ -146,25 +148,26 @@ def decide(
     exchange: Exchange | None = None,
     during: During | None = None,
 ) -> Answer:
-    """The faster of two implementations that compute the same, on all processes together.
+    """Returns the faster of two implementations of one computation. Collective.
 
-    The other one is checked against the reference at every start, whatever is kept: drivers and
-    cards change under a cache.
+    The other implementation is checked against the reference at every start, also with a cached
+    answer, since drivers and cards may have changed.
 
     Args:
-      ask: makes the question, which is equal on all processes; one that fails leaves the reference.
-      kept: earlier answers of this machine, and what failed or ended a start.
-      planned: the other way, where it is what a run takes unless it is wrong: it is checked
-        whatever time is left, and not timed.
-      again: measures although an answer is kept, and tries what an earlier start ended with.
-      effort: how often it is timed.
-      deadline: of the clock; nothing is begun later.
-      clock: seconds.
-      exchange: collective; None exchanges between JAX's processes.
-      during: for what may hang, and waits for no other process; None: nobody watches.
+      ask: returns the question, equal on all processes; if it fails, the reference is chosen.
+      kept: cached answers of this machine, and marks of failed trials.
+      planned: the answer with the other implementation if the plan already uses it. It is then
+        only checked, whatever time is left, and not timed.
+      again: measures even if an answer is cached, and repeats trials that failed in earlier starts.
+      effort: limits on rounds and time.
+      deadline: on `clock`; nothing starts later.
+      clock: returns seconds.
+      exchange: gathers numbers of all processes; None: through JAX.
+      during: context for work that may hang and does not wait for other processes; None: not
+        supervised.
 
     Raises:
-      RuntimeError: the device is lost after the other one was tried.
+      RuntimeError: the device cannot be used any more after trying the other implementation.
     """
     here = _Here(
         kept=kept,
@@ -180,7 +183,7 @@ def decide(
         return Answer(choice=REFERENCE, reason=f"nothing was measured: {why}")
     try:
         question, why = ask(), None
-    except Exception as error:  # a question that cannot be asked must not end a run
+    except Exception as error:  # a failure to build the question must not end a run
         question, why = None, _line(error)
     if here.anywhere(why is not None) or question is None:
         why = why or "elsewhere"
@@ -219,18 +222,21 @@ def _tried(question: Question, here: _Here, leave_mark: Callable[[], None]) -> A
 def _refused(
     question: Question, here: _Here, why: str | None, leave_mark: Callable[[], None]
 ) -> Answer | None:
-    """The reference, where the other way failed on any process; None where it did on none.
+    """Returns the reference if the other implementation failed on any process; else None.
 
     Args:
-      why: it failed here.
+      question: the question.
+      here: see `_Here`.
+      why: the failure on this process; None if there was none.
+      leave_mark: makes the mark on disk stay.
     """
     if why is not None:
         leave_mark()
         if not _still_works(question):
-            # Before anything is exchanged: that would need the device.
+            # Raises before any exchange, which would need the device.
             raise RuntimeError(
                 f"{question.title}: {question.other.name} was tried, {why}, and this process can "
-                "use its device no more; start again: what failed is left out then"
+                "no longer use its device; start again: the failed trial is skipped then"
             )
     if here.anywhere(why is not None):
         return _reference(question, why or "it failed on another process")
@@ -238,9 +244,9 @@ def _refused(
 
 
 def _check(question: Question) -> str | None:
-    """Why the other way is not to be trusted, if it is not."""
+    """Runs the other implementation; returns why it fails or its results are wrong, else None."""
     try:
-        # What fails on a device says so only when it is waited for.
+        # Errors on a device are raised only when the result is awaited.
         wanted = jax.block_until_ready(question.reference.run())
         first = jax.block_until_ready(question.other.run())
         second = jax.block_until_ready(question.other.run())
@@ -251,15 +257,15 @@ def _check(question: Question) -> str | None:
         return f"its results are wrong: {why}"
     pairs = zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
     if not all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in pairs):
-        return "it computed other bits the second time"
+        return "it is not deterministic: a second run computed other bits"
     return None
 
 
 def _still_works(question: Question) -> bool:
-    """Whether the device computes after something failed: an invalid access ends its context."""
+    """Returns whether the device still works; an invalid memory access ends its context."""
     try:
         jax.block_until_ready(question.reference.run())
-    except Exception:  # whatever a device does that is lost
+    except Exception:  # a lost device may raise anything
         return False
     return True
 
@@ -273,14 +279,14 @@ def _measured(question: Question, here: _Here, leave_mark: Callable[[], None]) -
         why, mine = f"it failed: {_line(error)}", np.full(6, math.inf)
     if refused := _refused(question, here, why, leave_mark):
         return refused
-    slowest = here.exchange(mine).max(axis=0)  # a step waits for the slowest process
+    slowest = here.exchange(mine).max(axis=0)  # a training step waits for the slowest process
     (base, *base_noise), (time_, *noise) = slowest.reshape(2, 3).tolist()
     spread, doubt = map(max, base_noise, noise)
     if spread > NOISE:
         return _reference(question, f"times were too noisy to tell (quartiles {spread:.0%} apart)")
     is_faster = time_ <= MARGIN * base
     if is_faster and 1 - time_ / base <= DOUBT * doubt:
-        gain = f"{1 - time_ / base:.1%} less, give or take {DOUBT * doubt:.1%}"
+        gain = f"{1 - time_ / base:.1%} less, +- {DOUBT * doubt:.1%}"
         return _reference(question, f"times were too noisy to tell ({gain})")
     found = Kept(
         choice=(question.reference, question.other)[is_faster].name,
@@ -293,16 +299,16 @@ def _measured(question: Question, here: _Here, leave_mark: Callable[[], None]) -
 
 
 def _keep(question: Question, found: Kept, here: _Here) -> None:
-    """In the cache of every machine: where one has no answer, all would measure again."""
+    """Writes the answer to the cache of every machine; a missing one makes all measure again."""
     if here.kept.is_first:
         here.kept.keep(question.key, found)
-    here.anywhere(False)  # waits: processes of one machine have one cache, and one of them writes
+    here.anywhere(False)  # a barrier: processes of one machine share a cache, so one writes first
     if not here.kept.is_first:
         here.kept.keep(question.key, found)
 
 
 def _times(ways: Sequence[Way], here: _Here) -> list[list[float]]:
-    """Seconds of each way, in turns; the first round is thrown away."""
+    """Returns the seconds of each implementation, timed alternately; discards the first round."""
     taken: list[list[float]] = [[] for _ in ways]
     end = min(here.clock() + here.effort.seconds, here.deadline)
     for number in range(1 + here.effort.rounds):
@@ -316,7 +322,7 @@ def _times(ways: Sequence[Way], here: _Here) -> list[list[float]]:
 
 
 def _summary(times: Sequence[float]) -> tuple[float, float, float]:
-    """(median, distance of the quartiles, that over the root of the number of times).
+    """Returns (median, interquartile range, that range over the square root of the count).
 
     The second and third are relative to the median.
     """
@@ -342,7 +348,7 @@ def _line(error: Exception) -> str:
 
 
 def exchange_between_processes(values: np.ndarray) -> np.ndarray:
-    """Numbers of this process -> those of all, a row each."""
+    """Gathers the numbers of all processes, one row per process; collective."""
     if jax.process_count() == 1:
         return values[None]
     # Sent as bytes: JAX would round float64 to float32.

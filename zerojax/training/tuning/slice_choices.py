@@ -1,7 +1,7 @@
-"""Choice of the size of slices of optimizer state on the host, measured on the plan's own GPU.
+"""Measures which slice size is fastest for optimizer state that is offloaded to the host.
 
-The update of a part of one parameter: each slice is loaded from pinned host memory, updated and
-stored, by the code of the step. The bits are the same for every size.
+Times the update of a part of one parameter on the plan's GPU: the step's code loads each slice from
+pinned host memory, updates it and stores it. Results are bit-identical for every size.
 """
 
 from __future__ import annotations
@@ -30,21 +30,22 @@ from zerojax.training.tuning.trials import Repeated, base_key, lone_context, roo
 
 SLICES = "slices of offloaded state"
 AT_ONCE = 2
-"""Slices of the larger size that are updated, at least."""
+"""Minimum number of updated slices of the larger size."""
 SETS, RESULTS = 2, 3
-"""At once on the device and the host: what two ways update in turns; or what one way is given and
-the results that are compared, one of the reference and two of the other size."""
+"""Arrays that exist at once on device and host: the state of both sizes while they are timed; or
+the inputs of one and the compared results, one of the reference and two of the other size."""
 LOADED = 2
-"""Slices of each array on the host that the device holds (compiled for an H200)."""
+"""Slices of each host array that are on the device at once (from programs compiled for an H200)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlicedPart:
-    """What is updated, as `ShapeDtypeStruct`s, in the order in which `LeafUpdate` takes it.
+    """The updated arrays as `ShapeDtypeStruct`s, in the argument order of `LeafUpdate`.
 
     Attributes:
-      leaf: the part of a parameter: a shard of so many whole slices, all of them on the host.
-      weights, grad: [elements of the part]; master, moments: {"host": [slices, elements]}.
+      leaf: the part of a parameter: a shard of complete slices, all of them on the host.
+      weights, grad: [elements of the part].
+      master, moments: {"host": [slices, elements]}.
     """
 
     leaf: SlicedLeaf
@@ -59,12 +60,12 @@ class SlicedPart:
 
     @property
     def host_bytes(self) -> int:
-        """That measuring takes of the host's memory, at most."""
+        """Maximum bytes of host memory that measuring takes."""
         return self._held(is_host=True)
 
     @property
     def device_bytes(self) -> int:
-        """That measuring takes of the device's memory, at most."""
+        """Maximum bytes of device memory that measuring takes."""
         on_host = sum(x.dtype.itemsize for x in jax.tree.leaves(self.arrays) if _is_host(x))
         loaded = LOADED * on_host * self.leaf.slice_elements
         filled = max(_bytes(x) for x in jax.tree.leaves(self.arrays))
@@ -90,22 +91,24 @@ def _is_host(x: jax.ShapeDtypeStruct) -> bool:
 def choose_slices(
     plan: Plan, decided: Callable[[Callable[[], Question]], Answer]
 ) -> tuple[Plan, str]:
-    """(the plan with the fastest size, why), each beside the best so far.
+    """Returns (the plan with the fastest slice size, the reason).
+
+    Each size is compared with the best so far.
 
     Args:
-      plan: of which `why_slices_are_fixed` says nothing.
-      decided: asks a question, as `decide` does.
+      plan: for which `why_slices_are_fixed` returns None.
+      decided: answers a question, as `decide` does.
     """
     best, reasons = plan, []
     for size in SIZES:
         reference = best
         try:
             other = with_slices(plan, size)
-        except ValueError as error:  # there would be too many
+        except ValueError as error:  # too many slices
             reasons.append(str(error))
             continue
         if sizes_of_slices(other) == sizes_of_slices(best):
-            reasons.append(f"{_name(other)} makes the same slices")
+            reasons.append(f"{_name(other)} gives the same slices")
             continue
         answer = decided(lambda: slice_question(reference, other))  # noqa: B023
         best = other if answer.choice == _name(other) else best
@@ -114,7 +117,10 @@ def choose_slices(
 
 
 def slice_question(plan: Plan, other: Plan) -> Question:
-    """The update of a part of the largest parameter of which two plans make other slices."""
+    """Returns the question which of two plans updates faster.
+
+    Times a part of the largest parameter that the plans slice differently.
+    """
     assert isinstance(plan.mesh, Mesh)
     alone = Mesh([plan.mesh.local_devices[0]], ("alone",), axis_types=(AxisType.Auto,))
     parts = parts_of(plan, other, alone)
@@ -143,9 +149,10 @@ def slice_question(plan: Plan, other: Plan) -> Question:
 
 
 def parts_of(plan: Plan, other: Plan, mesh: Any) -> tuple[SlicedPart, SlicedPart]:
-    """The same part of the same parameter, in the slices of each plan.
+    """Returns the same part of the same parameter, in the slices of each plan.
 
     Args:
+      plan, other: the two plans.
       mesh: of one device.
     """
     mine, theirs = sizes_of_slices(plan), sizes_of_slices(other)
@@ -159,7 +166,7 @@ def parts_of(plan: Plan, other: Plan, mesh: Any) -> tuple[SlicedPart, SlicedPart
 
 
 def elements_of(shard: int, *sizes: int) -> int:
-    """Elements of a shard that are updated: whole slices of each size, `AT_ONCE` of the largest.
+    """Returns the updated elements of a shard: a multiple of each size, >= `AT_ONCE` x the largest.
 
     >>> elements_of(24000, 500, 2000)
     4000
@@ -202,10 +209,14 @@ def _part(plan: Plan, name: str, elements: int, size: int, mesh: Any) -> SlicedP
 
 
 def update_of(plan: Plan, part: SlicedPart, mesh: Any) -> Callable[..., Any]:
-    """(weights, master, moments, gradient) -> (weights, master, moments), to be jitted.
+    """Returns a function (weights, master, moments, grad) -> (weights, master, moments).
+
+    The function is to be jitted.
 
     Args:
-      mesh: of one device, in which it stands as in a step.
+      plan: has the optimizer.
+      part: the updated part.
+      mesh: of one device; the update runs under `shard_map`, as in a step.
     """
     assert plan.offload is not None
     name, counts = part.leaf.name, without_moments(plan.abstract_stored["opt_state"])
@@ -243,7 +254,7 @@ def _way(plan: Plan, part: SlicedPart, name: str, mesh: Mesh) -> Way:
 
 
 def _filled(struct: jax.ShapeDtypeStruct) -> jax.Array:
-    """Numbers between 0 and 1, the same for every shape of as many elements."""
+    """Returns numbers between 0 and 1 that depend only on the number of elements and the dtype."""
     sharding: Any = struct.sharding
     on_device = NamedSharding(sharding.mesh, sharding.spec)
     return jax.device_put(_filler(struct.shape, struct.dtype, on_device)(), sharding)
@@ -259,7 +270,7 @@ def _filler(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Call
 
 
 def _no_room(plan: Plan, parts: tuple[SlicedPart, SlicedPart]) -> str | None:
-    """Why measuring takes more than it may."""
+    """Returns why measuring would take too much memory; None if it does not."""
     free = least_room()
     needed = {
         "device": (max(part.device_bytes for part in parts), room(plan)),
@@ -267,7 +278,7 @@ def _no_room(plan: Plan, parts: tuple[SlicedPart, SlicedPart]) -> str | None:
     }
     for where, (taken, most) in needed.items():
         if taken > most:
-            return f"measuring takes {taken:,} bytes of {where} memory, and {most:,} may be taken"
+            return f"measuring takes {taken:,} bytes of {where} memory; {most:,} may be used"
     return None
 
 
@@ -276,7 +287,7 @@ def _name(plan: Plan) -> str:
 
 
 def difference(ours: Any, theirs: Any) -> str | None:
-    """Why two updated parts have other bits; None if they have not."""
+    """Returns how two updated parts differ in bits; None if they are equal."""
     for mine, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         a, b = (np.asarray(x).reshape(-1) for x in (mine, other))
         if a.dtype != b.dtype or not np.array_equal(a, b):

@@ -1,4 +1,4 @@
-"""Room, arrays and keys of trials on one device of a plan."""
+"""Computes memory limits, inputs and cache keys of trials on one device of a plan."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from zerojax.plan.make import Plan
 from zerojax.runtime.memory import least_room
 
 SHARE = 0.02
-"""Of the free memory, of a device or of the host, that measuring may take."""
+"""Share of the free memory, of a device or of the host, that measuring may use."""
 PACKAGES = (
     *("jax", "jaxlib", "jax-cuda12-pjrt", "jax-cuda13-pjrt"),
     *("nvidia-cudnn-cu12", "nvidia-cudnn-cu13"),
 )
-"""Whose versions decide what is compiled, and which of cuDNN's kernels run."""
+"""Packages whose versions determine the compiled programs and cuDNN's kernels."""
 SOURCES = (pallas_kernels, models, optim, parallel)
-"""Packages whose source is measured."""
+"""Packages whose source code is part of the cache key."""
 
 
 class Repeated:
-    """Calls a function on what its last call left, as steps do; inputs are made at the first."""
+    """Calls a function on the results of its last call, as steps do; the first makes inputs."""
 
     def __init__(self, begin: Callable[[], Any], again: Callable[[Any, Any], Any]) -> None:
         self._begin, self._again = begin, again
@@ -52,7 +52,7 @@ class Repeated:
 
 
 def room(plan: Plan) -> int:
-    """Bytes of a device that may be taken; the same on all devices of one kind."""
+    """Returns the bytes of device memory that may be used; the same on all devices of a kind."""
     assert isinstance(plan.mesh, Mesh)
     stats = plan.mesh.local_devices[0].memory_stats()
     if not stats:  # a CPU's memory is the host's
@@ -62,20 +62,20 @@ def room(plan: Plan) -> int:
 
 
 def share_of(free: int) -> int:
-    """The bytes that may be taken of free ones."""
-    # A power of two, so that processes with a little more or less free ask the same question.
+    """Returns how many of the free bytes may be used, a power of two."""
+    # Rounded, so that processes with slightly different free memory build the same question.
     return 2 ** int(math.log2(max(free * SHARE, 2**20)))
 
 
 def on_device(plan: Plan, make: Callable[[], Any]) -> Callable[[], Any]:
-    """The function, jitted, with its results on this process's first device of the plan."""
+    """Returns `make` jitted, with results on this process's first device of the plan."""
     assert isinstance(plan.mesh, Mesh)
     place = SingleDeviceSharding(plan.mesh.local_devices[0])
     return jax.jit(make, out_shardings=place)
 
 
 def lone_context(plan: Plan, choice: Choice) -> UpdateContext:
-    """What an update is told beside arrays, for one device by itself; to be traced."""
+    """Returns the `UpdateContext` of an update on a single device; call it while tracing."""
     return UpdateContext(
         gradient_scale=jnp.float32(0.5),
         skip=jnp.bool_(False),
@@ -87,14 +87,14 @@ def lone_context(plan: Plan, choice: Choice) -> UpdateContext:
 
 
 def whole_params(plan: Plan) -> dict[str, jax.ShapeDtypeStruct]:
-    """{name: shape and dtype of a whole parameter}, of all."""
+    """Returns {name: shape and dtype of the unsharded parameter} of all parameters."""
     stored = plan.abstract_state["params"]
     shapes = true_shapes(plan)
     return {name: jax.ShapeDtypeStruct(shape, stored[name].dtype) for name, shape in shapes.items()}
 
 
 def base_key(plan: Plan, what: str) -> dict[str, Any]:
-    """What any kept answer has to agree with: the card, its software and what is measured."""
+    """Returns the common part of cache keys: device, software versions and measured computation."""
     assert isinstance(plan.mesh, Mesh)
     device = plan.mesh.local_devices[0]
     return {
@@ -111,7 +111,7 @@ def base_key(plan: Plan, what: str) -> dict[str, Any]:
 
 @functools.cache
 def source_hash() -> str:
-    """Of the source of kernels and of what they are measured against: another is measured anew."""
+    """Returns a hash of the source of kernels and references; a change invalidates the cache."""
     digest = hashlib.sha256()
     for package in SOURCES:
         folder = Path(package.__file__).parent
@@ -124,5 +124,5 @@ def source_hash() -> str:
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:  # another card's, or run from its source
+    except importlib.metadata.PackageNotFoundError:  # for other hardware, or not installed
         return None

@@ -1,4 +1,4 @@
-"""Plan with what was faster on its own GPUs; questions about the update and gradient statistics."""
+"""Tunes a plan on its own GPUs; builds the questions on update and gradient statistics."""
 
 from __future__ import annotations
 
@@ -47,27 +47,27 @@ from zerojax.training.tuning.trials import Repeated, base_key, lone_context, on_
 
 MAX_ELEMENTS = 16 * 2**20
 BYTES_PER_ELEMENT = 56
-"""Parameters, two moments and gradients in float32 while they are drawn, and two results of an
-update, with which its third is compared."""
+"""Memory per element: float32 parameters, two moments and gradients while they are drawn, and two
+results of an update, with which a third is compared."""
 BYTES_OF_AVERAGE = 16
-"""As many of an average of the parameters, where the update moves one."""
+"""Additional memory per element if the update also computes an EMA of the parameters."""
 SMALLEST = 128
 AT_ONCE = 8
-"""Times that a program computes, so that its start on the host is a small part of what is timed."""
+"""Number of computations in one timed program, so that the launch overhead is small."""
 MAX_ARRAYS = 24
-"""A kernel over GPT-2's 148 takes some ten seconds to lower."""
+"""Maximum number of arrays. Lowering a kernel over GPT-2's 148 takes some ten seconds."""
 FLOAT32_LIMIT = 1e-5
-"""Relative to the largest element: kernels divide and take roots to two units in the last place,
-and sums of squares are taken in another order."""
+"""Maximum difference relative to the largest element: kernels compute divisions and square roots to
+two units in the last place, and sum squares in another order."""
 STORED_LIMIT = 2.0**-6
-"""Relative, element by element, of what is stored in bfloat16: two of its neighbours."""
+"""Maximum relative difference of bfloat16 elements: two units in the last place."""
 CODES_LIMIT = 2.0**-9
-"""Share of the codes of 8-bit moments that may be a neighbour: a last digit decides between two."""
+"""Maximum share of 8-bit moment codes that may differ by one, which rounding can cause."""
 TRIAL_SECONDS = 180.0
-"""After which a process that is trying something is taken to hang. Compiling a kernel takes some
-seconds, and longer where many processes share a few cores."""
+"""A trial that takes longer counts as hanging. Compiling a kernel takes some seconds, and longer
+if many processes share a few cores."""
 OTHER_KERNEL = "mosaic_gpu"
-"""What XLA's fusions are measured against."""
+"""The implementation that is compared with XLA's fusions."""
 _TITLES = {"update": "optimizer update", "statistics": "gradient statistics"}
 
 
@@ -81,26 +81,27 @@ def tune(
     clock: Callable[[], float] = time.perf_counter,
     exchange: Exchange | None = None,
 ) -> Plan:
-    """The plan with what is faster here: update, statistics, attention, slices of offloaded state.
+    """Returns the plan with the fastest update, statistics, attention and offload slice size.
 
-    `zerojax.train` calls it on GPUs, where `kernels` and `tune` are auto. Each way is checked
-    against XLA's results at every start, and timed in turns on arrays of the plan's sizes, before
-    the state exists, where no answer is kept. Nothing is begun after 10 seconds (`AT_START`): what
-    is not reached stays as planned, until a later start. The plan's reasons say what was chosen.
-    Collective: every process calls it.
+    `zerojax.train` calls it on GPUs if `kernels` and `tune` are "auto". Each implementation is
+    checked against XLA's results at every start. Without a cached answer, both are timed
+    alternately on arrays of the plan's sizes, before the state exists. Nothing starts after 10
+    seconds (`AT_START`): questions not reached stay as planned until a later start. The plan's
+    reasons say what was chosen. Collective: every process calls it.
 
     Args:
-      plan: on GPUs that are here; any other is returned as it is.
-      again: measures anew and for longer, and tries what an earlier start ended with.
-      watch: whether a process is ended that hangs while it tries something, after `TRIAL_SECONDS`;
-        None: unless it is an interactive interpreter.
-      kept: earlier answers; None takes the user's cache.
-      clock: seconds.
+      plan: on GPUs of this machine; any other plan is returned unchanged.
+      again: measures even if answers are cached, for longer, and repeats trials that failed in
+        earlier starts.
+      watch: whether to end a process that hangs in a trial, after `TRIAL_SECONDS`; None: yes,
+        unless it is an interactive interpreter.
+      kept: cached answers; None: the user's cache.
+      clock: returns seconds.
       exchange: see `decide`.
 
     Raises:
-      TypeError: `plan` is not a plan.
-      RuntimeError: something was tried after which the device cannot be used any more.
+      TypeError: `plan` is not a `Plan`.
+      RuntimeError: the device cannot be used any more after a trial.
     """
     require_plan(plan, "tune")
     if why_not_measured(plan) is not None:
@@ -110,7 +111,7 @@ def tune(
         watch or WatchConfig(),
         process=jax.process_index(),
         processes=jax.process_count(),
-        resume_hint="start again: what was tried is left out then",
+        resume_hint="start again: the failed trial is skipped then",
     )
     decided = functools.partial(
         decide,
@@ -147,15 +148,15 @@ def _tuned(plan: Plan, decided: Callable[..., Answer]) -> Plan:
 
 
 def why_not_measured(plan: Plan) -> str | None:
-    """Why nothing is measured for a plan, with what to change; None where something is."""
+    """Returns why nothing is measured for a plan, with a remedy; None if something is."""
     why = why_closed(plan)
     if why is None and not is_on_gpus(plan):
-        return "the devices are no NVIDIA GPUs of this machine; run it where the GPUs are"
+        return "the devices are not NVIDIA GPUs of this machine; run it where the GPUs are"
     return why
 
 
 def is_on_gpus(plan: Plan) -> bool:
-    """Whether a plan's devices are GPUs that are here, not those of the compile-only client."""
+    """Returns whether a plan's devices are GPUs of this machine, not of a compile-only client."""
     if not isinstance(plan.mesh, Mesh):
         return False
     devices = list(plan.mesh.devices.flat)
@@ -163,7 +164,7 @@ def is_on_gpus(plan: Plan) -> bool:
 
 
 def with_answers(plan: Plan, answers: Mapping[str, Answer]) -> Plan:
-    """The plan with these implementations, and reasons that say so."""
+    """Returns the plan with the chosen implementations, and their reasons."""
     chosen = {what: Choice(one.choice, one.reason) for what, one in answers.items()}  # type: ignore[arg-type]
     kernels = {**plan.program.kernels, **chosen}
     describe = functools.partial(
@@ -176,7 +177,7 @@ def with_answers(plan: Plan, answers: Mapping[str, Answer]) -> Plan:
     before = describe(plan.program.kernels)
     rest = [reason for reason in plan.reasons if reason not in before]
     said = describe(kernels)
-    for what, one in chosen.items():  # also that a kernel was not taken, and why
+    for what, one in chosen.items():  # also reasons why a kernel was not chosen
         line = f"{_TITLES.get(what, what)} by {one.implementation}: {one.reason}"
         said += [line] if line not in said else []
     return dataclasses.replace(
@@ -187,7 +188,10 @@ def with_answers(plan: Plan, answers: Mapping[str, Answer]) -> Plan:
 
 
 def statistics_question(plan: Plan, kernel: str) -> Question:
-    """Sums of squares and finite check of all gradients: a fusion each, or one kernel."""
+    """Returns the question on gradient statistics: one XLA fusion per array, or one kernel.
+
+    The statistics are the sums of squares and the finite check of all gradients.
+    """
     shapes = sample_shapes(plan)
     make = on_device(plan, lambda: _gradients(shapes))
     scale = jnp.float32(0.5)
@@ -199,7 +203,7 @@ def statistics_question(plan: Plan, kernel: str) -> Question:
         @jax.jit
         def several(grads: Any) -> Any:
             def once_more(number: jax.Array, total: Any) -> Any:
-                # Another scale each time, so that nothing is computed only once.
+                # Another scale each time, so that the computation is not hoisted out of the loop.
                 found = sums_of_squares(grads, scale * (1 + number), choice)
                 return jax.tree.map(jnp.add, total, found)
 
@@ -222,7 +226,7 @@ def statistics_question(plan: Plan, kernel: str) -> Question:
 
 
 def update_question(plan: Plan, kernel: str) -> Question:
-    """The update of all parameters, with the plan's optimizer."""
+    """Returns the question on the update of all parameters with the plan's optimizer."""
     tx = plan.tx
     assert isinstance(tx, Optimizer)
     shapes = sample_shapes(plan)
@@ -232,7 +236,7 @@ def update_question(plan: Plan, kernel: str) -> Question:
     def state() -> tuple[Any, Any, Any]:
         drawn = _gradients(shapes, 1.0)
         params = {name: x.astype(structs[name].dtype) for name, x in drawn.items()}
-        # Masks and groups may name any parameter; what is not of the sample is never computed.
+        # Masks and groups may name any parameter; those outside of the sample are never computed.
         zeros = {name: jnp.zeros(x.shape, x.dtype) for name, x in structs.items()}
         return params, _of_sample(tx.init(zeros | params), params), _gradients(shapes)
 
@@ -281,7 +285,7 @@ def update_question(plan: Plan, kernel: str) -> Question:
 
 
 def _of_sample(opt_state: Any, params: Mapping[str, Any]) -> Any:
-    """An optimizer's state of these parameters alone."""
+    """Returns the part of an optimizer state that belongs to these parameters."""
 
     def pick(node: Any) -> Any:
         return {name: node[name] for name in params} if isinstance(node, dict) else node
@@ -290,7 +294,7 @@ def _of_sample(opt_state: Any, params: Mapping[str, Any]) -> Any:
 
 
 def sample_shapes(plan: Plan) -> dict[str, tuple[int, ...]]:
-    """Shapes of a device's shards of some parameters, small and large, cut to what may be taken."""
+    """Returns shard shapes of some parameters, small and large, reduced to fit the memory limit."""
     params = plan.abstract_state["params"]
     shapes = {name: x.sharding.shard_shape(x.shape) for name, x in params.items()}
     by_size = sorted(shapes, key=lambda name: (math.prod(shapes[name]), name))
@@ -310,7 +314,7 @@ def sample_shapes(plan: Plan) -> dict[str, tuple[int, ...]]:
 
 
 def _cut_rows(shape: tuple[int, ...], most: int) -> tuple[int, ...]:
-    """The shape with as many dimensions and at most so many elements; layers are halved last."""
+    """Returns the shape reduced to at most `most` elements by halving; dimension 0 goes last."""
     cut = list(shape)
     for dim in (*range(1, len(cut)), 0):
         while math.prod(cut) > most and cut[dim] > 1:
@@ -319,12 +323,12 @@ def _cut_rows(shape: tuple[int, ...], most: int) -> tuple[int, ...]:
 
 
 def has_average(plan: Plan) -> bool:
-    """Whether the update moves an average of the weights as well."""
+    """Returns whether the update also computes an EMA of the weights."""
     return isinstance(plan.abstract_state["opt_state"], EmaState)
 
 
 def _gradients(shapes: Mapping[str, tuple[int, ...]], size: float = 1e-2) -> dict[str, jax.Array]:
-    """float32, random, the same each time; drawn as one array, so that compiling takes little."""
+    """Returns random float32 arrays, always the same; drawn as one array to compile quickly."""
     sizes = [math.prod(shape) for shape in shapes.values()]
     drawn = size * jax.random.normal(jax.random.key(1), (sum(sizes),))
     parts = jnp.split(drawn, np.cumsum(sizes)[:-1])
@@ -332,7 +336,7 @@ def _gradients(shapes: Mapping[str, tuple[int, ...]], size: float = 1e-2) -> dic
 
 
 def obstacle_of(plan: Plan, name: str, kernel: str) -> str | None:
-    """Why an implementation of a kernel cannot run on a plan's devices; None if it can."""
+    """Returns why an implementation cannot run on a plan's devices; None if it can."""
     if name == "xla":
         return None
     assert isinstance(plan.mesh, Mesh)
@@ -344,7 +348,7 @@ def obstacle_of(plan: Plan, name: str, kernel: str) -> str | None:
 
 
 def difference(ours: Any, theirs: Any) -> str | None:
-    """Why two results are not equal within the rounding of their dtypes; None if they are."""
+    """Returns how two results differ by more than the rounding of their dtypes; else None."""
     if jax.tree.structure(ours) != jax.tree.structure(theirs):
         return "they have another structure"
     named, _ = jax.tree_util.tree_flatten_with_path(theirs)
@@ -357,7 +361,7 @@ def difference(ours: Any, theirs: Any) -> str | None:
             return f"{name} is not finite"
         far = np.abs(a - b)
         if mine.dtype == jnp.int8:
-            # Where a moment lies between two codes the last digit decides, rarely.
+            # A moment between two codes may be rounded either way, which is rare.
             limit = np.ones(())
             if (far > 0).mean() > CODES_LIMIT:
                 return f"{name}: {(far > 0).mean():.2%} of its codes differ"
@@ -373,13 +377,13 @@ def difference(ours: Any, theirs: Any) -> str | None:
 
 
 def key_of(plan: Plan, what: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """What a kept answer has to agree with."""
+    """Returns the cache key of a kernel for these shapes."""
     params = plan.abstract_state["params"].values()
     moments = jax.tree.leaves(plan.abstract_state["opt_state"])
     return {
         **base_key(plan, what),
         "dtypes": sorted({x.dtype.name for x in params}),
-        # How many they are for each parameter tells, too: SGD may have none.
+        # The number of arrays per parameter is part of the key, too: SGD may have none.
         "moments": sorted({x.dtype.name for x in moments}),
         "arrays_of_state": len(moments) // max(len(params), 1),
         "arrays": len(shapes),

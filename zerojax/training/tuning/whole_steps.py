@@ -1,8 +1,8 @@
-"""Whole training steps, timed: as planned, with the other kernels, with other buckets.
+"""Times complete training steps: as planned, with other kernels, with other buckets.
 
-A measurement of one computation by itself does not see what runs beside it. Here each variant of a
-plan trains by itself for some steps on a batch of zeros: its state is made, and given back before
-the next one's is.
+A measurement of a single computation does not see what runs concurrently in a step. Here each
+variant of a plan trains for some steps on a batch of zeros; its state is freed before the next
+variant's is created.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from zerojax.training.tuning.measured_choices import Exchange, exchange_between_
 AS_PLANNED = "as planned"
 FIRST_STEPS, STEPS = 3, 12
 SECONDS = 10.0
-"""Of the steps after the first ones."""
+"""Time limit of the steps after the first ones."""
 WARM_UP = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TimedStep:
-    """A variant of a plan.
+    """The step time of a variant of a plan.
 
     Attributes:
-      name: what differs, as it is written in a run file.
-      seconds: of a step, the median, on the slowest process; infinite where it failed.
-      failure: why there is no time, on this process.
+      name: the changed setting, as written in a run file.
+      seconds: median of a step, on the slowest process; infinite if it failed.
+      failure: the failure on this process, if any.
     """
 
     name: str
@@ -58,17 +58,18 @@ def time_steps(
 
     Args:
       variants: {name: plan}, in order; each on the devices of this job.
-      clock: seconds.
+      clock: returns seconds.
       exchange: see `decide`.
 
     Yields:
-      Each when it is done, so that what ends a process does so after the ones before are told.
+      Each result as soon as it is measured, so that it is not lost if a later variant ends the
+      process.
     """
     exchange = exchange or exchange_between_processes
     for name, plan in variants.items():
         trial = TimedSteps(plan, clock)
         slowest = float(exchange(np.array([trial.median_of(FIRST_STEPS)])).max())
-        # All processes take as many steps: a step waits for all of them.
+        # All processes must take the same number of steps, since a step is collective.
         more = min(STEPS - FIRST_STEPS, int(SECONDS / slowest)) if math.isfinite(slowest) else 0
         if more:
             slowest = float(exchange(np.array([trial.median_of(more)])).max())
@@ -77,13 +78,14 @@ def time_steps(
 
 
 class TimedSteps:
-    """Steps of one plan on a batch of zeros.
+    """Takes and times steps of one plan on a batch of zeros.
 
     Args:
-      plan: on devices that are here; clock: seconds.
+      plan: on devices of this machine.
+      clock: returns seconds.
 
     Attributes:
-      failure: why it takes no more steps; None while it does.
+      failure: the error that ended it; None if there was none.
     """
 
     def __init__(self, plan: Plan, clock: Callable[[], float]) -> None:
@@ -93,10 +95,10 @@ class TimedSteps:
         self.failure: str | None = None
 
     def median_of(self, steps: int) -> float:
-        """Seconds of a step, after so many more; infinite where one failed."""
+        """Takes `steps` more steps; returns the median seconds, infinite if one failed."""
         try:
             self._take(steps)
-        except Exception as error:  # what a variant does must not end the others
+        except Exception as error:  # a failing variant must not end the others
             self.failure = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
             self._state = None
             return math.inf
@@ -117,18 +119,18 @@ class TimedSteps:
 
 
 def variants_of(plan: Plan, kernel: str | None = None) -> dict[str, Plan]:
-    """The plan, and the plan with other implementations of kernels, buckets, and layers unrolled.
+    """Returns the plan and variants with other kernels, other buckets, and unrolled layers.
 
     Args:
-      plan: on devices that are here.
-      kernel: what is tried beside "xla"; None: "mosaic_gpu".
+      plan: on devices of this machine.
+      kernel: implementation to try besides "xla"; None: "mosaic_gpu".
     """
     kernel = kernel or tuned_plan.OTHER_KERNEL
     return {AS_PLANNED: plan} | _of_kernels(plan, kernel) | _of_buckets(plan) | _of_loops(plan)
 
 
 def _of_kernels(plan: Plan, kernel: str) -> dict[str, Plan]:
-    """All kernels, and none, where they can run and the plan has not just that."""
+    """Returns variants with all or no kernels, if they can run and differ from the plan."""
     known, planned = tuned_plan.open_kernels(plan), plan.program.kernels
     found = {}
     for name in ("xla", kernel):
@@ -142,7 +144,7 @@ def _of_kernels(plan: Plan, kernel: str) -> dict[str, Plan]:
 
 
 def _of_buckets(plan: Plan) -> dict[str, Plan]:
-    """Other sizes of buckets, where they make other collectives."""
+    """Returns variants with other bucket sizes that change the collectives."""
     found = {}
     for option, size in other_bucket_sizes(plan):
         changes: dict[str, Any] = {option: size}
@@ -152,20 +154,20 @@ def _of_buckets(plan: Plan) -> dict[str, Plan]:
 
 
 def _of_loops(plan: Plan) -> dict[str, Plan]:
-    """Loops over layers as straight code, where the settings and the model allow it."""
+    """Returns a variant with unrolled layer loops, if the settings and the model allow it."""
     if plan.settings.unroll:
         return {}
     remake: Any = plan.remake
     settings = dataclasses.replace(plan.settings, unroll=True)
     try:
         unrolled = dataclasses.replace(remake, settings=settings)(plan.mesh)
-    except ValueError:  # what needs the loop, or has none
+    except ValueError:  # an option needs the loop, or there is none
         return {}
     return {"mesh.unroll=true": dataclasses.replace(unrolled, program=plan.program)}
 
 
 def _zeros(plan: Plan) -> Any:
-    """A batch of the plan's shapes: the first row of every table, and values of 0."""
+    """Returns a batch of zeros with the plan's shapes."""
 
     shardings = jax.tree.map(lambda x: x.sharding, plan.abstract_batch)
 
