@@ -228,7 +228,7 @@ def test_a_template_that_does_harm_is_one_sentence(code, why):
         ("{% for %}", r"the chat template is not a valid chat template \(Expected an expression"),
         pytest.param(
             "{{ 9 ** 99999999 }}",
-            r"no chat template \(it takes more than 0.3 s",
+            r"chat template.*more than 0.3 s",
             marks=pytest.mark.thorough,
         ),
     ],
