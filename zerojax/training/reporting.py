@@ -278,10 +278,10 @@ class Reports:
 
 
 def _needs_no_device(schedule: Schedule) -> bool:
-    """Whether a schedule, given a Python number, gives one of Python or NumPy."""
-    found: list[Any] = []
-    jax.eval_shape(lambda: found.append(schedule(0)))  # traced: nothing runs on a device
-    return not isinstance(found[0], jax.Array)
+    """Whether a schedule, given a Python number, returns one of Python or NumPy."""
+    is_array: list[bool] = []  # no value of the trace leaves it
+    jax.eval_shape(lambda: is_array.append(isinstance(schedule(0), jax.Array)))
+    return not is_array[0]
 
 
 def _read(step: int, metrics: Mapping[str, Any]) -> Metrics:
