@@ -195,7 +195,7 @@ def test_merging_is_what_the_layer_computes():
 @pytest.mark.thorough
 def test_a_folder_that_is_there_and_a_step_that_is_not_are_refused(run, tmp_path):
     folder, trainer = run
-    with pytest.raises(FileExistsError, match="is there already"):
+    with pytest.raises(FileExistsError, match="already exists"):
         to_hugging_face(trainer, folder)
     with pytest.raises(ValueError, match="step=2 .*give the run's folder"):
         to_hugging_face(trainer, tmp_path / "x", step=2)
