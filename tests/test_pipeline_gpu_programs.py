@@ -126,15 +126,16 @@ def shards_of_a_matrix_sum_activations_only(built):
 
 @claim()
 def messages_travel_beside_other_work(built):
-    """Where both slots are in a tick, each of its two messages is under way while at least 25 times
-    its bytes are read and written: at 3.3 TB/s as long as a link of 132 GB/s takes for it. Least
-    (28 times) has one of the two on 512 GPUs with matrices that are split; see the control below.
+    """Where both slots are in a tick, each of its two messages is under way while at least 30 times
+    its bytes are read and written: at 3.3 TB/s as long as a link of 110 GB/s takes for it. On 512
+    GPUs with matrices that are split one of the two has 28 times (see the control below).
     """
+    least = 25 if built.case.model > 1 and built.case.stage > 2 else 30
     steady = built.steady_permutes
     assert len(steady) == 2
     for permute in steady:
         assert permute.is_async
-        assert built.overlap[permute.name].hbm_bytes > 25 * built.case.message
+        assert built.overlap[permute.name].hbm_bytes > least * built.case.message
 
 
 @claim(lambda case: case.zero < 2 and case.model == 1)

@@ -96,7 +96,7 @@ def find_layer_scans(closed: ClosedJaxpr, parameters: Sequence[bool]) -> list[La
 
 
 def find_loops_over_layers(closed: ClosedJaxpr, parameters: Sequence[bool]) -> list[LayerScan]:
-    """As `find_layer_scans`, of which any may be missing or inside of something."""
+    """Returns all loops over layers, also those that `find_layer_scans` refuses."""
     inputs = closed.jaxpr.invars
     held = {v for v, is_one in zip(inputs, parameters, strict=True) if is_one}
     return list(_find(closed.jaxpr, held, ""))

@@ -1,8 +1,8 @@
-"""Loops over layers as straight code: what a `jax.lax.scan` over stacked parameters stacks is gone.
+"""Unrolls loops over layers, so that the step stacks no values for the backward pass.
 
-The backward pass of a loop reads what the forward pass kept from one array [layers, ...] for each
-kept value. Each layer writes its part there, and reads a copy of it back. Straight code keeps the
-values themselves. It compiles longer: each layer is compiled by itself.
+In a `jax.lax.scan` over stacked parameters each layer writes the values that its backward pass
+needs into arrays [layers, ...], and the backward pass reads copies from them. Unrolled layers keep
+the values themselves. Each layer is then compiled by itself, which takes longer.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from zerojax.models.jaxpr import is_checkpoint
 def unroll_layers(
     function: Callable[..., Any], constants: Sequence[Any] = ()
 ) -> Callable[..., Any]:
-    """Returns `function(parameters, *others)` whose loops over layers are straight code.
+    """Returns `function(parameters, *others)` with unrolled loops over layers.
 
-    Loops whose layers have checkpoints stay: in straight code the compiler merges what a checkpoint
-    computes again with what it computed first.
+    Values and derivatives stay the same. Loops whose layers have checkpoints stay loops: in
+    unrolled layers the compiler would merge a recomputation with the first computation.
 
     Args:
-      function: has the same values and derivatives.
-      constants: arrays that it closes over and that are parameters, too.
+      function: takes the parameters first.
+      constants: arrays in the closure of `function` that are parameters as well.
     """
 
     def unrolled(parameters: Any, *others: Any) -> Any:
@@ -52,7 +52,7 @@ def unroll_layers(
 def describe_unrolled(
     settings: MeshConfig, forward: ClosedJaxpr, num_parameters: int
 ) -> tuple[str, ...]:
-    """What a plan says of unrolled loops: one line per loop; () without `unroll`.
+    """Returns the lines of a plan about unrolled loops, one for each loop; () without `unroll`.
 
     Args:
       settings: the mesh options.
@@ -60,7 +60,7 @@ def describe_unrolled(
       num_parameters: how many.
 
     Raises:
-      ValueError: it cannot be done with these settings or this model; with the remedy.
+      ValueError: the settings or the model need the loop; the message says what to change.
     """
     if not settings.unroll:
         return ()
@@ -95,7 +95,7 @@ def why_never_unrolled(settings: MeshConfig) -> str | None:
 
 
 def _why_not(scan: LayerScan) -> str | None:
-    """Why a loop stays one, if it does."""
+    """Returns why a loop is not unrolled; None if it is."""
     if scan.inside:
         return f"it is inside of a `{scan.inside}`"
     layer = scan.equation.params["jaxpr"].jaxpr
@@ -105,9 +105,9 @@ def _why_not(scan: LayerScan) -> str | None:
 
 
 def _may_be_merged(equation: Any) -> bool:
-    """A checkpoint that does not keep the compiler from merging what it computes again.
+    """Returns whether an equation is a checkpoint whose recomputation the compiler may merge.
 
-    Those that do, as in the layers of experts, work in straight code as well.
+    Checkpoints with `prevent_cse`, as in layers of experts, also work in unrolled layers.
     """
     return is_checkpoint(equation) and not np.all(equation.params["prevent_cse"])
 
