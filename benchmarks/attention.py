@@ -22,8 +22,8 @@ from zerojax.forecasting.hlo.costs import hbm_bytes, matmul_flops
 from zerojax.forecasting.hlo.program import read_program
 from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import find_gpu
-from zerojax.models.flops import count_program_flops
 from zerojax.plan.device_mesh import make_mesh
+from zerojax.tracing.flops import count_program_flops
 
 HEADS, HEAD_DIM = 32, 128
 CASES = (("h100", 9.89e14, 3.35e12), ("a100-80gb", 3.12e14, 2.04e12))

@@ -29,7 +29,7 @@ import zerojax
 from benchmarks import plain_gspmd
 from benchmarks.machine import load_average
 from benchmarks.recording import Goal, Record, add_arguments, save_so_far, write_record
-from zerojax.models import GPT2, GPT2Config
+from zerojax.zoo import GPT2, GPT2Config
 
 ROOT = Path(__file__).resolve().parent.parent
 DEVICES = (1, 8)

@@ -27,14 +27,14 @@ from tests.foreign_modules import in_64_bits, is_given, load
 from tests.foreign_shapes import SHAPES, ForeignModel
 from zerojax.config import MeshConfig
 from zerojax.models.adapt import as_model
-from zerojax.models.jaxpr import inner_programs
-from zerojax.models.protocol import Arrays, Model
-from zerojax.models.rolling import FoundLoops, RolledModel, find_loops
-from zerojax.models.trace import trace_model
+from zerojax.operators.marks import inner_programs
 from zerojax.parallel.initialization import init_state
 from zerojax.parallel.step import build_step
 from zerojax.plan.device_mesh import make_mesh
 from zerojax.plan.make import Plan, make_plan
+from zerojax.tracing.protocol import Arrays, Model
+from zerojax.tracing.rolling import FoundLoops, RolledModel, find_loops
+from zerojax.tracing.trace import trace_model
 
 NUM_DEVICES = 8
 STEPS = 20

@@ -22,8 +22,8 @@ from benchmarks.machine import load_average
 from benchmarks.recording import Goal, Record, parse_arguments, write_record
 from zerojax.config import ModelConfig
 from zerojax.forecasting import hlo
-from zerojax.models import build_model
 from zerojax.optim import one_bit_adam
+from zerojax.zoo import build_model
 
 NUM_DEVICES = 4
 TEXT = Path(zerojax.data.__file__).parent / "shakespeare.txt"

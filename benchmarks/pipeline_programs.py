@@ -19,10 +19,10 @@ from zerojax.config import MeshConfig
 from zerojax.forecasting import hlo
 from zerojax.forecasting.hlo.live_buffers import LiveAtPeak, read_live
 from zerojax.hardware import compile_client, gpus
-from zerojax.models import GPT2, GPT2Config
 from zerojax.parallel.step import build_step
 from zerojax.plan.device_mesh import make_mesh
 from zerojax.plan.make import Plan, make_plan
+from zerojax.zoo import GPT2, GPT2Config
 
 BF16 = 2
 GPT_1B = GPT2Config(

@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 from zerojax.data import TokenSource, tokens_of_array
-from zerojax.models import GPT2, GPT2Config
+from zerojax.zoo import GPT2, GPT2Config
 
 # 3,487,232 parameters, with output weights of their own.
 FULL = GPT2Config(

@@ -16,7 +16,7 @@ from benchmarks.machine import load_average
 from benchmarks.recording import Goal, Record, parse_arguments, write_record
 from zerojax.config import MeshConfig, ModelConfig
 from zerojax.forecasting import hlo
-from zerojax.models import build_model
+from zerojax.zoo import build_model
 
 NUM_DEVICES, NODE = 4, 2
 TEXT = Path(zerojax.data.__file__).parent / "shakespeare.txt"

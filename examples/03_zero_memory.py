@@ -11,7 +11,7 @@ from zerojax.config import ModelConfig
 
 jax.config.update("jax_num_cpu_devices", 8)
 
-model = zerojax.models.build_model(ModelConfig(num_layers=2, embed_dim=128, max_seq_len=32), 256)
+model = zerojax.zoo.build_model(ModelConfig(num_layers=2, embed_dim=128, max_seq_len=32), 256)
 tokens = np.random.default_rng(0).integers(0, 256, (16, 33), dtype=np.int32)
 batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 

@@ -14,7 +14,7 @@ from zerojax.config import ModelConfig
 
 jax.config.update("jax_num_cpu_devices", 8)
 
-model = zerojax.models.build_model(ModelConfig(num_layers=2, embed_dim=64, max_seq_len=32), 256)
+model = zerojax.zoo.build_model(ModelConfig(num_layers=2, embed_dim=64, max_seq_len=32), 256)
 
 
 def run(mesh_config: dict, folder: str, steps: int) -> zerojax.Trainer:

@@ -20,7 +20,7 @@ chosen = elastic.choose_batch()
 rows, counts = chosen.global_batch_size, chosen.device_counts
 print(f"{rows} rows on any of {counts} devices")
 
-model = zerojax.models.build_model(ModelConfig(num_layers=2, embed_dim=32, max_seq_len=16), 256)
+model = zerojax.zoo.build_model(ModelConfig(num_layers=2, embed_dim=32, max_seq_len=16), 256)
 
 
 def make_batch(number):

@@ -13,7 +13,7 @@ import numpy as np
 
 import zerojax
 from zerojax.data import as_masked_source, as_source
-from zerojax.models import Bert, BertConfig
+from zerojax.zoo import Bert, BertConfig
 
 jax.config.update("jax_num_cpu_devices", 4)
 

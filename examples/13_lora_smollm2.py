@@ -41,7 +41,7 @@ train, validation, tokenizer = as_source(
 def continuation(model) -> str:
     """What the model makes of the beginning of a play, taking the likeliest token each time."""
     prompt = np.array([tokenizer.encode("First Citizen:\n")], np.int32)
-    return tokenizer.decode(zerojax.models.generate(model, prompt, 32, temperature=0)[0])
+    return tokenizer.decode(zerojax.zoo.generate(model, prompt, 32, temperature=0)[0])
 
 
 lora = zerojax.LoraConfig(rank=8, alpha=16)

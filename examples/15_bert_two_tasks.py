@@ -14,7 +14,7 @@ from flax import nnx
 
 import zerojax
 from zerojax.data import as_source
-from zerojax.models import Bert, BertConfig
+from zerojax.zoo import Bert, BertConfig
 
 jax.config.update("jax_num_cpu_devices", 4)
 

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 import zerojax
-from zerojax.models import T5, T5Config, generate_from_source
+from zerojax.zoo import T5, T5Config, generate_from_source
 
 jax.config.update("jax_num_cpu_devices", 8)
 

@@ -64,7 +64,7 @@ model = zerojax.from_hugging_face("merged").to_model()
 for animal, wanted in ANSWERS.items():
     prompt = f"user:\nWhat does the {animal} say?\nassistant:\n"
     ids = np.array([tokenizer.encode(prompt)], np.int32)
-    drawn = zerojax.models.generate(model, ids, 16, temperature=0, num_ids=tokenizer.vocab_size)
+    drawn = zerojax.zoo.generate(model, ids, 16, temperature=0, num_ids=tokenizer.vocab_size)
     text = tokenizer.decode(drawn[0]).removeprefix(prompt)
     print(f"{prompt}{text!r}")
     assert text.startswith(f"{wanted}.")

@@ -49,7 +49,7 @@ def answers_of(folder: str) -> dict[str, str]:
         asked = f"system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n{question}<|im_end|>\n"
         prompt = f"<|im_start|>{asked}<|im_start|>assistant\n"
         ids = np.array([tokenizer.encode(prompt)], np.int32)
-        drawn = zerojax.models.generate(model, ids, 12, temperature=0)[0, ids.shape[1] :]
+        drawn = zerojax.zoo.generate(model, ids, 12, temperature=0)[0, ids.shape[1] :]
         found[question] = tokenizer.decode(drawn).partition("<|im_end|>")[0]
         print(f"  {question} {found[question]!r}", flush=True)
     return found

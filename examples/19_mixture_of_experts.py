@@ -20,7 +20,7 @@ MIXTURE = MoEConfig(num_experts=8, experts_per_token=2, expert_dim=64)
 def curve(**mlp) -> dict[int, float]:
     """{step: validation loss} of a model with this MLP."""
     trainer = zerojax.train(
-        zerojax.models.build_model(ModelConfig(**SIZES, **mlp), 256),
+        zerojax.zoo.build_model(ModelConfig(**SIZES, **mlp), 256),
         {"data": 4, "zero": 3},
         global_batch_size=16,
         optimizer=zerojax.adamw(3e-3),

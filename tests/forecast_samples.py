@@ -20,9 +20,9 @@ from zerojax.forecasting.forecast_numbers import (
 )
 from zerojax.forecasting.roofline import estimate, verdict
 from zerojax.hardware.gpus import Gpu, find_gpu
-from zerojax.models import build_model
 from zerojax.plan.device_mesh import make_abstract_mesh
 from zerojax.plan.make import Plan, make_plan
+from zerojax.zoo import build_model
 
 GIB = 2**30
 

@@ -18,8 +18,8 @@ from safetensors.numpy import save_file
 
 from tests.hugging_face_weights import norms_near, weights
 from tests.sft_cases import write_tokenizer
-from zerojax.models.hugging_face import ARCHITECTURES
-from zerojax.models.hugging_face.writing import Description
+from zerojax.zoo.hugging_face import ARCHITECTURES
+from zerojax.zoo.hugging_face.writing import Description
 
 DATA = json.loads((Path(__file__).parent / "data" / "hugging_face.json").read_text())
 CASES = DATA["cases"]

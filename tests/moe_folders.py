@@ -15,8 +15,8 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from tests.hugging_face_weights import weights
-from zerojax.models.hugging_face import ARCHITECTURES
-from zerojax.models.hugging_face.writing import Description
+from zerojax.zoo.hugging_face import ARCHITECTURES
+from zerojax.zoo.hugging_face.writing import Description
 
 MIXTURES = json.loads((Path(__file__).parent / "data" / "moe_families.json").read_text())["cases"]
 

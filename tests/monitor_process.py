@@ -17,12 +17,12 @@ import numpy as np
 
 import zerojax
 from zerojax.config import LogConfig, ModelConfig
-from zerojax.models import build_model
 from zerojax.runtime import distributed
 from zerojax.runtime.shutdown import OK, leave
 from zerojax.training import trainer
 from zerojax.training.metrics.stragglers import DATA, Stopwatch
 from zerojax.training.process_times import LoopClock
+from zerojax.zoo import build_model
 
 STEPS, ROWS = 12, 8
 READ_AHEAD = 2

@@ -15,13 +15,13 @@ from tests.trajectories import regression_batch, text_batch
 from zerojax.config import MeshConfig, OffloadConfig
 from zerojax.data import shard_batch
 from zerojax.models.losses import mean_squared_error
-from zerojax.models.trees import flatten_names
 from zerojax.optim import adamw
 from zerojax.parallel.initialization import init_state
 from zerojax.parallel.reshard import to_canonical
 from zerojax.parallel.step import build_step
 from zerojax.plan.device_mesh import make_mesh
 from zerojax.plan.make import Plan, make_plan
+from zerojax.tracing.trees import flatten_names
 
 SHARES = {"device": 0.3, "host": 0.3, "nvme": 0.4}
 

@@ -18,10 +18,10 @@ from tests.small_models import VOCAB, LinenText, linen_loss, regression_loss
 from tests.trajectories import STEPS, TOLERANCE, Trajectory, plan_for, regression_batch, text_batch
 from zerojax.forecasting.hlo import find_in_branches, read_program
 from zerojax.models.losses import next_token
-from zerojax.models.zoo.layers import Dropout
 from zerojax.parallel.initialization import init_state
 from zerojax.parallel.step import build_step
 from zerojax.plan.make import Plan
+from zerojax.zoo.layers import Dropout
 
 THRESHOLD = 50
 """Elements; far below the default, so that ZeRO splits what these tiny models have."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from zerojax.models.jaxpr import COLLECTIVES, inner_programs
+from zerojax.operators.marks import inner_programs
+from zerojax.tracing.jaxpr import COLLECTIVES
 
 
 class Claims:

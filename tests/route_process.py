@@ -61,7 +61,7 @@ def batch(number: int) -> dict[str, np.ndarray]:
 def main(folder: str) -> None:
     jax.config.update("jax_num_cpu_devices", 8)
     config = ModelConfig(num_layers=2, num_heads=2, embed_dim=32, max_seq_len=16)
-    model = zerojax.models.build_model(config, 64)
+    model = zerojax.zoo.build_model(config, 64)
     mesh = {"zero": 3, "persistence_threshold": 0}
     route = Route()
     sys.setprofile(route)

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from flax import linen, nnx
 
 from zerojax.config import ModelConfig
-from zerojax.models import build_model
 from zerojax.models.losses import mean_squared_error, next_token
+from zerojax.zoo import build_model
 
 VOCAB = 64
 

@@ -11,10 +11,10 @@ import zerojax
 from tests.small_models import reference_model
 from tests.trajectories import text_batch
 from zerojax.config import LogConfig, ModelConfig
-from zerojax.models import build_model
 from zerojax.optim import adam8bit
 from zerojax.optim.adam8bit_state import part_of
 from zerojax.plan.counts import shard_bytes
+from zerojax.zoo import build_model
 
 BATCHES = [text_batch(index) for index in range(4)]
 STEPS = 8

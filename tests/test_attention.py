@@ -15,15 +15,15 @@ import pytest
 
 import zerojax
 from tests.trajectories import TOLERANCE, plan_for, train_for
-from zerojax.models import chunked_attention
-from zerojax.models.attending import calls_of_attention
-from zerojax.models.attention_choice import LONGEST_STORED
-from zerojax.models.attention_tiles import tiles_of
-from zerojax.models.batch_rows import follow_rows
-from zerojax.models.chunked_attention import Visibility
-from zerojax.models.row_dependence import Fixed, Rows, Total
-from zerojax.models.zoo.stacking import REMAT_NAMES, REMAT_POLICIES
+from zerojax.operators import chunked_attention
+from zerojax.operators.attending import calls_of_attention
+from zerojax.operators.attention_choice import LONGEST_STORED
+from zerojax.operators.attention_tiles import tiles_of
+from zerojax.operators.chunked_attention import Visibility
 from zerojax.parallel.step import build_step
+from zerojax.tracing.batch_rows import follow_rows
+from zerojax.tracing.row_dependence import Fixed, Rows, Total
+from zerojax.tracing.stacking import REMAT_NAMES, REMAT_POLICIES
 
 BLOCK, TOKENS = 16, 70
 CLOSE = {"rtol": 0, "atol": 4e-6}
@@ -291,7 +291,7 @@ def test_auto_depends_on_the_number_of_keys():
 
 
 def test_the_plan_says_which_one_and_why():
-    model = zerojax.models.build_model(
+    model = zerojax.zoo.build_model(
         zerojax.config.ModelConfig(num_layers=1, num_heads=2, embed_dim=8, attention="chunked"), 64
     )
     plan = plan_for(model)
@@ -348,8 +348,8 @@ def test_a_summed_loss_is_seen_through_attention(implementation, options):
 
 def grouped(attention, remat="dots"):
     sizes = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 16, "max_seq_len": 32}
-    config = zerojax.models.LlamaConfig(vocab_size=32, attention=attention, remat=remat, **sizes)
-    return lambda rngs: zerojax.models.Llama(config, rngs=rngs)
+    config = zerojax.zoo.LlamaConfig(vocab_size=32, attention=attention, remat=remat, **sizes)
+    return lambda rngs: zerojax.zoo.Llama(config, rngs=rngs)
 
 
 ROWS = [

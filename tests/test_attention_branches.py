@@ -11,12 +11,12 @@ import pytest
 
 from tests.test_attention import largest_array
 from zerojax.hardware.gpus import named_gpu
-from zerojax.models import attention, chunked_attention
-from zerojax.models.attending import WindowOfLayer, attend_with, calls_of_attention
-from zerojax.models.attention_choice import attention_measured, attention_planned_for
-from zerojax.models.flops import count_flops
-from zerojax.models.zoo.stacking import REMAT_POLICIES
+from zerojax.operators import attention, chunked_attention
+from zerojax.operators.attending import WindowOfLayer, attend_with, calls_of_attention
+from zerojax.operators.attention_choice import attention_measured, attention_planned_for
 from zerojax.plan.device_mesh import make_abstract_mesh
+from zerojax.tracing.flops import count_flops
+from zerojax.tracing.stacking import REMAT_POLICIES
 
 ROWS, TOKENS, HEADS, KV_HEADS, FEATURES = 2, 21, 4, 2, 8
 CLOSE = {"rtol": 0, "atol": 4e-6}

@@ -24,13 +24,13 @@ from zerojax.forecasting.hlo.costs import matmul_flops, opaque_calls
 from zerojax.forecasting.hlo.program import read_program
 from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import find_gpu
-from zerojax.models.attending import calls_of_attention
-from zerojax.models.attention_choice import Device, attention_planned_for
-from zerojax.models.chunked_attention import Visibility
-from zerojax.models.cudnn_attention import BACKWARD, FORWARD, cudnn_attention, obstacle
-from zerojax.models.flops import count_flops
+from zerojax.operators.attending import calls_of_attention
+from zerojax.operators.attention_choice import Device, attention_planned_for
+from zerojax.operators.chunked_attention import Visibility
+from zerojax.operators.cudnn_attention import BACKWARD, FORWARD, cudnn_attention, obstacle
 from zerojax.parallel.step import build_step
 from zerojax.plan.device_mesh import make_abstract_mesh
+from zerojax.tracing.flops import count_flops
 
 
 def operands(dtype="bfloat16", *, tokens=64, heads=4, kv_heads=2, head_dim=32, keys=None):
@@ -233,7 +233,7 @@ def plan_of(
     heads = (4, 2) if head_dim is None else (2, 2)
     sizes = {"num_layers": 4, "num_heads": heads[0], "num_kv_heads": heads[1], "embed_dim": 64}
     sizes["head_dim"] = head_dim
-    config = zerojax.models.LlamaConfig(
+    config = zerojax.zoo.LlamaConfig(
         vocab_size=320,
         max_seq_len=tokens,
         attention=attention,
@@ -244,7 +244,7 @@ def plan_of(
     shape = jax.ShapeDtypeStruct((16, tokens), jnp.int32)
     batch = {"tokens": shape, "targets": shape, **({"segments": shape} if segments else {})}
     return make_plan(
-        lambda rngs: zerojax.models.Llama(config, rngs=rngs),
+        lambda rngs: zerojax.zoo.Llama(config, rngs=rngs),
         mesh,
         example_batch=batch,
         zero=zero,

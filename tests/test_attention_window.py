@@ -15,9 +15,9 @@ from tests.small_models import reference_model
 from tests.test_context_training import packed_batch
 from tests.trajectories import TOLERANCE, plan_for, text_batch, train_for
 from zerojax.config import ModelConfig
-from zerojax.models import chunked_attention
-from zerojax.models.hugging_face import UnsupportedError
-from zerojax.models.hugging_face.writing import describe_model
+from zerojax.operators import chunked_attention
+from zerojax.zoo.hugging_face import UnsupportedError
+from zerojax.zoo.hugging_face.writing import describe_model
 
 WINDOW, LAYERS, LENGTH = 3, 2, 16
 
@@ -117,7 +117,7 @@ def test_sizes_are_checked():
     with pytest.raises(ValueError, match="attention_window.*0"):
         ModelConfig(attention_window=0)
     with pytest.raises(ValueError, match=r"attention_window=0 must be a whole number of at least"):
-        zerojax.models.LlamaConfig(vocab_size=32, attention_window=0)
+        zerojax.zoo.LlamaConfig(vocab_size=32, attention_window=0)
 
 
 def test_it_is_written_as_the_model_that_has_one():

@@ -17,10 +17,10 @@ import zerojax
 from tests.small_models import VOCAB
 from tests.trajectories import ROWS, STEPS, TOLERANCE, optimizer, plan_for, train_for
 from zerojax.forecasting.hlo import find_collectives, read_program
-from zerojax.models.batch_calls import find_batch_sums
-from zerojax.models.trees import format_bytes
-from zerojax.models.whole_batch import batch_split_over
+from zerojax.operators.whole_batch import batch_split_over
 from zerojax.plan.batch_sums import bytes_sent
+from zerojax.tracing.batch_calls import find_batch_sums
+from zerojax.tracing.trees import format_bytes
 from zerojax.training.equality import make_request
 from zerojax.training.equality.check_in_child import check_here
 
@@ -408,12 +408,12 @@ def test_rolled_layers():
     assert_equal(found.losses, expected.losses)
 
 
-class Mixing(zerojax.models.GPT2):
+class Mixing(zerojax.zoo.GPT2):
     """A decoder whose loss has a product of means over all tokens of the batch."""
 
     @staticmethod
     def before_cut(batch):
-        return zerojax.models.GPT2.before_cut(batch)
+        return zerojax.zoo.GPT2.before_cut(batch)
 
     def loss(self, batch):
         total, weight = super().loss(batch)
@@ -426,7 +426,7 @@ class Mixing(zerojax.models.GPT2):
 @pytest.mark.thorough
 def test_sequences_over_devices():
     sizes = {"num_layers": 2, "num_heads": 4, "embed_dim": 32, "max_seq_len": 16}
-    config = zerojax.models.GPT2Config(vocab_size=VOCAB, **sizes)
+    config = zerojax.zoo.GPT2Config(vocab_size=VOCAB, **sizes)
     model = lambda rngs: Mixing(config, rngs=rngs)  # noqa: E731
     found = train_for(model, zero=2, mesh={"data": 2, "context": 4}, steps=6)
     expected = train_for(model, devices=1, steps=6)

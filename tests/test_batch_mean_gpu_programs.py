@@ -17,9 +17,9 @@ import zerojax
 from zerojax.forecasting import hlo
 from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import find_gpu
-from zerojax.models.batch_calls import find_batch_sums
 from zerojax.plan.batch_sums import bytes_sent
 from zerojax.plan.device_mesh import make_mesh
+from zerojax.tracing.batch_calls import find_batch_sums
 
 MISSING = compile_client.missing()
 pytestmark = [

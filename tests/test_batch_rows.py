@@ -8,8 +8,8 @@ import optax
 import pytest
 from jax import lax
 
-from zerojax.models.batch_rows import follow_rows, number_of_output
-from zerojax.models.row_dependence import Count, Fixed, Other, Rows, Total, is_affine
+from zerojax.tracing.batch_rows import follow_rows, number_of_output
+from zerojax.tracing.row_dependence import Count, Fixed, Other, Rows, Total, is_affine
 
 R = 4
 X, KERNEL = jnp.ones((R, 6)), jnp.ones((6, 5))

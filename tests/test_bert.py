@@ -19,9 +19,9 @@ from flax import nnx
 import zerojax
 from tests import bert_weights as tiny
 from tests.trajectories import ROWS, TOLERANCE, train_for
-from zerojax.models import Bert, BertConfig, generate
-from zerojax.models.hugging_face import Leaf
-from zerojax.models.hugging_face.bert_weights import BERT_ROW
+from zerojax.zoo import Bert, BertConfig, generate
+from zerojax.zoo.hugging_face import Leaf
+from zerojax.zoo.hugging_face.bert_weights import BERT_ROW
 
 REFERENCE = json.loads((Path(__file__).parent / "data" / "bert_reference.json").read_text())
 CONFIG = BertConfig(

@@ -17,13 +17,13 @@ from safetensors.numpy import load_file, save_file
 from tests import bert_weights as tiny
 from zerojax.config import MeshConfig
 from zerojax.data import load_tokenizer, read_text
-from zerojax.models import BertConfig
-from zerojax.models.hugging_face import UnsupportedError, from_hugging_face
-from zerojax.models.hugging_face.bert_weights import BERT_ROW
 from zerojax.plan.device_mesh import make_mesh
 from zerojax.plan.make import make_plan, plan_options
 from zerojax.training.hugging_face_export import to_hugging_face
 from zerojax.training.trainer import Trainer
+from zerojax.zoo import BertConfig
+from zerojax.zoo.hugging_face import UnsupportedError, from_hugging_face
+from zerojax.zoo.hugging_face.bert_weights import BERT_ROW
 
 DATA = Path(__file__).parent / "data"
 CLASSES = {

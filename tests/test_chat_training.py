@@ -28,10 +28,11 @@ from zerojax.config import (
 )
 from zerojax.data import PackedSource, as_source
 from zerojax.data.chats import prepare_chats
-from zerojax.models import Bert, BertConfig, chunked_attention
 from zerojax.models.losses import next_token_of_call
+from zerojax.operators import chunked_attention
 from zerojax.training.hugging_face_export import to_hugging_face
 from zerojax.training.run_file import plan_from_config, vocab_size_of
+from zerojax.zoo import Bert, BertConfig
 
 SEQ_LEN = 16
 
@@ -39,7 +40,7 @@ SEQ_LEN = 16
 @functools.cache
 def model_of(name: str, attention: str = "xla", **more):
     sizes = {"num_layers": 2, "num_heads": 4, "embed_dim": 16, "max_seq_len": SEQ_LEN, **more}
-    return zerojax.models.build_model(ModelConfig(name=name, attention=attention, **sizes), VOCAB)
+    return zerojax.zoo.build_model(ModelConfig(name=name, attention=attention, **sizes), VOCAB)
 
 
 def source_of(folder, texts, **options) -> PackedSource:
@@ -365,7 +366,7 @@ def test_the_template_of_the_chats_is_exported_with_the_model(tmp_path):
         tmp_path / "chats.jsonl", tmp_path / "chats", tokenizer="bytes", template=template
     ).folder
     sizes = {"num_layers": 1, "num_heads": 2, "embed_dim": 8, "max_seq_len": 128}
-    model = zerojax.models.build_model(ModelConfig(name="llama", **sizes), 256)
+    model = zerojax.zoo.build_model(ModelConfig(name="llama", **sizes), 256)
     trainer = zerojax.train(
         model, {"zero": 1}, data=chats, global_batch_size=8, steps=1, checkpoint=tmp_path / "run"
     )

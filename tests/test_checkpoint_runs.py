@@ -14,9 +14,9 @@ from tests.offload_disk_runs import train as train_steps
 from tests.trajectories import regression_batch
 from zerojax.checkpoint import Checkpointer, CheckpointError
 from zerojax.config import CheckpointConfig, LogConfig
-from zerojax.models.trees import flatten_names
 from zerojax.optim import adamw
 from zerojax.parallel.reshard import to_canonical
+from zerojax.tracing.trees import flatten_names
 from zerojax.training.checkpointing import restore_state, save_state
 from zerojax.training.entry import train
 

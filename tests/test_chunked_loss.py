@@ -18,10 +18,10 @@ from tests.test_zero_program import SIZES, THRESHOLD, count_collectives, lower
 from tests.trajectories import TOLERANCE, plan_for, train_for
 from zerojax.forecasting import hlo
 from zerojax.hardware import compile_client, gpus
-from zerojax.models.chunked_loss import head_next_token
-from zerojax.models.flops import count_flops, count_program_flops
 from zerojax.models.losses import next_token
+from zerojax.operators.chunked_loss import head_next_token
 from zerojax.parallel.step import build_evaluation, build_step
+from zerojax.tracing.flops import count_flops, count_program_flops
 
 BATCH, SEQ, WIDTH, VOCAB = 2, 13, 16, 37
 TOKENS = BATCH * SEQ

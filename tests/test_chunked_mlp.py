@@ -19,9 +19,9 @@ from tests.test_attention import largest_array
 from tests.trajectories import TOLERANCE, plan_for, train_for
 from zerojax.config import LoraConfig
 from zerojax.forecasting import hlo
-from zerojax.models import GPT2Config, add_lora
-from zerojax.models.zoo.layers import Mlp, in_chunks
 from zerojax.parallel.step import build_step
+from zerojax.zoo import GPT2Config, add_lora
+from zerojax.zoo.layers import Mlp, in_chunks
 
 GELU = {"activation": "gelu_tanh", "gated": False, "use_bias": True}
 SWIGLU = {"activation": "silu", "gated": True, "use_bias": False}
@@ -158,4 +158,4 @@ def test_what_cannot_be_is_refused():
 
 def test_a_run_file_has_it():
     config = zerojax.config.load(zerojax.config.RunConfig, None, ["model.mlp_chunk=4096"])
-    assert zerojax.models.as_decoder_config(config.model, 256).mlp_chunk == 4096
+    assert zerojax.zoo.as_decoder_config(config.model, 256).mlp_chunk == 4096

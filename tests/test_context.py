@@ -18,8 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 import zerojax
 from zerojax.forecasting import hlo
-from zerojax.models import chunked_attention
-from zerojax.models.context import (
+from zerojax.operators import chunked_attention
+from zerojax.operators.context import (
     ORDERS,
     WAYS,
     Sizes,
@@ -34,9 +34,9 @@ from zerojax.models.context import (
     ways,
     wire_bytes,
 )
-from zerojax.models.context.choice import why_not
-from zerojax.models.zoo.stacking import REMAT_POLICIES
+from zerojax.operators.context.choice import why_not
 from zerojax.plan.device_mesh import make_mesh
+from zerojax.tracing.stacking import REMAT_POLICIES
 
 TOKENS, HEADS, ROWS = 96, 8, 4
 CLOSE = {"rtol": 0, "atol": 4e-6}

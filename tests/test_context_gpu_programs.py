@@ -15,7 +15,7 @@ from tests.test_context import largest_array, lowered
 from zerojax.config import ModelConfig
 from zerojax.forecasting import hlo
 from zerojax.hardware import compile_client, gpus
-from zerojax.models.context import WAYS, Sizes, wire_bytes
+from zerojax.operators.context import WAYS, Sizes, wire_bytes
 from zerojax.plan.device_mesh import make_abstract_mesh, make_mesh
 from zerojax.plan.make import make_plan
 
@@ -63,7 +63,7 @@ def step_of_a_llama(way, mesh, *, tokens, **options):
     config = ModelConfig(name="llama", max_seq_len=tokens, remat="full", loss_chunk=2048, **sizes)
     shape = jax.ShapeDtypeStruct((8, tokens), jnp.int32)
     return make_plan(
-        zerojax.models.build_model(config, 512),
+        zerojax.zoo.build_model(config, 512),
         make_abstract_mesh(mesh, DEVICES),
         example_batch={"tokens": shape, "targets": shape},
         context_parallel=way,

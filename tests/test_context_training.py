@@ -19,15 +19,15 @@ from tests.trajectories import TOLERANCE, plan_for, text_batch, train_for
 from zerojax.config import ModelConfig
 from zerojax.data import Boundary, TokenSource, tokens_of_array
 from zerojax.forecasting.transfers import attention_wire_bytes
-from zerojax.models import GPT2, GPT2Config, chunked_attention
-from zerojax.models.context import WAYS, Sizes, wire_bytes
-from zerojax.models.zoo import decoder
+from zerojax.operators import chunked_attention
+from zerojax.operators.context import WAYS, Sizes, wire_bytes
 from zerojax.parallel import collectives
 from zerojax.parallel.reshard import reshard_state, to_canonical
 from zerojax.parallel.step import build_evaluation, build_step
 from zerojax.parallel.zero import microbatch, parameters
 from zerojax.plan.counts import kept_activation_bytes
 from zerojax.plan.device_mesh import CONTEXT, DATA_AXES
+from zerojax.zoo import GPT2, GPT2Config, decoder
 
 
 @pytest.fixture(autouse=True)
@@ -124,7 +124,7 @@ def speeches(index):
 def test_a_gpt_learns_packed_shakespeare_as_on_one_device(way):
     assert len({len(set(row)) for row in speeches(0)["segments"].tolist()}) > 1
     sizes = {"num_layers": 2, "num_heads": 4, "embed_dim": 32, "max_seq_len": 64}
-    model = zerojax.models.build_model(ModelConfig(name="gpt2", **sizes), 256)
+    model = zerojax.zoo.build_model(ModelConfig(name="gpt2", **sizes), 256)
     expected = train_for(model, batch=speeches, devices=1)
     options = {"zero": 3, "mesh": {"data": 2, "context": 4}, "persistence_threshold": 0}
     found = train_for(model, batch=speeches, context_parallel=way, **options)

@@ -21,7 +21,7 @@ from zerojax.data import (
     subwords,
 )
 from zerojax.data.preparation import prepare
-from zerojax.models.zoo import generation as generating
+from zerojax.zoo import generation as generating
 
 tokenizers = pytest.importorskip("tokenizers", reason="needs the package tokenizers")
 

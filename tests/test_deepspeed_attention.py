@@ -18,9 +18,9 @@ from zerojax.config import (
     VariableLayout,
 )
 from zerojax.hardware.gpus import find_gpu
-from zerojax.models.attending import calls_of_attention, layout_in_force
-from zerojax.models.attention_choice import attention_planned_for
 from zerojax.models.losses import next_token
+from zerojax.operators.attending import calls_of_attention, layout_in_force
+from zerojax.operators.attention_choice import attention_planned_for
 from zerojax.plan.device_mesh import make_abstract_mesh
 from zerojax.training import deepspeed
 
@@ -152,8 +152,8 @@ def own(layout=None, **options):
 
 def llama(layout):
     sizes = {"num_layers": 1, "num_heads": 2, "embed_dim": 8, "max_seq_len": 32}
-    config = zerojax.models.LlamaConfig(vocab_size=VOCAB, attention_layout=layout, **sizes)
-    return lambda rngs: zerojax.models.Llama(config, rngs=rngs)
+    config = zerojax.zoo.LlamaConfig(vocab_size=VOCAB, attention_layout=layout, **sizes)
+    return lambda rngs: zerojax.zoo.Llama(config, rngs=rngs)
 
 
 def batches():

@@ -22,14 +22,14 @@ from tests.test_processes import losses_of
 from tests.trajectories import TOLERANCE, advance, plan_for, text_batch, train_for
 from zerojax.cli import main
 from zerojax.config import MoEConfig
-from zerojax.models import MoE, Routing, balance_losses
 from zerojax.models.losses import mean_squared_error, next_token
-from zerojax.models.routed_experts import experts_split_over
+from zerojax.operators.routed_experts import experts_split_over
 from zerojax.optim.precision import Precision
 from zerojax.parallel import zero as passes
 from zerojax.parallel.initialization import init_state
 from zerojax.parallel.reshard import reshard_state, to_canonical
 from zerojax.parallel.step import build_evaluation, pass_config
+from zerojax.zoo import MoE, Routing, balance_losses
 
 STEPS = 6
 MESHES = ({"data": 8}, {"data": 4, "expert": 2}, {"data": 2, "expert": 4}, {"data": 1, "expert": 8})

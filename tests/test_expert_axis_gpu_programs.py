@@ -19,13 +19,13 @@ import zerojax
 from zerojax.config import MoEConfig
 from zerojax.forecasting import hlo
 from zerojax.hardware import compile_client, gpus
-from zerojax.models.jaxpr import FURTHER_ROUNDS
-from zerojax.models.routed_experts import slots_per_expert
-from zerojax.models.zoo.llama import Llama, LlamaConfig
+from zerojax.operators.marks import FURTHER_ROUNDS
+from zerojax.operators.routed_experts import slots_per_expert
 from zerojax.plan.device_mesh import make_mesh
 from zerojax.plan.expert_costs import expert_costs
 from zerojax.plan.make import make_plan
 from zerojax.plan.wire import leaf_transfers
+from zerojax.zoo.llama import Llama, LlamaConfig
 
 MISSING = compile_client.missing()
 pytestmark = [

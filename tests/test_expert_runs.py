@@ -15,9 +15,9 @@ from tests.test_processes import losses_of
 from tests.trajectories import TOLERANCE
 from zerojax.cli import main
 from zerojax.config import MeshConfig, MoEConfig, RunConfig, load
-from zerojax.models import Llama, LlamaConfig
-from zerojax.models.zoo.generation import generate
 from zerojax.training import run_file
+from zerojax.zoo import Llama, LlamaConfig
+from zerojax.zoo.generation import generate
 
 MIXTURE = ("model.name=llama", "model.moe.num_experts=8", "model.moe.expert_dim=24")
 

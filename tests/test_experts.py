@@ -18,10 +18,10 @@ from flax import nnx
 import zerojax
 from tests.trajectories import TOLERANCE as OF_LOSSES
 from tests.trajectories import regression_batch, train_for
-from zerojax.models.expert_rows import from_slots, slots_of_round, sort_choices, to_slots
-from zerojax.models.flops import count_flops
 from zerojax.models.losses import mean_squared_error
-from zerojax.models.routed_experts import rounds_needed, slots_per_expert
+from zerojax.operators.expert_rows import from_slots, slots_of_round, sort_choices, to_slots
+from zerojax.operators.routed_experts import rounds_needed, slots_per_expert
+from zerojax.tracing.flops import count_flops
 
 TOKENS, WIDTH, HIDDEN, EXPERTS, K = 64, 16, 24, 8, 2
 TOLERANCE = {"float32": 2e-6, "float64": 1e-12}

@@ -20,8 +20,8 @@ import zerojax
 from tests.test_experts import swiglu
 from zerojax.forecasting import hlo
 from zerojax.hardware import compile_client, gpus
-from zerojax.models.jaxpr import FURTHER_ROUNDS
-from zerojax.models.routed_experts import slots_per_expert
+from zerojax.operators.marks import FURTHER_ROUNDS
+from zerojax.operators.routed_experts import slots_per_expert
 
 MISSING = compile_client.missing()
 pytestmark = [

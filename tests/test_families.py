@@ -21,9 +21,13 @@ from tests.test_hugging_face import plan_for
 from tests.test_hugging_face_export import assert_same_bits, read_all, trainer_of
 from zerojax.cli import main
 from zerojax.config import ConfigError, LoraConfig, RunConfig
-from zerojax.models import chunked_attention, trees
 from zerojax.models.adapt import as_model, bound_attribute
-from zerojax.models.hugging_face import (
+from zerojax.operators import chunked_attention
+from zerojax.tracing import trees
+from zerojax.training.hugging_face_export import to_hugging_face
+from zerojax.training.loading import load_run
+from zerojax.training.run_file import plan_from_config
+from zerojax.zoo.hugging_face import (
     ARCHITECTURES,
     UnsupportedError,
     architecture_of,
@@ -31,13 +35,10 @@ from zerojax.models.hugging_face import (
     factory_of,
     from_hugging_face,
 )
-from zerojax.models.hugging_face.peft import write_adapter
-from zerojax.models.hugging_face.writing import Description, describe_model, merging, outgoing
-from zerojax.models.zoo.layers import NormConfig
-from zerojax.models.zoo.lora import adapter_names
-from zerojax.training.hugging_face_export import to_hugging_face
-from zerojax.training.loading import load_run
-from zerojax.training.run_file import plan_from_config
+from zerojax.zoo.hugging_face.peft import write_adapter
+from zerojax.zoo.hugging_face.writing import Description, describe_model, merging, outgoing
+from zerojax.zoo.layers import NormConfig
+from zerojax.zoo.lora import adapter_names
 
 IN_BLOCKS = (
     *("qwen2_windows", "qwen3_biases", "gemma2_low_caps", "gemma3", "olmo3", "cohere2"),

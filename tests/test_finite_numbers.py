@@ -15,13 +15,13 @@ import pytest
 from flax import nnx
 
 import zerojax
-from zerojax import config, models, optim
+from zerojax import config, optim, zoo
 from zerojax.cli import main
 from zerojax.config.loader import ConfigError, from_dict, load_dataclass
-from zerojax.models.zoo.layers import NormConfig
-from zerojax.models.zoo.rope import Rope, RopeScaling
 from zerojax.training.deepspeed.ds_config import read
 from zerojax.training.evaluation import EarlyStopping
+from zerojax.zoo.layers import NormConfig
+from zerojax.zoo.rope import Rope, RopeScaling
 
 INFINITE = math.inf, -math.inf, math.nan
 SECTIONS = [
@@ -62,11 +62,11 @@ def test_settings_on_the_command_line(text):
 @pytest.mark.parametrize(
     ("make", "name"),
     [
-        (models.GPT2Config, "norm_eps"),
-        (functools.partial(models.LlamaConfig, vocab_size=8), "rope_theta"),
-        (models.BertConfig, "norm_eps"),
-        (functools.partial(models.DecoderConfig, vocab_size=8), "logit_scale"),
-        (models.T5Config, "norm_eps"),
+        (zoo.GPT2Config, "norm_eps"),
+        (functools.partial(zoo.LlamaConfig, vocab_size=8), "rope_theta"),
+        (zoo.BertConfig, "norm_eps"),
+        (functools.partial(zoo.DecoderConfig, vocab_size=8), "logit_scale"),
+        (zoo.T5Config, "norm_eps"),
         (NormConfig, "eps"),
         (Rope, "theta"),
         (functools.partial(RopeScaling, kind="linear"), "factor"),

@@ -15,8 +15,8 @@ from flax import nnx
 
 from zerojax import build_step, make_mesh, make_plan
 from zerojax.models.adapt import as_model
-from zerojax.models.rolling import equality, map_rows
-from zerojax.models.trees import path_name
+from zerojax.tracing.rolling import equality, map_rows
+from zerojax.tracing.trees import path_name
 
 WIDTH = 8
 BATCH = {"x": np.ones((8, WIDTH), np.float32), "y": np.zeros((8, WIDTH), np.float32)}

@@ -39,9 +39,9 @@ from tests.foreign_checkouts import MODELS
 from tests.foreign_modules import is_given, load
 from tests.foreign_shapes import SHAPES, ForeignModel
 from tests.trajectories import TOLERANCE
-from zerojax.models.rolling import RolledModel
 from zerojax.parallel.initialization import init_state
 from zerojax.parallel.reshard import to_canonical
+from zerojax.tracing.rolling import RolledModel
 
 REQUIRED = {
     *("bonsai Qwen3", "bonsai Gemma3", "bonsai ViT", "bonsai ResNet"),

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from flax import linen
 
-from zerojax.models.zoo import fp8
+from zerojax.zoo import fp8
 
 NUMPY = {fp8.FORWARD: ml_dtypes.float8_e4m3fn, fp8.BACKWARD: ml_dtypes.float8_e5m2}
 LIMITS = {fp8.FORWARD: 448.0, fp8.BACKWARD: 57344.0}

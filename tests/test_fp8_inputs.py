@@ -14,12 +14,11 @@ from tests.small_models import reference_model
 from tests.trajectories import plan_for, train_for
 from zerojax.config import MeshConfig, ModelConfig
 from zerojax.hardware import compile_client, gpus
-from zerojax.models import build_model
-from zerojax.models.jaxpr import inner_programs
-from zerojax.models.zoo import layers, self_attention
+from zerojax.operators.marks import inner_programs
 from zerojax.parallel.step import build_step
 from zerojax.plan.device_mesh import make_mesh
 from zerojax.plan.make import make_plan
+from zerojax.zoo import build_model, layers, self_attention
 
 SHARED = {"gpt2": 2, "llama": 3}
 """Copies of an input of the model's width that a layer does not keep: key's and value's of query's,

@@ -18,7 +18,7 @@ from tests.pipeline_runs import train
 from tests.small_models import VOCAB, linen_loss, reference_model
 from tests.test_fp8_training import LOSS_TOLERANCE, check_same_histories
 from tests.trajectories import plan_for, train_for
-from zerojax.models.zoo import fp8
+from zerojax.zoo import fp8
 
 LAYERS = 4
 

@@ -17,13 +17,13 @@ from zerojax.forecasting.hlo import find_collectives, find_overlap, read_program
 from zerojax.forecasting.roofline import estimate
 from zerojax.forecasting.search.candidates import bounds_of
 from zerojax.hardware import compile_client, gpus
-from zerojax.models import build_model
-from zerojax.models.flops import count_program_flops
 from zerojax.parallel.step import build_step
 from zerojax.plan.device_mesh import make_abstract_mesh, make_mesh
 from zerojax.plan.eight_bits import eight_bit_share, kept_inputs, wire_bytes_saved
 from zerojax.plan.make import make_plan
 from zerojax.plan.offload_costs import TierRates, hiding
+from zerojax.tracing.flops import count_program_flops
+from zerojax.zoo import build_model
 
 LAYERS, WIDTH, TOKENS, VOCAB = 2, 32, 4 * 16, 64
 """Of `plan_for(reference_model(...))`: tokens of one of 8 data shards."""

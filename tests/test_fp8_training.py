@@ -20,13 +20,12 @@ from tests.trajectories import plan_for, text_batch, train_for
 from zerojax.config import ConfigError, MeshConfig, ModelConfig
 from zerojax.data.corpus import read_text
 from zerojax.hardware import compile_client, gpus
-from zerojax.models import GPT2Config, build_model, generate
-from zerojax.models.jaxpr import inner_programs
-from zerojax.models.zoo import fp8
+from zerojax.operators.marks import inner_programs
 from zerojax.parallel.initialization import init_state
 from zerojax.parallel.step import build_evaluation, build_step
 from zerojax.plan.device_mesh import make_mesh
 from zerojax.plan.make import make_plan
+from zerojax.zoo import GPT2Config, build_model, fp8, generate
 
 HISTORY = "blocks/mlp/up/amax_history"
 PROJECTIONS = {"gpt2": 6, "llama": 7}

@@ -21,16 +21,15 @@ from tests.trajectories import plan_for, train_for
 from zerojax.config import ConfigError, LoraConfig, MeshConfig, ModelConfig, WireConfig
 from zerojax.forecasting import hlo
 from zerojax.hardware import compile_client, gpus
-from zerojax.models import build_model
-from zerojax.models.jaxpr import inner_programs
-from zerojax.models.zoo import fp8
-from zerojax.models.zoo.lora import add_lora
+from zerojax.operators.marks import inner_programs
 from zerojax.parallel.initialization import init_state
 from zerojax.parallel.step import build_evaluation, build_step
 from zerojax.plan.counts import GATHERED, role_bytes
 from zerojax.plan.device_mesh import make_mesh
 from zerojax.plan.make import make_plan
 from zerojax.plan.wire import leaf_transfers, wire_bytes, wire_unit
+from zerojax.zoo import build_model, fp8
+from zerojax.zoo.lora import add_lora
 
 EIGHT = {"weights": "fp8"}
 KERNEL = "blocks/mlp/up/kernel"

@@ -33,7 +33,6 @@ from zerojax.checkpoint.verification import verify_step
 from zerojax.config import ConfigError, LoraConfig, MeshConfig, ModelConfig, RunConfig, load
 from zerojax.forecasting import hlo
 from zerojax.hardware import compile_client, gpus
-from zerojax.models import add_lora, build_model, trees
 from zerojax.optim.precision import Precision, as_precision
 from zerojax.optim.weight_codes import BLOCK, bytes_per_parameter
 from zerojax.parallel.initialization import init_state
@@ -45,9 +44,11 @@ from zerojax.plan.frozen_codes import decoded
 from zerojax.plan.leaf_placement import Access
 from zerojax.plan.plan_page import plan_dict
 from zerojax.plan.wire import leaf_transfers
+from zerojax.tracing import trees
 from zerojax.training.checkpointing import model_of, restore_state, save_state
 from zerojax.training.run_file import plan_from_config
 from zerojax.training.run_record import RunNotes, record_of
+from zerojax.zoo import add_lora, build_model
 
 MISSING = compile_client.missing()
 LORA = LoraConfig(rank=3, alpha=12.0)

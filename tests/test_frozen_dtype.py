@@ -20,17 +20,18 @@ from tests.trajectories import advance, plan_for
 from zerojax.checkpoint import Checkpointer, CheckpointError
 from zerojax.config import LoraConfig, ModelConfig, RunConfig, load
 from zerojax.hardware import compile_client
-from zerojax.models import add_lora, build_model, trees
-from zerojax.models.jaxpr import inner_programs
+from zerojax.operators.marks import inner_programs
 from zerojax.optim.precision import Precision, as_precision
 from zerojax.parallel.initialization import init_state
 from zerojax.parallel.reshard import model_parts, reshard_state
 from zerojax.parallel.step import build_step
 from zerojax.plan.counts import GATHERED, role_bytes
 from zerojax.plan.device_mesh import make_abstract_mesh
+from zerojax.tracing import trees
 from zerojax.training.checkpointing import model_of, restore_state, save_state
 from zerojax.training.run_file import plan_from_config
 from zerojax.training.run_record import RunNotes, record_of
+from zerojax.zoo import add_lora, build_model
 
 MISSING = compile_client.missing()
 LORA = LoraConfig(rank=3, alpha=12.0)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from zerojax.models import GPT2, Decoder, GPT2Config, Llama, LlamaConfig, generate
+from zerojax.zoo import GPT2, Decoder, GPT2Config, Llama, LlamaConfig, generate
 
 SIZES: dict[str, Any] = {
     "vocab_size": 13,

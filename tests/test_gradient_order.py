@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks.rolled_layers import ROLLED, SCANNED, TINY, UNROLLED, Listed, plan_form
-from zerojax.models.jaxpr import inner_programs, mark_read
+from zerojax.operators.marks import inner_programs, mark_read
 from zerojax.parallel.step import build_step
 from zerojax.parallel.zero.gradient_order import shards_read_once, with_gradients_first
 from zerojax.plan.device_mesh import make_mesh

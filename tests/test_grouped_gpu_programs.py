@@ -22,11 +22,11 @@ from tests.test_experts_gpu_programs import EXPERTS, HIDDEN, TOKENS, WIDTH, K
 from zerojax.config import MoEConfig
 from zerojax.forecasting import hlo
 from zerojax.hardware import compile_client, gpus
-from zerojax.models.routed_experts import slots_per_expert
-from zerojax.models.zoo.llama import Llama, LlamaConfig
-from zerojax.models.zoo.moe import _GatedMlps
+from zerojax.operators.routed_experts import slots_per_expert
 from zerojax.plan.device_mesh import make_mesh
 from zerojax.plan.make import make_plan
+from zerojax.zoo.llama import Llama, LlamaConfig
+from zerojax.zoo.moe import _GatedMlps
 
 MISSING = choice.missing() or compile_client.missing()
 pytestmark = [

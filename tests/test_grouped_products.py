@@ -51,11 +51,11 @@ from tests.test_moe import llama
 from tests.trajectories import plan_for, text_batch, train_for
 from zerojax.config import MoEConfig
 from zerojax.hardware.gpus import find_gpu
-from zerojax.models.grouped_products import most_rows, whole_slots, whole_tiles
-from zerojax.models.routed_experts import experts_split_over, rounds_needed
-from zerojax.models.zoo.moe import _GatedMlps
+from zerojax.operators.grouped_products import most_rows, whole_slots, whole_tiles
+from zerojax.operators.routed_experts import experts_split_over, rounds_needed
 from zerojax.plan.device_mesh import make_abstract_mesh
 from zerojax.plan.make import make_plan
+from zerojax.zoo.moe import _GatedMlps
 
 GROUPS, ROWS, IN, OUT = 5, 256, 24, 16
 SIZES = {

@@ -28,10 +28,10 @@ from zerojax.forecasting.hlo import (
     read_program,
 )
 from zerojax.hardware import compile_client, gpus
-from zerojax.models import build_model
 from zerojax.parallel.step import build_step
 from zerojax.plan.device_mesh import AXES
 from zerojax.plan.make import make_plan
+from zerojax.zoo import build_model
 
 ON_GPU = [
     pytest.mark.gpu_programs,

@@ -14,12 +14,12 @@ from safetensors.numpy import load_file, save_file
 from tests.hugging_face_folders import CASES, tensors_of, write_folder
 from tests.trajectories import advance
 from zerojax.config import MeshConfig, OptimizerConfig
-from zerojax.models.hugging_face import UnsupportedError, from_hugging_face
 from zerojax.parallel.initialization import fill_on_devices, init_state
 from zerojax.parallel.reshard import to_canonical
 from zerojax.plan.device_mesh import make_mesh
 from zerojax.plan.make import make_plan, plan_options
 from zerojax.training.checkpointing import end_state, model_of
+from zerojax.zoo.hugging_face import UnsupportedError, from_hugging_face
 
 
 @functools.cache

@@ -18,9 +18,6 @@ from tests.test_hugging_face import PLANS, plan_for
 from zerojax.cli import main
 from zerojax.config import ConfigError, LoraConfig, RunConfig
 from zerojax.models.adapt import as_model
-from zerojax.models.hugging_face import UnsupportedError, describe_model, from_hugging_face
-from zerojax.models.hugging_face.writing import merging, outgoing
-from zerojax.models.zoo.lora import merged_kernel
 from zerojax.parallel.initialization import init_state
 from zerojax.parallel.reshard import model_parts
 from zerojax.plan.device_mesh import make_mesh
@@ -35,6 +32,9 @@ from zerojax.training.run_file import (
 )
 from zerojax.training.run_lifecycle import DESCRIPTION_FILE
 from zerojax.training.trainer import Trainer
+from zerojax.zoo.hugging_face import UnsupportedError, describe_model, from_hugging_face
+from zerojax.zoo.hugging_face.writing import merging, outgoing
+from zerojax.zoo.lora import merged_kernel
 
 TOKENS = np.random.default_rng(0).integers(0, 20, (8, 8), np.int32)
 BATCH = {"tokens": TOKENS, "targets": np.roll(TOKENS, -1, 1)}

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from zerojax.models import BertConfig, GPT2Config, LlamaConfig, trees
-from zerojax.models.hugging_face import ARCHITECTURES, UnsupportedError, architecture_of
-from zerojax.models.hugging_face.layouts import RowsOfTensor, parse_layout
-from zerojax.models.zoo.rope import RopeScaling, rotary_frequencies
+from zerojax.tracing import trees
+from zerojax.zoo import BertConfig, GPT2Config, LlamaConfig
+from zerojax.zoo.hugging_face import ARCHITECTURES, UnsupportedError, architecture_of
+from zerojax.zoo.hugging_face.layouts import RowsOfTensor, parse_layout
+from zerojax.zoo.rope import RopeScaling, rotary_frequencies
 
 SIZES = {"vocab_size": 20, "max_seq_len": 8, "num_layers": 3, "num_heads": 4, "embed_dim": 16}
 CONFIGS = {

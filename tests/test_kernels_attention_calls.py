@@ -18,11 +18,11 @@ from zerojax.config import BigBirdLayout, SlidingWindowLayout
 from zerojax.forecasting.hlo import read_program
 from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import find_gpu
-from zerojax.models import attending
-from zerojax.models.attention_choice import Device, attention_planned_for
-from zerojax.models.flops import count_program_flops
+from zerojax.operators import attending
+from zerojax.operators.attention_choice import Device, attention_planned_for
 from zerojax.parallel.step import build_step
 from zerojax.plan.device_mesh import make_abstract_mesh, make_mesh
+from zerojax.tracing.flops import count_program_flops
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 NO_COMPILER = compile_client.missing()

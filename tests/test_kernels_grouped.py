@@ -29,13 +29,13 @@ from tests.test_expert_axis import mixture
 from tests.test_kernels_lowering import lowered_for_cuda
 from tests.trajectories import text_batch
 from zerojax.hardware.gpus import find_gpu
-from zerojax.models import grouped_products, routed_experts
-from zerojax.models.attention_choice import Device
-from zerojax.models.flops import count_flops
-from zerojax.models.zoo.moe import _GatedMlps
+from zerojax.operators import grouped_products, routed_experts
+from zerojax.operators.attention_choice import Device
 from zerojax.plan.device_mesh import make_abstract_mesh
 from zerojax.plan.expert_costs import expert_costs
 from zerojax.plan.make import make_plan
+from zerojax.tracing.flops import count_flops
+from zerojax.zoo.moe import _GatedMlps
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 H100 = Device("NVIDIA H100 80GB HBM3", "gpu", split=1, where="step")

@@ -21,24 +21,16 @@ from tests.test_offload_params import assert_equal, both
 from tests.trajectories import plan_for, text_batch, train_for
 from zerojax.config import LoraConfig
 from zerojax.forecasting.hlo import find_in_branches, read_program
-from zerojax.models import (
-    Decoder,
-    DecoderConfig,
-    LayerKind,
-    NormConfig,
-    Rope,
-    RopeScaling,
-    add_lora,
-    chunked_attention,
-)
-from zerojax.models.hugging_face import from_hugging_face
-from zerojax.models.zoo.decoder_config import decoder_config_of
-from zerojax.models.zoo.layers import Norm
-from zerojax.models.zoo.self_attention import rotate_positions
+from zerojax.operators import chunked_attention
 from zerojax.parallel.step import build_step
 from zerojax.plan.device_mesh import make_mesh
 from zerojax.plan.leaf_placement import Access
 from zerojax.training.loading import load_run
+from zerojax.zoo import Decoder, DecoderConfig, LayerKind, NormConfig, Rope, RopeScaling, add_lora
+from zerojax.zoo.decoder_config import decoder_config_of
+from zerojax.zoo.hugging_face import from_hugging_face
+from zerojax.zoo.layers import Norm
+from zerojax.zoo.self_attention import rotate_positions
 
 TOLERANCE = 5e-6
 """|difference of losses| of float32 runs, of the same steps on other numbers of devices."""

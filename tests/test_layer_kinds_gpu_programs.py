@@ -18,10 +18,10 @@ import zerojax
 from zerojax.forecasting import hlo
 from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import find_gpu
-from zerojax.models import Decoder, DecoderConfig, LayerKind, Rope
 from zerojax.parallel.step import build_step
 from zerojax.plan.device_mesh import make_mesh
 from zerojax.plan.make import make_plan
+from zerojax.zoo import Decoder, DecoderConfig, LayerKind, Rope
 
 MISSING = compile_client.missing()
 pytestmark = [

@@ -18,10 +18,10 @@ from small_models import LinenText, UserText, linen_loss, reference_model
 
 from tests import equal_trees
 from zerojax.models.adapt import as_model
-from zerojax.models.flops import count_program_flops
-from zerojax.models.loops import LossPieces, cut_loss, find_layer_loop
 from zerojax.models.losses import mean_squared_error
-from zerojax.models.trace import trace_model
+from zerojax.tracing.flops import count_program_flops
+from zerojax.tracing.loops import LossPieces, cut_loss, find_layer_loop
+from zerojax.tracing.trace import trace_model
 
 Arrays = dict[str, Any]
 Program = Callable[..., tuple[tuple[jax.Array, jax.Array], Arrays]]

@@ -20,9 +20,9 @@ from tests import equal_trees, hugging_face_folders
 from zerojax.checkpoint import CheckpointError
 from zerojax.cli import main
 from zerojax.config.checks import ConfigError
-from zerojax.models import GPT2, GPT2Config
 from zerojax.models.losses import mean_squared_error
-from zerojax.models.zoo.generation import generate
+from zerojax.zoo import GPT2, GPT2Config
+from zerojax.zoo.generation import generate
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = GPT2Config(vocab_size=256, num_layers=2, num_heads=2, embed_dim=32, max_seq_len=48)
@@ -234,7 +234,7 @@ def test_the_commands_in_processes_of_their_own(tmp_path):
         "jax.config.update('jax_num_cpu_devices', 4)\n"
         "jax.config.update('jax_cpu_enable_async_dispatch', False)\n"
         "import zerojax\n"
-        f"model = lambda rngs: zerojax.models.GPT2(zerojax.models.{SIZES!r}, rngs=rngs)\n"
+        f"model = lambda rngs: zerojax.zoo.GPT2(zerojax.models.{SIZES!r}, rngs=rngs)\n"
         f"t = zerojax.train(model, {SHARDED!r}, checkpoint='runs/mine', **{SETTINGS!r})\n"
         "print('LOSS', t.evaluate()['loss'])\n"
     )
@@ -270,10 +270,10 @@ def test_other_runs_are_read_back(case, tmp_path):
         module = zerojax.add_lora(GPT2(SIZES, rngs=nnx.Rngs(0)), lora)
         model, options["freeze"] = module, lora.freeze
     elif case == "llama dropout":
-        sizes = zerojax.models.LlamaConfig(
+        sizes = zerojax.zoo.LlamaConfig(
             vocab_size=256, num_layers=2, num_heads=2, embed_dim=32, max_seq_len=48, dropout=0.1
         )
-        model = zerojax.models.Llama(sizes, rngs=nnx.Rngs(params=0, dropout=1))
+        model = zerojax.zoo.Llama(sizes, rngs=nnx.Rngs(params=0, dropout=1))
     elif case == "stages":
         mesh = {"stage": 2, "zero": 2}
     elif case == "ds_config":
@@ -322,7 +322,7 @@ def test_no_device_holds_the_model_while_it_generates(tmp_path):
     loaded = zerojax.load_run(tmp_path / "run")
     whole = sum(x.nbytes for x in loaded.state["params"].values())
     graphdef, state = nnx.split(loaded.model)
-    lowered = sys.modules["zerojax.models.zoo.generation"]._continue.lower(
+    lowered = sys.modules["zerojax.zoo.generation"]._continue.lower(
         state,
         np.zeros((1, 32), np.int32),
         4,

@@ -18,8 +18,6 @@ from tests.test_processes import losses_of
 from tests.trajectories import TOLERANCE, advance, plan_for, train_for
 from zerojax.cli import main
 from zerojax.models.losses import next_token
-from zerojax.models.row_lookups import Asked
-from zerojax.models.zoo.llama import Llama, LlamaConfig
 from zerojax.optim.precision import Precision
 from zerojax.parallel import zero as passes
 from zerojax.parallel.initialization import init_state
@@ -28,7 +26,9 @@ from zerojax.parallel.reshard import reshard_state, to_canonical
 from zerojax.parallel.step import build_evaluation, build_step, pass_config
 from zerojax.parallel.zero.table_reads import StandIn, with_lookups
 from zerojax.plan.leaf_placement import Access
+from zerojax.tracing.row_lookups import Asked
 from zerojax.training import deepspeed
+from zerojax.zoo.llama import Llama, LlamaConfig
 
 STEPS = 6
 ROWS, WIDTH = 640, 16

@@ -16,14 +16,15 @@ import zerojax
 from tests.small_models import VOCAB, reference_model
 from tests.trajectories import TOLERANCE, plan_for, train_for
 from zerojax.config import ConfigError, LoraConfig, ModelConfig, RunConfig, from_dict, load
-from zerojax.models import Stages, add_lora, build_model, merge_lora, trees
-from zerojax.models.jaxpr import inner_programs
 from zerojax.models.losses import next_token
-from zerojax.models.zoo.layers import Projection
-from zerojax.models.zoo.lora import adapted_kernels, merged_kernel
+from zerojax.operators.marks import inner_programs
 from zerojax.parallel.step import build_step
+from zerojax.tracing import trees
 from zerojax.training.loading import load_run
 from zerojax.training.run_file import plan_from_config, run_from_config
+from zerojax.zoo import Stages, add_lora, build_model, merge_lora
+from zerojax.zoo.layers import Projection
+from zerojax.zoo.lora import adapted_kernels, merged_kernel
 
 LORA = LoraConfig(rank=3, alpha=12.0)
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, VOCAB, (2, 9)), jnp.int32)

@@ -15,8 +15,8 @@ import optax
 import pytest
 from jax.extend.core import Jaxpr
 
-from zerojax.models.jaxpr import inner_programs
-from zerojax.models.rolling import map_rows
+from zerojax.operators.marks import inner_programs
+from zerojax.tracing.rolling import map_rows
 
 SHAPE = (3, 4)
 ROUNDING = 1e-6

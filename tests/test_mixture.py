@@ -23,7 +23,7 @@ from zerojax.data import (
     tokens_of_array,
 )
 from zerojax.data.mixture import BLOCK, UNITS, _units, largest_remainders
-from zerojax.models.zoo.decoder import positions_in_texts
+from zerojax.zoo.decoder import positions_in_texts
 
 SEQ_LEN = 4
 

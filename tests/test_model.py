@@ -17,12 +17,12 @@ from tests.small_models import Recurrent, WithStatistics, regression_loss
 from tests.trajectories import plan_for, regression_batch
 from zerojax.models.adapt import as_model, default_loss
 from zerojax.models.losses import mean_squared_error
-from zerojax.models.trace import trace_model
 from zerojax.parallel import model_state
 from zerojax.parallel.initialization import init_state
 from zerojax.parallel.reshard import to_canonical
 from zerojax.parallel.step import build_evaluation, build_step
 from zerojax.plan.leaf_placement import Access
+from zerojax.tracing.trace import trace_model
 
 WIDTH = 16
 

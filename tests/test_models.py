@@ -18,7 +18,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax.config import ModelConfig
-from zerojax.models import (
+from zerojax.tracing.stacking import scan_blocks, stack_blocks
+from zerojax.zoo import (
     GPT2,
     GPT2Config,
     Llama,
@@ -27,8 +28,7 @@ from zerojax.models import (
     build_model,
     tensor_parallel_rules,
 )
-from zerojax.models.zoo.layers import activation_rules
-from zerojax.models.zoo.stacking import scan_blocks, stack_blocks
+from zerojax.zoo.layers import activation_rules
 
 VOCAB, SEQ, LAYERS, HEADS, WIDTH = 29, 12, 2, 4, 16
 SIZES: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""`zerojax.models.MoE` and decoders of it: arithmetic, balance, equality with one device."""
+"""`zerojax.zoo.MoE` and decoders of it: arithmetic, balance, equality with one device."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.small_models import VOCAB
 from tests.trajectories import ROWS, TOLERANCE, plan_for, text_batch, train_for
 from zerojax.cli import main
 from zerojax.config import ConfigError, ModelConfig, MoEConfig
-from zerojax.models import MoE, Routing, balance_losses
 from zerojax.models.losses import split_result
-from zerojax.models.zoo import moe as moe_module
-from zerojax.models.zoo.decoder_config import DecoderConfig
-from zerojax.models.zoo.llama import Llama, LlamaConfig
 from zerojax.plan.counts import model_flops
+from zerojax.zoo import MoE, Routing, balance_losses
+from zerojax.zoo import moe as moe_module
+from zerojax.zoo.decoder_config import DecoderConfig
+from zerojax.zoo.llama import Llama, LlamaConfig
 
 EXPERTS = MoEConfig(num_experts=8, balance_weight=0.1, z_weight=0.01)
 SIZES = {"num_layers": 2, "num_heads": 4, "embed_dim": 32, "max_seq_len": 16, "mlp_dim": 24}
@@ -350,7 +350,7 @@ def test_a_run_file_trains_a_mixture(tmp_path, capsys):
 def test_a_run_file_has_no_experts_for_gpt2():
     config = ModelConfig(name="gpt2", moe=MoEConfig(num_experts=4))
     with pytest.raises(ValueError, match=r"moe.num_experts=4.*model.name=llama"):
-        zerojax.models.build_model(config, VOCAB)
+        zerojax.zoo.build_model(config, VOCAB)
 
 
 # --- capacity -------------------------------------------------------------------------------------

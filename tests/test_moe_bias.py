@@ -19,12 +19,13 @@ from tests.test_step_count import extras_of, noted
 from tests.trajectories import ROWS, advance, plan_for, text_batch
 from zerojax.cli import main
 from zerojax.config import ConfigError, MoEConfig
-from zerojax.models import MoE, Routing, StepCount, balance_losses
+from zerojax.models import StepCount
 from zerojax.models.losses import next_token
-from zerojax.models.zoo.moe import Router, TowardsMean
 from zerojax.parallel.initialization import init_state
 from zerojax.parallel.reshard import reshard_state
 from zerojax.parallel.step import build_evaluation
+from zerojax.zoo import MoE, Routing, balance_losses
+from zerojax.zoo.moe import Router, TowardsMean
 
 STEPS = 4
 EXPERTS = 8

@@ -19,12 +19,12 @@ from tests.test_families import in_their_names, minimal
 from tests.test_hugging_face import plan_for
 from tests.test_hugging_face_export import assert_same_bits, read_all, trainer_of
 from zerojax.config.expert_settings import MoEConfig
-from zerojax.models import trees
-from zerojax.models.hugging_face import ARCHITECTURES, UnsupportedError, from_hugging_face
-from zerojax.models.hugging_face.writing import Description, describe_model
 from zerojax.models.losses import split_result
-from zerojax.models.zoo.llama import Llama, LlamaConfig
+from zerojax.tracing import trees
 from zerojax.training.hugging_face_export import to_hugging_face
+from zerojax.zoo.hugging_face import ARCHITECTURES, UnsupportedError, from_hugging_face
+from zerojax.zoo.hugging_face.writing import Description, describe_model
+from zerojax.zoo.llama import Llama, LlamaConfig
 
 
 @pytest.fixture(scope="module")

@@ -18,13 +18,13 @@ from tests.trajectories import advance, plan_for, train_for
 from zerojax.checkpoint import Checkpointer
 from zerojax.forecasting import hlo
 from zerojax.forecasting.hlo.costs import Matmuls
-from zerojax.models.trees import flatten_names
 from zerojax.optim import muon_dimensions
 from zerojax.optim.matrices import newton_schulz_flops
 from zerojax.parallel.reshard import to_canonical
 from zerojax.parallel.step import build_step
 from zerojax.plan.whole_matrices import classes_of_plan, matrix_bytes
 from zerojax.plan.wire import wire_bytes
+from zerojax.tracing.trees import flatten_names
 from zerojax.training.checkpointing import restore_state, save_state
 
 LAYERS = 6

@@ -241,7 +241,7 @@ NOT_OF_ZEROJAX = {
     "config.embed_dim",
     "config.hidden_size",  # of a model
     "config.json",
-    "model.hidden",  # of zerojax.models.Bert
+    "model.hidden",  # of zerojax.zoo.Bert
     "model.embed_texts",
     "optimizer.gradient_transformation",
     "optimizer.params",  # of DeepSpeed, as those below

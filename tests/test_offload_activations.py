@@ -17,11 +17,12 @@ from tests.small_models import reference_model
 from tests.trajectories import TOLERANCE, plan_for, regression_batch, train_for
 from zerojax.config.mesh import OffloadConfig
 from zerojax.hardware import compile_client
-from zerojax.models.activation_offload import find_layer_scans, keep_inputs_on_host
-from zerojax.models.jaxpr import inner_programs, is_checkpoint
+from zerojax.operators.marks import inner_programs
 from zerojax.parallel.step import build_step
 from zerojax.plan.device_mesh import make_abstract_mesh
 from zerojax.plan.make import make_plan
+from zerojax.tracing.activation_offload import find_layer_scans, keep_inputs_on_host
+from zerojax.tracing.jaxpr import is_checkpoint
 
 HOST = OffloadConfig(activations="host")
 STEPS = 4

@@ -23,12 +23,12 @@ from zerojax.config.mesh import OffloadConfig
 from zerojax.forecasting import hlo
 from zerojax.forecasting.hlo.host_copies import TO_DEVICE, TO_HOST
 from zerojax.hardware import compile_client, gpus
-from zerojax.models import GPT2, GPT2Config
 from zerojax.optim import adamw
 from zerojax.parallel.step import build_step
 from zerojax.plan.compiler_options import choose_options
 from zerojax.plan.device_mesh import make_mesh
 from zerojax.plan.make import Plan, make_plan
+from zerojax.zoo import GPT2, GPT2Config
 
 MISSING = compile_client.missing()
 pytestmark = [

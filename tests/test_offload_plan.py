@@ -19,7 +19,6 @@ from zerojax.forecasting.remedies import find_remedies
 from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import find_gpu
 from zerojax.hardware.machine_rates import MeasuredDisk, MeasuredLink, disk_name, keep_rates
-from zerojax.models import build_model
 from zerojax.optim import adamw
 from zerojax.optim.precision import Precision
 from zerojax.plan.counts import (
@@ -43,6 +42,7 @@ from zerojax.plan.offload_costs import (
     slice_bytes,
 )
 from zerojax.plan.wire import wire_bytes
+from zerojax.zoo import build_model
 
 WIDTH = 100
 LAYERS, EMBED, SEQ, ROWS = 4, 64, 32, 64

@@ -141,6 +141,6 @@ def test_it_is_evaluated_handed_over_and_writes_text_as_on_the_device():
     for tier in (DEVICE, HOST):
         trainer, _ = train(BASE | tier, 2, validation=BATCHES[:1], precision="bf16")
         model = trainer.to_model()
-        text = zerojax.models.generate(model, BATCHES[0]["tokens"][:2, :4], 4, seed=3)
+        text = zerojax.zoo.generate(model, BATCHES[0]["tokens"][:2, :4], 4, seed=3)
         results.append((trainer.evaluate()["loss"], np.asarray(text).tolist()))
     assert results[0] == results[1]

@@ -536,7 +536,7 @@ def test_the_program_after_the_warm_up_sends_what_the_plan_says(zero):
     (_, of_devices), size = kept_of(plan, plan.abstract_state), 4 * (rows if zero else whole)
     shards = (x.sharding.shard_shape(x.shape) for x in of_devices[FRESH].values())
     assert sum(map(math.prod, shards)) * 4 == size
-    assert f"rebuilds from momentum, {zerojax.models.trees.format_bytes(size)} on each" in said
+    assert f"rebuilds from momentum, {zerojax.tracing.trees.format_bytes(size)} on each" in said
 
 
 @pytest.mark.gpu_programs

@@ -26,10 +26,10 @@ from tests.adam8bit_steps import (
 )
 from zerojax.config import ModelConfig
 from zerojax.data.corpus import read_text
-from zerojax.models import build_model
 from zerojax.optim import adamw, coding_of
 from zerojax.optim.adam8bit import adam8bit
 from zerojax.optim.adam8bit_state import part_of
+from zerojax.zoo import build_model
 
 INTERPRET = Choice("interpret", "for a test")
 

@@ -23,10 +23,10 @@ from tests.adam8bit_steps import (
     stepped,
     tree,
 )
-from zerojax.models import trees
 from zerojax.optim import adamw, coding_of
 from zerojax.optim.adam8bit import adam8bit
 from zerojax.optim.adam8bit_state import SMALLEST_CODED, part_of
+from zerojax.tracing import trees
 
 # The two forms of the state
 

@@ -21,10 +21,10 @@ from tests.small_models import reference_model
 from zerojax.forecasting import hlo
 from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import find_gpu
-from zerojax.models import trees
 from zerojax.optim import adam8bit, coding_of
 from zerojax.optim.optimizer import UpdateContext
 from zerojax.plan.device_mesh import make_mesh
+from zerojax.tracing import trees
 
 MISSING = choice.missing() or compile_client.missing()
 pytestmark = [

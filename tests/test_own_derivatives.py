@@ -12,10 +12,10 @@ from flax import nnx
 import zerojax
 from tests.small_models import reference_model
 from tests.trajectories import plan_for
-from zerojax.models.jaxpr import has_own_rules
-from zerojax.models.zoo import fp8
 from zerojax.parallel.initialization import init_state
 from zerojax.parallel.step import build_step
+from zerojax.tracing.jaxpr import has_own_rules
+from zerojax.zoo import fp8
 
 ROWS, LIMIT = 32, 2e-3
 

@@ -12,7 +12,7 @@ import pytest
 from tests.text_sets import some_texts, text_set, write_texts
 from zerojax.data import PackedSource, as_feed, as_source
 from zerojax.data.packed_source import PACKED_NAMES
-from zerojax.models.zoo.decoder import positions_in_texts
+from zerojax.zoo.decoder import positions_in_texts
 
 SEQ_LEN = 16
 

@@ -18,9 +18,9 @@ from zerojax.data import Boundary, TokenSource, as_masked_source, as_source, tok
 from zerojax.data.packing import boundary_of
 from zerojax.data.subwords import BpeTokenizer
 from zerojax.data.tokenizer import ByteTokenizer
-from zerojax.models import chunked_attention
-from zerojax.models.zoo.decoder import positions_in_texts
+from zerojax.operators import chunked_attention
 from zerojax.training.run_file import plan_from_config
+from zerojax.zoo.decoder import positions_in_texts
 
 END, TOKENS = 9, [1, 2, 9, 3, 9, 9, 4, 5, 6, 7, 8, 9, 1, 2, 3, 4, 5]
 
@@ -102,7 +102,7 @@ def test_what_cannot_be_packed_is_refused():
 def build(name, attention="xla", **more):
     sizes = {"num_layers": 2, "num_heads": 4, "embed_dim": 16, "max_seq_len": 16, **more}
     config = ModelConfig(name=name, attention=attention, **sizes)
-    return zerojax.models.build_model(config, 40)
+    return zerojax.zoo.build_model(config, 40)
 
 
 def test_positions_begin_anew_in_each_text():

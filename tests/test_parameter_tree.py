@@ -12,11 +12,11 @@ from flax import linen, nnx, traverse_util
 import zerojax
 from tests.trajectories import plan_for, regression_batch
 from zerojax.data import shard_batch
-from zerojax.models import trees
 from zerojax.optim.parameter_tree import OnParameterTree, ParameterTree
 from zerojax.parallel.initialization import init_state
 from zerojax.parallel.reshard import to_canonical
 from zerojax.parallel.step import build_step
+from zerojax.tracing import trees
 
 TOLERANCE = 2e-6
 """Of one element, after three steps with rates of 0.1: sums over 8 devices are in another order."""

@@ -18,10 +18,10 @@ from tests.peft_weights import ALPHA, CASES, RANK, adapter_tensor, part_of
 from zerojax.checkpoint.inspection import saved_steps
 from zerojax.cli import main
 from zerojax.config import LogConfig, LoraConfig
-from zerojax.models import merge_lora
-from zerojax.models.hugging_face import UnsupportedError
-from zerojax.models.hugging_face.peft import ADAPTER_CONFIG, ADAPTER_FILE, write_adapter
-from zerojax.models.zoo.lora import adapted_kernels
+from zerojax.zoo import merge_lora
+from zerojax.zoo.hugging_face import UnsupportedError
+from zerojax.zoo.hugging_face.peft import ADAPTER_CONFIG, ADAPTER_FILE, write_adapter
+from zerojax.zoo.lora import adapted_kernels
 
 ORACLE = json.loads((Path(__file__).parent / "data" / "lora.json").read_text())["cases"]
 TARGETS = {"gpt2": ("attention/(query|value|output)", "mlp/"), "llama": ("attention/", "mlp/")}

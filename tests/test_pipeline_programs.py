@@ -14,12 +14,12 @@ from zerojax import make_mesh, make_plan
 from zerojax.forecasting import hlo
 from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import find_gpu
-from zerojax.models.flops import count_program_flops
 from zerojax.parallel.step import build_step
 from zerojax.plan import counts
 from zerojax.plan import pipeline_costs as costs
 from zerojax.plan.device_mesh import make_abstract_mesh
 from zerojax.plan.wire import wire_bytes
+from zerojax.tracing.flops import count_program_flops
 
 STAGES, DATA, MICROBATCHES = 2, 2, 4
 SIZES = {"num_layers": 4, "embed_dim": 64, "tie_embeddings": False, "attention": "xla"}

@@ -16,12 +16,12 @@ import zerojax
 from tests.small_models import UserText, reference_model, regression_loss
 from tests.trajectories import plan_for, regression_batch, text_batch
 from zerojax.config import MeshConfig
-from zerojax.models.trees import flatten_names
 from zerojax.parallel.step import build_step
 from zerojax.plan.counts import role_bytes
 from zerojax.plan.device_mesh import make_abstract_mesh, make_mesh
 from zerojax.plan.leaf_placement import Access
 from zerojax.plan.make import make_plan
+from zerojax.tracing.trees import flatten_names
 
 
 class Plain(nnx.Module):

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import pytest
 
 from zerojax import make_abstract_mesh, make_plan
-from zerojax.models.zoo.gpt2 import GPT2, GPT2Config
 from zerojax.plan.pipeline_costs import executed_flops
+from zerojax.zoo.gpt2 import GPT2, GPT2Config
 
 SMALL = GPT2Config(
     vocab_size=512, max_seq_len=16, num_layers=8, num_heads=2, embed_dim=32, remat="full"

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax.hardware import local_devices
 from zerojax.hardware.local_devices import device_kind, device_memory
-from zerojax.models.flops import TRAINING_FACTOR, count_flops, eight_bit_flops
+from zerojax.tracing.flops import TRAINING_FACTOR, count_flops, eight_bit_flops
 
 
 def abstract(*shape):

@@ -35,7 +35,7 @@ from zerojax.forecasting.profiling import (
     with_programs,
 )
 from zerojax.forecasting.profiling.parameter_flops import NO_PARAMETER
-from zerojax.models.flops import count_program_flops
+from zerojax.tracing.flops import count_program_flops
 
 ROWS, SEQ, WIDTH, LAYERS = 16, 16, 32, 2
 TOKENS = ROWS * SEQ

@@ -31,13 +31,13 @@ from zerojax.config.display import MAX_MESSAGE
 from zerojax.data import as_source
 from zerojax.data.preparation import prepare
 from zerojax.data.tokenizer import load_tokenizer
-from zerojax.models.hugging_face import config_from_hugging_face
 from zerojax.plan.schedules.known_schedules import read_csv
 from zerojax.runtime.user_files import open_appending, replace_text, replacing
 from zerojax.training.loading import load_run
 from zerojax.training.metrics import RunLog, write_report
 from zerojax.training.metrics.metric_files import read_metrics
 from zerojax.training.run_record import check_record, read_record
+from zerojax.zoo.hugging_face import config_from_hugging_face
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -159,8 +159,8 @@ INTO_NEW_FOLDERS = {
     "checkpoint/metadata.py",
     "checkpoint/packs.py",
     "cli/script_process.py",
-    "models/hugging_face/peft.py",
-    "models/hugging_face/safetensors.py",
+    "zoo/hugging_face/peft.py",
+    "zoo/hugging_face/safetensors.py",
     "training/equality/__init__.py",
     "training/equality/child.py",
     "training/hugging_face_export.py",

@@ -144,8 +144,8 @@ def test_forgotten_batches_of_a_model_that_is_not_for_text():
         given = functools.partial(zerojax.train, Line, {"zero": 1}, loss=loss)
         refused(lambda given=given: given(steps=1, run_dir=None), "text", "batches")
     # Another mistake keeps its own message.
-    config = zerojax.models.GPT2Config(vocab_size=256, num_layers=1, num_heads=2, embed_dim=16)
-    gpt2 = lambda rngs: zerojax.models.GPT2(config, rngs=rngs)  # noqa: E731
+    config = zerojax.zoo.GPT2Config(vocab_size=256, num_layers=1, num_heads=2, embed_dim=16)
+    gpt2 = lambda rngs: zerojax.zoo.GPT2(config, rngs=rngs)  # noqa: E731
     given = functools.partial(zerojax.train, gpt2, None, seq_len=16, steps=1, run_dir=None)
     refused(lambda: given(freeze="no_such_name"), "freeze no_such_name", "plan.table()")
 

@@ -37,7 +37,7 @@ from zerojax.data.source import TokenSource
 from zerojax.data.subwords import BpeTokenizer, HuggingFaceTokenizer, checked_ids
 from zerojax.data.tokenizer import as_tokenizer, tokenizer_from_dict
 from zerojax.data.tokens import verify_tokens
-from zerojax.models.index_limits import IndexLimit
+from zerojax.tracing.index_limits import IndexLimit
 
 TEXT = "Once upon a time, in a small house.\n" * 24
 wrong_type = functools.partial(refused, error=TypeError)

@@ -26,20 +26,20 @@ from tests.adam8bit_steps import context_of
 from tests.hugging_face_folders import CASES, tensors_of, write_folder
 from tests.refusals import Refusal, code_in, refused
 from tests.test_remedies_of_options import gpt2, line
-from zerojax import models
+from zerojax import zoo
 from zerojax.config import ConfigError
-from zerojax.models import trees
 from zerojax.models.adapt import as_model
-from zerojax.models.chunked_loss import head_next_token
-from zerojax.models.hugging_face.architectures import ARCHITECTURES, architecture_of
-from zerojax.models.hugging_face.folder import INDEX
-from zerojax.models.hugging_face.peft import ADAPTER_FILE, write_adapter
-from zerojax.models.hugging_face.safetensors import MAX_TABLE_BYTES, Tensor, read_table, write_file
-from zerojax.models.zoo.generation import continue_text, generate, generate_from_source
-from zerojax.models.zoo.lora import adapted_kernels
-from zerojax.models.zoo.rope import RopeScaling
+from zerojax.operators.chunked_loss import head_next_token
 from zerojax.optim import build_deepspeed_schedule, muon_dimensions
 from zerojax.optim.precision import as_precision
+from zerojax.tracing import trees
+from zerojax.zoo.generation import continue_text, generate, generate_from_source
+from zerojax.zoo.hugging_face.architectures import ARCHITECTURES, architecture_of
+from zerojax.zoo.hugging_face.folder import INDEX
+from zerojax.zoo.hugging_face.peft import ADAPTER_FILE, write_adapter
+from zerojax.zoo.hugging_face.safetensors import MAX_TABLE_BYTES, Tensor, read_table, write_file
+from zerojax.zoo.lora import adapted_kernels
+from zerojax.zoo.rope import RopeScaling
 
 SIZES = {"vocab_size": 64, "num_layers": 1, "num_heads": 2, "embed_dim": 16, "max_seq_len": 16}
 wrong_type = functools.partial(refused, error=TypeError)
@@ -181,7 +181,7 @@ def test_models_of_other_kinds():
     refused(lambda: architecture_of({"model_type": "mamba"}), "model_type='mamba'", [*known, "own"])
     assert [architecture_of({"model_type": name}).model_type for name in known]
     line()  # a module of one's own
-    rules = models.tensor_parallel_rules
+    rules = zoo.tensor_parallel_rules
     Refusal("gpt3", "gpt3", "gpt2 llama", ["gpt2", "llama"]).check(rules)
 
 
@@ -235,8 +235,8 @@ def bert(**changes: Any) -> Any:
 
 def abstract(name: str, **sizes: Any) -> Any:
     """A model of shapes."""
-    config = getattr(models, f"{name}Config")(**sizes)
-    return nnx.eval_shape(lambda: getattr(models, name)(config, rngs=nnx.Rngs(0)))
+    config = getattr(zoo, f"{name}Config")(**sizes)
+    return nnx.eval_shape(lambda: getattr(zoo, name)(config, rngs=nnx.Rngs(0)))
 
 
 def run(model: Any, method: str, *given: Any) -> Any:
@@ -275,7 +275,7 @@ def test_tokens_of_a_decoder():
 def undrawn(monkeypatch):
     """Tokens are not drawn: they are zeros."""
     drawn = lambda *given, num_tokens, **_: jnp.zeros((1, num_tokens), jnp.int32)  # noqa: E731
-    monkeypatch.setattr("zerojax.models.zoo.generation._continue", drawn)
+    monkeypatch.setattr("zerojax.zoo.generation._continue", drawn)
 
 
 @pytest.mark.parametrize(
@@ -311,7 +311,7 @@ def test_how_tokens_are_drawn(undrawn):
     for name in ("Decoder", "GPT2", "Llama"):
         draw(model=abstract(name, **SIZES))
     wrong_type(lambda: draw(model=abstract("T5")), "T5", "generate_from_source")
-    assert models.generate_from_source is generate_from_source
+    assert zoo.generate_from_source is generate_from_source
 
 
 def test_kinds_of_models():
@@ -332,8 +332,8 @@ def test_kinds_of_models():
     made = functools.partial(zerojax.add_lora, config=zerojax.LoraConfig(rank=2))
     wrong_type(lambda: made({}), "dict", "nnx.Module rngs")
     wrong_type(lambda: made(lambda rngs: {})(nnx.Rngs(0)), "dict", "nnx.Module rngs")
-    config = models.GPT2Config(**SIZES)
-    nnx.eval_shape(lambda: made(lambda rngs: models.GPT2(config, rngs=rngs))(nnx.Rngs(0)))
+    config = zoo.GPT2Config(**SIZES)
+    nnx.eval_shape(lambda: made(lambda rngs: zoo.GPT2(config, rngs=rngs))(nnx.Rngs(0)))
 
 
 def test_a_name_twice():
@@ -398,10 +398,10 @@ def test_layers_that_differ():
 
 
 def test_an_adapter_beside_the_head():
-    config = models.GPT2Config(**SIZES, tie_embeddings=False)
+    config = zoo.GPT2Config(**SIZES, tie_embeddings=False)
     add = lambda target: nnx.eval_shape(  # noqa: E731
         lambda: zerojax.add_lora(
-            lambda rngs: models.GPT2(config, rngs=rngs),
+            lambda rngs: zoo.GPT2(config, rngs=rngs),
             zerojax.LoraConfig(rank=2, targets=(target,)),
         )(nnx.Rngs(0))
     )

@@ -18,7 +18,7 @@ from flax import nnx
 
 import zerojax
 from tests.refusals import Refusal, code_in, refused, table
-from zerojax import models
+from zerojax import zoo
 from zerojax.config import ConfigError, ElasticityConfig, MeshConfig, RunConfig, checks, load
 from zerojax.config.loader import load_dataclass
 from zerojax.config.mesh import as_mesh_config
@@ -174,7 +174,7 @@ def line(mesh=None, **options: Any) -> zerojax.Plan:
 @functools.cache
 def gpt2(num_layers: int = 4) -> Any:
     sizes = {"vocab_size": 64, "num_heads": 2, "embed_dim": 16, "max_seq_len": 16}
-    return models.GPT2(models.GPT2Config(num_layers=num_layers, **sizes), rngs=nnx.Rngs(0))
+    return zoo.GPT2(zoo.GPT2Config(num_layers=num_layers, **sizes), rngs=nnx.Rngs(0))
 
 
 def text(mesh, num_layers: int = 4, **options: Any) -> zerojax.Plan:
@@ -295,8 +295,8 @@ def test_plans(row, tmp_path, monkeypatch):
 
 def llama(changes: dict[str, Any]) -> Any:
     sizes = {"vocab_size": 64, "num_layers": 1, "embed_dim": 16, "max_seq_len": 16}
-    config = models.LlamaConfig(**{"num_heads": 4, "num_kv_heads": 2, **sizes, **changes})
-    return nnx.eval_shape(lambda: models.Llama(config, rngs=nnx.Rngs(0)))
+    config = zoo.LlamaConfig(**{"num_heads": 4, "num_kv_heads": 2, **sizes, **changes})
+    return nnx.eval_shape(lambda: zoo.Llama(config, rngs=nnx.Rngs(0)))
 
 
 @pytest.mark.sampled(3)

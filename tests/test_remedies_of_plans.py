@@ -18,7 +18,7 @@ from flax import nnx
 import zerojax
 from tests.refusals import Refusal, code_in, refused, table
 from tests.test_remedies_of_options import line, mean, text
-from zerojax import models
+from zerojax import zoo
 from zerojax.cli import main
 from zerojax.config import OffloadConfig
 from zerojax.plan.device_mesh import make_abstract_mesh
@@ -299,12 +299,12 @@ def test_a_metric_with_a_name_of_every_run(metric):
 
 def test_slices_of_offloaded_state():
     def plan(size: int) -> zerojax.Plan:
-        config = models.GPT2Config(
+        config = zoo.GPT2Config(
             vocab_size=2048, num_layers=2, num_heads=2, embed_dim=256, max_seq_len=16
         )
         tokens = np.zeros((16, 8), np.int32)
         return zerojax.make_plan(
-            lambda rngs: models.GPT2(config, rngs=rngs),
+            lambda rngs: zoo.GPT2(config, rngs=rngs),
             {"offload": {"opt_state": "host", "min_elements": 1, "slice_elements": size}},
             example_batch={"tokens": tokens, "targets": tokens},
         )
@@ -481,7 +481,7 @@ def test_axes_that_would_change_the_order_of_sums():
 
 def test_products_of_an_unknown_dtype():
     sizes = {"vocab_size": 64, "num_layers": 1, "num_heads": 2, "embed_dim": 16, "max_seq_len": 16}
-    config = lambda dtype: models.GPT2Config(**sizes, matmul_dtype=dtype)  # noqa: E731
+    config = lambda dtype: zoo.GPT2Config(**sizes, matmul_dtype=dtype)  # noqa: E731
     Refusal("fp4", "matmul_dtype='fp4'", "'fp8' None", ["fp8", None]).check(config)
 
 

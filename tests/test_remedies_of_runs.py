@@ -28,15 +28,15 @@ from zerojax.checkpoint.store import BucketStore
 from zerojax.checkpoint.store.direct_io import StoreError
 from zerojax.cli import main
 from zerojax.config import ConfigError
-from zerojax.models.hugging_face import from_hugging_face
-from zerojax.models.hugging_face.architectures import ARCHITECTURES
-from zerojax.models.hugging_face.folder import INDEX, SINGLE
 from zerojax.models.losses import next_token
 from zerojax.parallel.initialization import init_state
 from zerojax.parallel.step import build_evaluation
 from zerojax.plan import host_budget
 from zerojax.runtime.memory import PINNED_LIMIT
 from zerojax.training.run_record import abstract_of, read_record
+from zerojax.zoo.hugging_face import from_hugging_face
+from zerojax.zoo.hugging_face.architectures import ARCHITECTURES
+from zerojax.zoo.hugging_face.folder import INDEX, SINGLE
 
 # --- models' files --------------------------------------------------------------------------------
 
@@ -454,7 +454,7 @@ def test_a_sweep_that_stopped_half_way(durable, whole, tmp_path, monkeypatch):
 def decoder(rngs: nnx.Rngs) -> Any:
     """Its table of tokens is large enough to be split."""
     sizes = {"num_layers": 1, "num_heads": 2, "embed_dim": 8, "max_seq_len": 16}
-    return zerojax.models.GPT2(zerojax.models.GPT2Config(vocab_size=20_000, **sizes), rngs=rngs)
+    return zerojax.zoo.GPT2(zerojax.zoo.GPT2Config(vocab_size=20_000, **sizes), rngs=rngs)
 
 
 def own_loss(model, batch):
@@ -484,13 +484,13 @@ def test_a_loss_of_ones_own_for_a_decoder(tmp_path):
 
 @pytest.mark.thorough
 def test_a_loss_of_ones_own_for_a_model_that_generates_nothing(tmp_path):
-    sizes = zerojax.models.BertConfig(
+    sizes = zerojax.zoo.BertConfig(
         vocab_size=32, num_layers=1, num_heads=2, embed_dim=8, mlp_dim=16, max_seq_len=8
     )
     tokens = np.arange(64, dtype=np.int32).reshape(8, 8) % 32
     batch, folder = {"tokens": tokens, "targets": tokens}, tmp_path / "run"
     given = {"loss": own_loss_of_logits, "checkpoint": folder, "validation": [batch]}
-    model = lambda rngs: zerojax.models.Bert(sizes, rngs=rngs)  # noqa: E731
+    model = lambda rngs: zerojax.zoo.Bert(sizes, rngs=rngs)  # noqa: E731
     trainer = zerojax.train(model, None, [batch], steps=1, **given)
     expected = trainer.evaluate()["loss"]
     trainer.close()

@@ -18,11 +18,11 @@ from flax import linen, nnx
 
 import zerojax
 from zerojax.models.adapt import as_loss, as_model
-from zerojax.models.rolling import RolledModel, find_loops, finding, stack_name
-from zerojax.models.rolling.equality import Equality
-from zerojax.models.rolling.flat_program import Mismatch
-from zerojax.models.rolling.proof import check_unrolled
-from zerojax.models.trace import trace_model
+from zerojax.tracing.rolling import RolledModel, find_loops, finding, stack_name
+from zerojax.tracing.rolling.equality import Equality
+from zerojax.tracing.rolling.flat_program import Mismatch
+from zerojax.tracing.rolling.proof import check_unrolled
+from zerojax.tracing.trace import trace_model
 
 WIDTH, LAYERS = 8, 6
 ROUNDING = 2e-6

@@ -17,7 +17,7 @@ from flax import nnx
 import zerojax
 from pallas_kernels.choice import missing as kernels_missing
 from tests import equal_trees
-from zerojax import models
+from zerojax import tracing
 from zerojax.checkpoint import Checkpointer
 from zerojax.config.mesh import HOST_KIND
 from zerojax.data import shard_batch
@@ -297,7 +297,7 @@ def test_remat_of_a_mesh_is_that_of_every_layer(remat: str) -> None:
         plan = plan_of({**ZERO_3, "roll_remat": remat}, checkpoints=checkpoints)
         assert any(line.endswith(f"6 turns; roll_remat={remat}") for line in plan.reasons)
         np.testing.assert_allclose(train(plan)[1], losses_on_one_device(ADAMW), rtol=LOSSES)
-        jaxpr = str(models.trace_model(*traced_arguments(plan)).jaxpr)
+        jaxpr = str(tracing.trace_model(*traced_arguments(plan)).jaxpr)
         policies = re.findall(r"policy=(\S+)", jaxpr)
         assert len(policies) == (remat != "none")
         assert all(("None" in policy) == (remat == "full") for policy in policies)

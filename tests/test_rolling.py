@@ -20,11 +20,11 @@ from jax.extend.core import Jaxpr
 from tests.listed_calls import CALLED_STYLES, build_called, loss_of_call
 from tests.listed_decoders import STYLES, build_decoder, example_batch
 from zerojax.models.adapt import as_loss, as_model
-from zerojax.models.jaxpr import inner_programs
-from zerojax.models.protocol import Loss, Model
-from zerojax.models.rolling import FoundLoops, Loop, RolledModel, find_loops, stack_name
-from zerojax.models.rolling.equality import Equality
-from zerojax.models.trace import ModelTrace, trace_model
+from zerojax.operators.marks import inner_programs
+from zerojax.tracing.protocol import Loss, Model
+from zerojax.tracing.rolling import FoundLoops, Loop, RolledModel, find_loops, stack_name
+from zerojax.tracing.rolling.equality import Equality
+from zerojax.tracing.trace import ModelTrace, trace_model
 
 LAYERS = 6
 FEW_LAYERS = 4

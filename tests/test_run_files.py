@@ -58,7 +58,7 @@ def plan_on(config, devices, **changes):
     shape = config.global_batch_size, config.data.seq_len
     tokens = jax.ShapeDtypeStruct(shape, np.int32)
     return zerojax.make_plan(
-        zerojax.models.build_model(config.model, config.model.vocab_size or 256),
+        zerojax.zoo.build_model(config.model, config.model.vocab_size or 256),
         zerojax.make_abstract_mesh(config.mesh, devices),
         example_batch={"tokens": tokens, "targets": tokens},
         optimizer=config.optimizer,

@@ -14,7 +14,7 @@ from safetensors import SafetensorError as TheirError
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
-from zerojax.models.hugging_face.safetensors import (
+from zerojax.zoo.hugging_face.safetensors import (
     SafetensorsError,
     Tensor,
     read_block,

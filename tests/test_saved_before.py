@@ -37,7 +37,7 @@ def run(tmp_path) -> Path:
 
 def go_on(run: Path, steps: int) -> zerojax.Trainer:
     return zerojax.train(
-        zerojax.models.build_model(MODEL, 32),
+        zerojax.zoo.build_model(MODEL, 32),
         {"zero": 3},
         [rows(seed) for seed in range(4)],
         steps=steps,

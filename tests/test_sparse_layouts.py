@@ -26,7 +26,7 @@ from zerojax.config.attention_layouts import (
     VariableLayout,
     layout_of_mode,
 )
-from zerojax.models.sparse_layouts import BlockTable, layout_table
+from zerojax.operators.sparse_layouts import BlockTable, layout_table
 
 GOLDEN = json.loads(Path(__file__).with_name("golden").joinpath("sparse_layouts.json").read_text())
 

@@ -14,7 +14,7 @@ from flax import nnx
 from tests.trajectories import TOLERANCE, plan_for, regression_batch, train_for
 from zerojax import Stages
 from zerojax.models.losses import mean_squared_error
-from zerojax.models.zoo.stacking import stack_modules
+from zerojax.tracing.stacking import stack_modules
 
 WIDTH = 8
 

@@ -210,7 +210,7 @@ def test_a_pipeline() -> None:
         return {"tokens": drawn[:, :-1], "targets": drawn[:, 1:]}
 
     more = {
-        "model": zerojax.models.build_model(config, 32),
+        "model": zerojax.zoo.build_model(config, 32),
         "make_batch": tokens,
         "num_microbatches": 2,
     }

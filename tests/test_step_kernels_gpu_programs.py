@@ -26,7 +26,7 @@ from tests.small_models import reference_model
 from zerojax.forecasting import hlo
 from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import find_gpu
-from zerojax.models.attending import Call
+from zerojax.operators.attending import Call
 from zerojax.optim.precision import as_precision
 from zerojax.plan.compiler_options import choose_options
 from zerojax.plan.device_mesh import make_mesh

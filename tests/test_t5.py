@@ -16,14 +16,14 @@ from safetensors.numpy import load_file, save_file
 import zerojax
 from tests.hugging_face_weights import weights_of_t5
 from tests.trajectories import TOLERANCE, advance
-from zerojax.models import T5, T5Config, generate, generate_from_source
-from zerojax.models.hugging_face import UnsupportedError, from_hugging_face
-from zerojax.models.zoo.t5 import relative_bucket
 from zerojax.parallel.initialization import init_state
 from zerojax.parallel.step import build_step
 from zerojax.plan.device_mesh import make_mesh
 from zerojax.plan.make import make_plan
 from zerojax.training.trainer import Trainer
+from zerojax.zoo import T5, T5Config, generate, generate_from_source
+from zerojax.zoo.hugging_face import UnsupportedError, from_hugging_face
+from zerojax.zoo.t5 import relative_bucket
 
 CASES = json.loads((Path(__file__).parent / "data" / "t5.json").read_text())["cases"]
 SIZES = {"vocab_size": 24, "embed_dim": 16, "head_dim": 6, "mlp_dim": 32, "num_heads": 2}

@@ -81,7 +81,7 @@ def test_two_arguments_train_on_the_text_in_the_package(tmp_path, monkeypatch, c
 
 def byte_model(rngs: nnx.Rngs) -> nnx.Module:
     from zerojax.config import ModelConfig
-    from zerojax.models import build_model
+    from zerojax.zoo import build_model
 
     tiny = ModelConfig(num_layers=1, num_heads=2, embed_dim=16, max_seq_len=32)
     return build_model(tiny, 256)(rngs)

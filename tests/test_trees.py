@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zerojax.models.trees import (
+from zerojax.tracing.trees import (
     flatten_names,
     format_bytes,
     format_count,

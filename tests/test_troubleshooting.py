@@ -76,7 +76,7 @@ import jax
 jax.config.update("jax_num_cpu_devices", 2)
 import zerojax
 from zerojax.config import ModelConfig
-model = zerojax.models.build_model(ModelConfig(num_layers=1, embed_dim=64, max_seq_len=32), 256)
+model = zerojax.zoo.build_model(ModelConfig(num_layers=1, embed_dim=64, max_seq_len=32), 256)
 zerojax.train(model, {"zero": 3}, steps=2, run_dir=None)
 """
 

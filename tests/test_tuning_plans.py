@@ -20,7 +20,7 @@ from tests.tuning_doubles import Clock, plan_for
 from zerojax.cli import main
 from zerojax.config import MeshConfig
 from zerojax.hardware import compile_client, gpus
-from zerojax.models.attending import Call, calls_of_attention
+from zerojax.operators.attending import Call, calls_of_attention
 from zerojax.parallel import bucket_sizes
 from zerojax.plan.device_mesh import make_mesh
 from zerojax.plan.open_choices import describe_open_choices

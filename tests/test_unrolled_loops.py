@@ -14,9 +14,9 @@ import zerojax
 from zerojax.config import MeshConfig, ModelConfig
 from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import find_gpu
-from zerojax.models import build_model
-from zerojax.models.unrolling import describe_unrolled
 from zerojax.parallel.step import build_step
+from zerojax.tracing.unrolling import describe_unrolled
+from zerojax.zoo import build_model
 
 MISSING = compile_client.missing()
 VOCAB, SEQ = 64, 16

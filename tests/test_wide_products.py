@@ -11,9 +11,9 @@ from flax import nnx
 
 import zerojax
 from tests import small_models
-from zerojax.models.jaxpr import mark_read
-from zerojax.models.wide_products import find_wide_products
+from zerojax.operators.marks import mark_read
 from zerojax.plan.device_mesh import make_mesh
+from zerojax.tracing.wide_products import find_wide_products
 
 WIDTH = 16
 NARROW = jax.ShapeDtypeStruct((8, WIDTH), jnp.bfloat16)

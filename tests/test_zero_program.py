@@ -17,11 +17,11 @@ import pytest
 from tests import small_models
 from tests.small_models import reference_model
 from tests.trajectories import plan_for, regression_batch, text_batch
-from zerojax.models.jaxpr import split_scan
-from zerojax.models.trees import num_elements
 from zerojax.parallel.collectives import make_buckets
 from zerojax.parallel.step import build_evaluation, build_step
 from zerojax.plan.leaf_placement import Access
+from zerojax.tracing.jaxpr import split_scan
+from zerojax.tracing.trees import num_elements
 
 LAYERS = 3
 # No activation of a batch of [4, 16] rows per device has the dimensions of a parameter.

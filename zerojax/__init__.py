@@ -22,16 +22,7 @@ if TYPE_CHECKING:
     )
     from zerojax.data import TokenSource, shard_batch
     from zerojax.forecasting import forecast
-    from zerojax.models import (
-        Stages,
-        add_lora,
-        attention,
-        batch_mean,
-        batch_sum,
-        experts,
-        merge_lora,
-    )
-    from zerojax.models.hugging_face import Pretrained, from_hugging_face
+    from zerojax.operators import attention, batch_mean, batch_sum, experts
     from zerojax.optim import adam8bit, adamw, lamb, lion, muon, sgd, with_ema
     from zerojax.optim.precision import Precision
     from zerojax.parallel.initialization import init_state
@@ -50,6 +41,8 @@ if TYPE_CHECKING:
     from zerojax.training.run_file import run_from_config
     from zerojax.training.trainer import Trainer
     from zerojax.training.tuning import tune
+    from zerojax.zoo import Stages, add_lora, merge_lora
+    from zerojax.zoo.hugging_face import Pretrained, from_hugging_face
 
 __version__ = "0.1.0"
 
@@ -128,26 +121,26 @@ _HOME_OF_NAME = {
     "OptimizerConfig": "config",
     "Plan": "plan.make",
     "Precision": "optim.precision",
-    "Pretrained": "models.hugging_face",
+    "Pretrained": "zoo.hugging_face",
     "RunConfig": "config",
-    "Stages": "models",
+    "Stages": "zoo",
     "TokenSource": "data",
     "TrainState": "plan.state",
     "Trainer": "training.trainer",
     "WatchConfig": "config",
     "adam8bit": "optim",
     "adamw": "optim",
-    "add_lora": "models",
-    "attention": "models",
-    "batch_mean": "models",
-    "batch_sum": "models",
+    "add_lora": "zoo",
+    "attention": "operators",
+    "batch_mean": "operators",
+    "batch_sum": "operators",
     "build_evaluation": "parallel.step",
     "build_step": "parallel.step",
     "check": "training.equality",
-    "experts": "models",
+    "experts": "operators",
     "forecast": "forecasting",
     "from_canonical": "parallel.reshard",
-    "from_hugging_face": "models.hugging_face",
+    "from_hugging_face": "zoo.hugging_face",
     "init_state": "parallel.initialization",
     "initialize": "training.deepspeed.engine",
     "join_processes": "runtime.distributed",
@@ -157,7 +150,7 @@ _HOME_OF_NAME = {
     "make_abstract_mesh": "plan.device_mesh",
     "make_mesh": "plan.device_mesh",
     "make_plan": "plan.make",
-    "merge_lora": "models",
+    "merge_lora": "zoo",
     "muon": "optim",
     "reshard_state": "parallel.reshard",
     "run_from_config": "training.run_file",
@@ -179,11 +172,14 @@ _PUBLIC_MODULES = {
     "hardware": "hardware",
     "losses": "models.losses",
     "models": "models",
+    "operators": "operators",
     "optim": "optim",
     "parallel": "parallel",
     "pipeline_schedules": "plan.schedules",
     "plan": "plan",
     "runtime": "runtime",
+    "tracing": "tracing",
+    "zoo": "zoo",
     "training": "training",
 }
 """Attribute after `import zerojax` -> module: the packages, and two modules by the short names that

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     )
     from zerojax.config import ConfigError
     from zerojax.hardware.compile_client import CompileError, CompilerMissing
-    from zerojax.models.hugging_face import UnsupportedError
     from zerojax.runtime.distributed import PeerLostError
     from zerojax.runtime.preemption import Interrupted
     from zerojax.training.equality import DisagreementError
+    from zerojax.zoo.hugging_face import UnsupportedError
 
 __all__ = [
     "BaseWeightsError",
@@ -50,7 +50,7 @@ _HOME_OF_NAME = {
     "Interrupted": "runtime.preemption",
     "MachineError": "checkpoint.errors",
     "PeerLostError": "runtime.distributed",
-    "UnsupportedError": "models.hugging_face",
+    "UnsupportedError": "zoo.hugging_face",
 }
 
 

@@ -22,7 +22,7 @@ from benchmarks.gpu.workloads import (
 from zerojax import adamw
 from zerojax.config import ModelConfig
 from zerojax.data import TokenSource, tokens_of_array
-from zerojax.models import build_model
+from zerojax.zoo import build_model
 
 
 def make_factory(workload: Workload, *, attention: Any = "auto") -> Callable[[Any], Any]:

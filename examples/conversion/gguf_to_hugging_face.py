@@ -26,8 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from zerojax.config.display import quoted
-from zerojax.models.hugging_face.safetensors import Tensor, write_files
 from zerojax.runtime.bounded_json import open_regular
+from zerojax.zoo.hugging_face.safetensors import Tensor, write_files
 
 LAYER_TENSORS = {
     "input_layernorm": "attn_norm",

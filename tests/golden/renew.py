@@ -38,7 +38,7 @@ def plan_text(model: str, devices: int, zero: int) -> str:
     rows = devices * (config.num_microbatches or 1)
     tokens = jax.ShapeDtypeStruct((rows, config.data.seq_len), np.int32)
     plan = zerojax.make_plan(
-        zerojax.models.build_model(config.model, config.model.vocab_size or 0),
+        zerojax.zoo.build_model(config.model, config.model.vocab_size or 0),
         zerojax.make_abstract_mesh(dataclasses.replace(config.mesh, data=-1), devices),
         example_batch={"tokens": tokens, "targets": tokens},
         optimizer=config.optimizer,

@@ -161,8 +161,8 @@ MUTATIONS = (
         "tests/test_step.py tests/test_pieces.py",
     ),
     Mutation(
-        "keep = lambda new, old: jnp.where(now.skip, old, new)",
-        "keep = lambda new, old: new",
+        "return guarded_update(tx, *before, skip=now.skip, extra=extra)",
+        "return guarded_update(tx, *before, skip=now.skip & False, extra=extra)",
         "tests/test_step.py tests/test_engine.py",
     ),
     Mutation(

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from zerojax.checkpoint import packs
-from zerojax.models.trees import flatten_names
+from zerojax.tracing.trees import flatten_names
 
 PyTree = Any
 _ITEM = "state"

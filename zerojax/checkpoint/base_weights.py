@@ -20,10 +20,10 @@ from zerojax.checkpoint.errors import BaseWeightsError, reason
 from zerojax.checkpoint.metadata import Metadata, as_abstract
 from zerojax.checkpoint.store.boxes import Box
 from zerojax.config.loader import user_path
-from zerojax.models.hugging_face import StoredArray, arrays_in
-from zerojax.models.hugging_face.folder import Folder
-from zerojax.models.protocol import LazyArray
 from zerojax.optim.weight_codes import CodedArray, WeightCodes, codes_of_plan
+from zerojax.tracing.protocol import LazyArray
+from zerojax.zoo.hugging_face import StoredArray, arrays_in
+from zerojax.zoo.hugging_face.folder import Folder
 
 PREFIX = "frozen/"
 """Prefix of the names of these arrays in a checkpoint."""

@@ -32,8 +32,8 @@ from zerojax.checkpoint.saving import Save, is_first_process, not_saved, write
 from zerojax.checkpoint.verification import Verification, verify_step
 from zerojax.config.checks import names_keywords, warn_user
 from zerojax.config.loader import user_path
-from zerojax.models.trees import flatten_names, num_bytes, unflatten_like
 from zerojax.runtime.folder_lock import FolderTakenError, Hold, hold
+from zerojax.tracing.trees import flatten_names, num_bytes, unflatten_like
 
 PyTree = Any
 

@@ -19,14 +19,14 @@ from zerojax.checkpoint.errors import BaseWeightsError, CheckpointError, Damaged
 from zerojax.checkpoint.files import new_folder
 from zerojax.checkpoint.inspection import SavedStep, open_arrays
 from zerojax.checkpoint.metadata import as_abstract
-from zerojax.models.hugging_face.safetensors import (
+from zerojax.optim.weight_codes import WeightCodes, codes_of_plan
+from zerojax.zoo.hugging_face.safetensors import (
     SHARD_BYTES,
     SafetensorsError,
     Tensor,
     check_dtype,
     write_files,
 )
-from zerojax.optim.weight_codes import WeightCodes, codes_of_plan
 
 AVERAGE = "opt_state/ema/"
 PREFIXES = {"params/": "", AVERAGE: "", "frozen/": "", "extras/": "extras."}

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from zerojax.checkpoint.errors import CheckpointError, reason
 from zerojax.checkpoint.files import to_disk
-from zerojax.models.trees import format_bytes
+from zerojax.tracing.trees import format_bytes
 
 _INVISIBLE = re.compile(r"\d+\.(partial-\d+|expired)")
 

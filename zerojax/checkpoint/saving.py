@@ -49,8 +49,8 @@ from zerojax.checkpoint.metadata import Metadata, write_metadata
 from zerojax.checkpoint.packs import FILE_NAME as TABLE
 from zerojax.checkpoint.retention import Retention, kept_steps
 from zerojax.checkpoint.store.pieces import PieceReader
-from zerojax.models.trees import format_bytes
 from zerojax.runtime.shutdown import leave_group_when_over
+from zerojax.tracing.trees import format_bytes
 
 ARRAYS, PIECES = "arrays", "pieces"
 

@@ -132,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _list(args: argparse.Namespace) -> int:
     from zerojax.checkpoint.inspection import find_checkpoints, leftovers, saved_steps
-    from zerojax.models.trees import format_bytes
+    from zerojax.tracing.trees import format_bytes
 
     path, _ = find_checkpoints(args.run)
     steps, rest = saved_steps(path), leftovers(path)
@@ -164,7 +164,7 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _row(one: SavedStep) -> tuple[str, ...]:
-    from zerojax.models.trees import format_bytes
+    from zerojax.tracing.trees import format_bytes
 
     size, found = format_bytes(one.num_bytes), one.metadata
     state = "ok" if one.error is None else _wrong(one)
@@ -234,7 +234,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _tell(found: Verification) -> None:
-    from zerojax.models.trees import format_bytes
+    from zerojax.tracing.trees import format_bytes
 
     checked = f"{found.num_files} files ({format_bytes(found.num_bytes)})"
     if found.has_fingerprints:
@@ -266,7 +266,7 @@ def _verified(found: Verification) -> dict[str, Any]:
 def _export(args: argparse.Namespace) -> int:
     from zerojax.checkpoint.export import export
     from zerojax.checkpoint.inspection import find_step
-    from zerojax.models.trees import format_bytes
+    from zerojax.tracing.trees import format_bytes
     from zerojax.training.hugging_face_export import export_adapters, run_folders
 
     *steps, out = args.places
@@ -311,7 +311,7 @@ def _export(args: argparse.Namespace) -> int:
 def _export_for_hugging_face(
     args: argparse.Namespace, saved: SavedStep, runs: Sequence[Path], out: str
 ) -> int:
-    from zerojax.models.trees import format_bytes
+    from zerojax.tracing.trees import format_bytes
     from zerojax.training.hugging_face_export import export_step
 
     done = export_step(
@@ -349,7 +349,7 @@ def _prune(args: argparse.Namespace) -> int:
 def _prune_alone(path: Path, args: argparse.Namespace) -> int:
     from zerojax.checkpoint.inspection import saved_steps
     from zerojax.checkpoint.pruning import removals, remove
-    from zerojax.models.trees import format_bytes
+    from zerojax.tracing.trees import format_bytes
 
     found = removals(path, keep=args.keep, every=args.every, damaged=args.damaged)
     word = "would delete" if args.dry_run else "deleted"

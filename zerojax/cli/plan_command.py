@@ -336,7 +336,7 @@ def _with_buckets(
 
 def can_unroll(config: RunConfig) -> bool:
     """Returns whether a search may unroll the loop over layers; experts run in their own loop."""
-    from zerojax.models.unrolling import why_never_unrolled
+    from zerojax.tracing.unrolling import why_never_unrolled
 
     below_stage_3 = dataclasses.replace(config.mesh, zero=0, stage=1)
     few = config.model.num_layers <= MOST_UNROLLED

@@ -204,7 +204,7 @@ def measure(trainer: Any, folder: Path, steps: int) -> StepProfile:
     """Returns the profile of a finished run, from its files and its compiled step."""
     from zerojax.forecasting import profiling
     from zerojax.forecasting.hlo.program import read_program
-    from zerojax.models.flops import count_program_flops
+    from zerojax.tracing.flops import count_program_flops
     from zerojax.training.metrics import read_metrics
     from zerojax.training.metrics.stragglers import ACTIVITIES
 

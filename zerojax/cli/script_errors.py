@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Iterator
 
 from zerojax.config.display import show
-from zerojax.models.source_lines import is_of_users, source_line
+from zerojax.tracing.source_lines import is_of_users, source_line
 
 SHOWN = 4
 """Lines of the script in the traceback that is printed."""

@@ -1,7 +1,7 @@
 """Settings of block-sparse attention: which blocks of keys each block of queries attends to.
 
 The five layouts and their parameters are those of DeepSpeed's sparse attention.
-`zerojax.models.sparse_layouts` builds their tables.
+`zerojax.operators.sparse_layouts` builds their tables.
 """
 
 from __future__ import annotations

@@ -14,10 +14,10 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax.config.checks import names_keywords
 from zerojax.models.given_arrays import as_arrays, check_arrays
-from zerojax.models.index_limits import IndexLimit
-from zerojax.models.trees import flatten_names, unflatten_like
 from zerojax.plan.device_mesh import DATA_AXES, num_data_shards
 from zerojax.runtime.memory import allocating_for
+from zerojax.tracing.index_limits import IndexLimit
+from zerojax.tracing.trees import flatten_names, unflatten_like
 
 # Names of the arrays of a language-model batch that hold token ids (others, such as labels, are not
 # limited by the vocabulary).

@@ -34,10 +34,8 @@ from zerojax.forecasting.roofline import estimate, verdict
 from zerojax.forecasting.transfers import attention_wire_bytes, find_traffic, offload_numbers
 from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import Gpu, find_gpu, target_text
-from zerojax.models.context import SCOPE
-from zerojax.models.cudnn_attention import FORWARD as FUSED_ATTENTION
-from zerojax.models.flops import count_program_flops
-from zerojax.models.trees import format_bytes
+from zerojax.operators.context import SCOPE
+from zerojax.operators.cudnn_attention import FORWARD as FUSED_ATTENTION
 from zerojax.optim.matrices import SCOPE as MATRICES
 from zerojax.parallel.step import build_step
 from zerojax.plan import device_mesh as meshes
@@ -56,6 +54,8 @@ from zerojax.plan.offload_costs import hiding
 from zerojax.plan.open_choices import describe_open_choices
 from zerojax.plan.whole_matrices import matrix_bytes
 from zerojax.plan.wire import bytes_by_level
+from zerojax.tracing.flops import count_program_flops
+from zerojax.tracing.trees import format_bytes
 
 FACTS_VERSION = 10
 """Increase it when the readers find something else in the same program, so that caches expire."""

@@ -15,10 +15,10 @@ from zerojax.forecasting.forecast_numbers import (
     Offload,
     Traffic,
 )
-from zerojax.models.trees import format_bytes, format_count
 from zerojax.plan.expert_costs import expert_lines
 from zerojax.plan.plan_page import CELL, ROLE, hiding_lines, moved_lines, tier_lines
 from zerojax.plan.plan_page import WIDTH as INNER_WIDTH
+from zerojax.tracing.trees import format_bytes, format_count
 
 WIDTH = 100
 BAR = 60

@@ -20,10 +20,10 @@ from zerojax.forecasting.remedies import PRICES, SMALL, Remedy, all_remedies
 from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import gpu_of_device
 from zerojax.hardware.local_devices import device_kind, device_memory
-from zerojax.models.trees import format_bytes
 from zerojax.plan.counts import ACTIVATIONS, GATHERED, GRADIENTS, role_bytes
 from zerojax.plan.make import Plan
 from zerojax.runtime.memory import TRAINING_STEP, least_room, purpose_of
+from zerojax.tracing.trees import format_bytes
 
 NUM_REMEDIES = 3
 COMPILING = f"compiling {TRAINING_STEP}"

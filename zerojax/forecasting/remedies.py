@@ -15,9 +15,7 @@ import jax.numpy as jnp
 from zerojax.config.mesh import HOST
 from zerojax.forecasting.forecast_numbers import Memory
 from zerojax.hardware.gpus import Gpu
-from zerojax.models import jaxpr
 from zerojax.models.adapt import bound_attribute
-from zerojax.models.trees import format_bytes, num_elements
 from zerojax.optim import Optimizer
 from zerojax.plan.counts import (
     ACTIVATIONS,
@@ -37,6 +35,8 @@ from zerojax.plan.make import Plan
 from zerojax.plan.offload_costs import link_seconds, rates_of
 from zerojax.plan.pipeline_costs import activation_bytes, total_buffer_bytes
 from zerojax.plan.schedules import lower, make_schedule
+from zerojax.tracing import jaxpr
+from zerojax.tracing.trees import format_bytes, num_elements
 
 STATE = (MASTERS, OPTIMIZER, AVERAGE, "optimizer temporaries")
 MOST_FRACTION = 0.95

@@ -16,10 +16,10 @@ from zerojax.forecasting.forecast_numbers import (
 )
 from zerojax.forecasting.remedies import find_remedies, largest_role
 from zerojax.hardware.gpus import Gpu
-from zerojax.models.trees import format_bytes
 from zerojax.plan.device_mesh import CONTEXT, DATA, EXPERT, MODEL, PASS_AXES, STAGE
 from zerojax.plan.make import Plan
 from zerojax.plan.offload_costs import Hiding
+from zerojax.tracing.trees import format_bytes
 
 FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 """Variables with JAX's share of the card; the second is the older name."""

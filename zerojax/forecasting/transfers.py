@@ -16,8 +16,7 @@ from zerojax.forecasting.hlo.communication import PERMUTE
 from zerojax.forecasting.hlo.host_copies import TO_DEVICE, TO_HOST
 from zerojax.forecasting.roofline import link_bandwidth, with_network_bytes
 from zerojax.hardware.gpus import Gpu
-from zerojax.models.flops import without_waste
-from zerojax.models.jaxpr import inner_programs
+from zerojax.operators.marks import inner_programs
 from zerojax.plan.counts import role_tiers
 from zerojax.plan.device_mesh import CONTEXT, EXPERT, MANUAL_AXES, STAGE
 from zerojax.plan.expert_costs import exchange_bytes
@@ -26,6 +25,7 @@ from zerojax.plan.offload_costs import buffer_bytes, file_bytes, hiding, moved_b
 from zerojax.plan.pipeline_costs import message_bytes
 from zerojax.plan.whole_matrices import matrix_bytes
 from zerojax.plan.wire import wire_bytes, wire_unit
+from zerojax.tracing.flops import without_waste
 
 Facts = dict[str, Any]
 

@@ -17,7 +17,7 @@ from zerojax.models.from_functions import FunctionModel
 from zerojax.models.from_linen import LinenModel
 from zerojax.models.from_nnx import NnxModel
 from zerojax.models.given_arrays import is_of_torch
-from zerojax.models.protocol import Loss, Model, ModelLike
+from zerojax.tracing.protocol import Loss, Model, ModelLike
 
 
 def as_model(model: ModelLike) -> Model:

@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from zerojax.models.jaxpr import cut_piece, inner_programs, takes_over_batch
 from zerojax.models.losses import split_result
-from zerojax.models.trace import ModelTrace
+from zerojax.operators.marks import inner_programs, takes_over_batch
+from zerojax.tracing.jaxpr import cut_piece
+from zerojax.tracing.trace import ModelTrace
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

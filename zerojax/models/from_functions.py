@@ -11,9 +11,9 @@ from typing import Any
 
 import jax
 
-from zerojax.models import trees
 from zerojax.models.given_arrays import check_no_torch
-from zerojax.models.protocol import NO_RULES, Arrays, Loss, OnRead, StepRule
+from zerojax.tracing import trees
+from zerojax.tracing.protocol import NO_RULES, Arrays, Loss, OnRead, StepRule
 
 
 class BoundFunction:

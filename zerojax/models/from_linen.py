@@ -11,9 +11,9 @@ import jax
 from flax import linen
 from flax.core import meta, unfreeze
 
-from zerojax.models import trees
-from zerojax.models.protocol import NO_RULES, Arrays, Loss, OnRead, StepRule
-from zerojax.models.reads import MarkRead
+from zerojax.tracing import trees
+from zerojax.tracing.protocol import NO_RULES, Arrays, Loss, OnRead, StepRule
+from zerojax.tracing.reads import MarkRead
 
 _BINARY = (
     *("add", "sub", "mul", "truediv", "floordiv", "mod", "divmod", "pow", "matmul"),
@@ -53,7 +53,7 @@ class _ReadBox(meta.AxisMetadata):
     is an array in every other way: attributes, methods, operators and `jnp` functions are those of
     what reading gives. As a tree it is what is stored, which the trace of a plan finds. What takes
     nothing but arrays of JAX's own (`jax.lax.sin`, the carry of a loop) fails in that trace, which
-    then goes without a box for this parameter (`zerojax.models.trace`).
+    then goes without a box for this parameter (`zerojax.tracing.trace`).
     """
 
     def __init__(self, value: Any, read: Callable[[Any], jax.Array]):

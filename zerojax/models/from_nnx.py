@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from flax import linen, nnx
 
-from zerojax.models import trees
 from zerojax.models.given_arrays import check_no_torch
-from zerojax.models.protocol import Arrays, Loss, OnRead, StepRule
 from zerojax.models.step_count import find_step_rules
+from zerojax.tracing import trees
+from zerojax.tracing.protocol import Arrays, Loss, OnRead, StepRule
 
 # PRNG keys live in the state as plain uint32 arrays, so that every leaf is an ordinary array.
 

@@ -14,7 +14,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from zerojax.models.trees import PyTree
+from zerojax.tracing.trees import PyTree
 
 
 def is_of_torch(thing: Any) -> bool:

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from zerojax.models import trees
-from zerojax.models.protocol import Arrays, Rule, StepRule
+from zerojax.tracing import trees
+from zerojax.tracing.protocol import Arrays, Rule, StepRule
 
 
 class StepCount(nnx.Variable):

@@ -16,7 +16,6 @@ from pallas_kernels.adam8bit_kernel import update_adam8bit
 from pallas_kernels.adam8bit_many import update_adam8bit_many
 from pallas_kernels.choice import Choice, Impl
 from zerojax.config.checks import names_keywords
-from zerojax.models import trees
 from zerojax.optim import adam8bit_state as states
 from zerojax.optim.ema import Ema, around
 from zerojax.optim.fused import Method, Numbers, Options, make_optimizer, one_pass
@@ -31,6 +30,7 @@ from zerojax.optim.optimizer import (
 )
 from zerojax.optim.parameter_tree import ParameterTree
 from zerojax.optim.schedules import Schedule
+from zerojax.tracing import trees
 
 Tree = Any
 

@@ -21,7 +21,7 @@ from pallas_kernels.adam8bit import (
     encode_moments,
     num_blocks,
 )
-from zerojax.models import trees
+from zerojax.tracing import trees
 
 Tree = Any
 

@@ -18,7 +18,6 @@ from pallas_kernels.gradients import GRADIENT_STATS
 from zerojax.config import OptimizerConfig
 from zerojax.config.checks import names_keywords
 from zerojax.config.display import quoted
-from zerojax.models.protocol import Model
 from zerojax.optim.adam8bit import adam8bit
 from zerojax.optim.ema import Ema, WithEma
 from zerojax.optim.methods import adamw, lamb, lion, sgd
@@ -26,6 +25,7 @@ from zerojax.optim.optimizer import Optimizer
 from zerojax.optim.parameter_tree import OnParameterTree, ParameterTree
 from zerojax.optim.precision import Precision
 from zerojax.optim.schedules import Schedule, build_schedule
+from zerojax.tracing.protocol import Model
 
 
 @dataclasses.dataclass(frozen=True)

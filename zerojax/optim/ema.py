@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 from jax.tree_util import GetAttrKey
 
-from zerojax.models.trees import Unnamed
+from zerojax.tracing.trees import Unnamed
 
 Tree = Any
 Weights = Literal["trained", "ema"]

@@ -15,7 +15,7 @@ from optax.contrib import MuonDimensionNumbers, MuonState
 
 from zerojax.config import ParameterGroup
 from zerojax.config.loader import from_dict
-from zerojax.models import trees
+from zerojax.tracing import trees
 
 Tree = Any
 Groups = tuple[tuple[str, ParameterGroup], ...]

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zerojax.models import trees
+from zerojax.tracing import trees
 
 Tree = Any
 EXTRA_ARGUMENTS = ("value", "grad", "grad_norm", "layers")

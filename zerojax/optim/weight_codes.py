@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from zerojax.models.protocol import LazyArray
+from zerojax.tracing.protocol import LazyArray
 
 BLOCK = 64
 """Number of values that share a scale."""

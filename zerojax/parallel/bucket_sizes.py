@@ -8,10 +8,10 @@ from __future__ import annotations
 import collections
 from collections.abc import Iterator
 
-from zerojax.models.trees import num_elements
 from zerojax.parallel.collectives import make_buckets
 from zerojax.plan.leaf_placement import Access
 from zerojax.plan.make import Plan
+from zerojax.tracing.trees import num_elements
 
 SMALLEST_BUCKET = 1_000_000
 """Elements; a smaller collective takes as long as an empty one."""

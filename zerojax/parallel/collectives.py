@@ -24,10 +24,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from zerojax.models import trees
-from zerojax.models.jaxpr import mark_read
-from zerojax.models.reads import asked_eight_bits
-from zerojax.models.zoo import fp8
+from zerojax.operators.marks import mark_read
 from zerojax.optim.weight_codes import WeightCodes
 from zerojax.optim.wire_codes import GradientCodes
 from zerojax.parallel.sums import (
@@ -45,6 +42,9 @@ from zerojax.parallel.sums import (
 )
 from zerojax.plan.device_mesh import PASS_AXES
 from zerojax.plan.leaf_placement import FULL_ENOUGH, LeafPlacement
+from zerojax.tracing import trees
+from zerojax.tracing.reads import asked_eight_bits
+from zerojax.zoo import fp8
 
 Arrays = dict[str, Any]
 
@@ -72,7 +72,7 @@ class LeafCollectives:
       barrier: fusion barrier that separates gathered and scattered values from the model's
         computation, so that the latter compiles to the same code on any number of devices; None: no
         barrier.
-      eight_bits: send gathered values in 8 bits, see `zerojax.models.zoo.fp8`.
+      eight_bits: send gathered values in 8 bits, see `zerojax.zoo.fp8`.
       wire_codes: quantization of gathered values while they are sent; None: not quantized.
       gradient_codes: quantization of gradients while they are sent; they are summed in float32.
       codes: quantization of the stored values; sizes then count codes.

@@ -19,7 +19,6 @@ import numpy as np
 from jax import lax
 
 from zerojax.config.checks import names_keywords
-from zerojax.models.protocol import LazyArray
 from zerojax.optim import EmaState, coding_of, loss_scale
 from zerojax.optim.weight_codes import CodedArray
 from zerojax.parallel.offload.disk import DiskState, fill_new_disk
@@ -37,6 +36,7 @@ from zerojax.plan.state import (
     zero_counter,
 )
 from zerojax.runtime.memory import allocating_for
+from zerojax.tracing.protocol import LazyArray
 
 Ranges = tuple[tuple[int, int], ...]
 _ALIGNMENT = 64

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from zerojax.models import trees
 from zerojax.optim import Optimizer, UpdateContext, one_bit_of
 from zerojax.optim.one_bit import OneBit, decode_signs, encode_signs
 from zerojax.optim.one_bit_layers import COEFFICIENTS, SCALES, OneBitLamb, over_layers
@@ -45,6 +44,7 @@ from zerojax.plan.signed_momentum import (
     signed_leaves,
 )
 from zerojax.plan.state import ONE_BIT, TrainState
+from zerojax.tracing import trees
 
 
 class _Parts:

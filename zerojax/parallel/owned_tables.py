@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from zerojax.models.jaxpr import LINEAR_RULE
+from zerojax.operators.marks import LINEAR_RULE
 
 
 @dataclasses.dataclass(frozen=True)

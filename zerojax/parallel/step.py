@@ -13,10 +13,9 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax.config.checks import names_keywords
 from zerojax.models.adapt import bound_attribute
-from zerojax.models.attention_choice import attention_measured
 from zerojax.models.losses import own_means
-from zerojax.models.protocol import Loss
 from zerojax.models.step_count import after_step
+from zerojax.operators.attention_choice import attention_measured
 from zerojax.optim import loss_scale, one_bit_of
 from zerojax.parallel import pipeline, zero
 from zerojax.parallel.deterministic_update import build_chunked_update, build_fixed_norm
@@ -37,6 +36,7 @@ from zerojax.plan import device_mesh as meshes
 from zerojax.plan.kept_parts import copies_key
 from zerojax.plan.make import Plan, require_plan
 from zerojax.plan.state import COPIES, ONE_BIT, TrainState, step_key
+from zerojax.tracing.protocol import Loss
 
 Metrics = dict[str, jax.Array]
 

@@ -18,13 +18,13 @@ from pallas_kernels.choice import Choice
 from pallas_kernels.gradients import GRADIENT_STATS, StatsScalars
 from pallas_kernels.many import update_many
 from pallas_kernels.update import update as update_leaf
-from zerojax.models.loops import find_stacks
 from zerojax.optim import Optimizer, UpdateContext, extra_arguments
 from zerojax.parallel.guarded_update import guarded_update
 from zerojax.plan.device_mesh import PASS_AXES
 from zerojax.plan.make import Plan
 from zerojax.plan.placement import axes_of_dims, shared_axes
 from zerojax.plan.state import TrainState
+from zerojax.tracing.loops import find_stacks
 
 Arrays = dict[str, jax.Array]
 

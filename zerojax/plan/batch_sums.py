@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.config import MeshConfig
-from zerojax.models.batch_calls import BatchSum, find_batch_sums
-from zerojax.models.trace import ModelTrace
-from zerojax.models.trees import format_bytes
-from zerojax.models.whole_batch import IN_TURN
+from zerojax.operators.whole_batch import IN_TURN
 from zerojax.plan import device_mesh as meshes
 from zerojax.plan.placement import Placement
+from zerojax.tracing.batch_calls import BatchSum, find_batch_sums
+from zerojax.tracing.trace import ModelTrace
+from zerojax.tracing.trees import format_bytes
 
 
 def sums_of_trace(trace: ModelTrace, placement: Placement, num_extras: int) -> list[BatchSum]:

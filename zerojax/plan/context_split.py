@@ -8,12 +8,12 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.config import MeshConfig
-from zerojax.models.attending import Call
-from zerojax.models.context import Choice, ContextSplit, Sizes, choose_way
-from zerojax.models.jaxpr import what_takes_whole_sequences
-from zerojax.models.protocol import Model
-from zerojax.models.trace import ModelTrace
+from zerojax.operators.attending import Call
+from zerojax.operators.context import Choice, ContextSplit, Sizes, choose_way
+from zerojax.operators.marks import what_takes_whole_sequences
 from zerojax.plan.device_mesh import CONTEXT, MODEL, STAGE
+from zerojax.tracing.protocol import Model
+from zerojax.tracing.trace import ModelTrace
 
 GPUS_OF_A_NODE = 8
 
@@ -55,7 +55,7 @@ def check_context(settings: MeshConfig, mesh: Mesh | AbstractMesh, model: Model,
         raise ValueError(
             f"{asked} splits sequences, and the class of the {model.kind} has no method "
             "before_cut(batch) of its own, which declares that the loss may get a part of each "
-            "row; use context=1, or a reference decoder (zerojax.models.Llama, GPT2)"
+            "row; use context=1, or a reference decoder (zerojax.zoo.Llama, GPT2)"
         )
     if loss is not None:
         raise ValueError(

@@ -11,9 +11,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
 from zerojax.config.mesh import DEVICE, HOST, HOST_KIND, NVME
-from zerojax.models import jaxpr, trees
 from zerojax.models.adapt import bound_attribute
-from zerojax.models.flops import TRAINING_FACTOR, count_program_flops
 from zerojax.optim import EmaState
 from zerojax.optim.precision import Precision
 from zerojax.optim.weight_codes import bytes_per_parameter
@@ -22,6 +20,8 @@ from zerojax.plan.device_mesh import CONTEXT, MODEL, STAGE, num_data_shards
 from zerojax.plan.leaf_placement import FULL_ENOUGH, Access, LeafPlacement
 from zerojax.plan.pipeline_costs import total_buffer_bytes
 from zerojax.plan.placement import Placement, straight_pieces, unrolled
+from zerojax.tracing import jaxpr, trees
+from zerojax.tracing.flops import TRAINING_FACTOR, count_program_flops
 
 MASTERS, OPTIMIZER, STORED = "master weights", "optimizer state", "weights"
 AVERAGE = "average of weights"
@@ -381,7 +381,7 @@ def _waiting_gradients(by_layer: Mapping[str | None, Sequence[tuple[int, int]]])
 def model_flops(plan: Decisions) -> float:
     """Returns the floating-point operations of one step over all devices, without remat.
 
-    Three times the forward pass (`models.flops.TRAINING_FACTOR`) of every microbatch of every
+    Three times the forward pass (`tracing.flops.TRAINING_FACTOR`) of every microbatch of every
     shard.
     """
     forward = count_program_flops(plan.traced.forward)

@@ -15,14 +15,10 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.choice import Choice
 from zerojax.config import MeshConfig
-from zerojax.models import trees
 from zerojax.models.adapt import bound_attribute
-from zerojax.models.attending import Call
 from zerojax.models.batch_weight import BatchWeight
-from zerojax.models.context import ContextSplit
-from zerojax.models.index_limits import IndexLimit
-from zerojax.models.protocol import Loss, Model
-from zerojax.models.rolling import RolledModel
+from zerojax.operators.attending import Call
+from zerojax.operators.context import ContextSplit
 from zerojax.optim import Schedule
 from zerojax.optim.precision import Precision
 from zerojax.plan.device_mesh import DATA_AXES
@@ -30,6 +26,10 @@ from zerojax.plan.layer_stacks import Stacks, row_placement
 from zerojax.plan.placement import Placement
 from zerojax.plan.state import COPIES, ONE_BIT, TrainState
 from zerojax.plan.state_layout import OffloadLayout, PipelineLayout
+from zerojax.tracing import trees
+from zerojax.tracing.index_limits import IndexLimit
+from zerojax.tracing.protocol import Loss, Model
+from zerojax.tracing.rolling import RolledModel
 
 Tree = Any
 

@@ -13,15 +13,16 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from zerojax.config import MeshConfig
-from zerojax.models import trees
-from zerojax.models.flops import count_program_flops, eight_bit_flops
-from zerojax.models.jaxpr import inner_programs, is_checkpoint
-from zerojax.models.zoo.fp8 import KEPT_INPUT
+from zerojax.operators.marks import inner_programs
 from zerojax.optim.precision import Precision
 from zerojax.plan.decisions import Decisions
 from zerojax.plan.leaf_placement import Access
 from zerojax.plan.placement import Placement
 from zerojax.plan.wire import leaf_transfers
+from zerojax.tracing import trees
+from zerojax.tracing.flops import count_program_flops, eight_bit_flops
+from zerojax.tracing.jaxpr import is_checkpoint
+from zerojax.zoo.fp8 import KEPT_INPUT
 
 
 def eight_bit_share(program: ClosedJaxpr) -> float:

@@ -8,12 +8,12 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.config import MeshConfig
-from zerojax.models import trees
 from zerojax.models.adapt import bound_attribute
-from zerojax.models.expert_calls import ExpertCalls, find_expert_calls
-from zerojax.models.protocol import Model
 from zerojax.plan.device_mesh import AXES, DATA, DATA_AXES, EXPERT, MODEL
 from zerojax.plan.placement import Placement
+from zerojax.tracing import trees
+from zerojax.tracing.expert_calls import ExpertCalls, find_expert_calls
+from zerojax.tracing.protocol import Model
 
 ATTRIBUTE = "expert_parameters"
 """The static attribute by which a model says which parameters are experts'."""

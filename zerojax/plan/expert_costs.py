@@ -9,13 +9,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from zerojax.models import trees
-from zerojax.models.expert_calls import RowsOfCall, find_expert_calls, find_rows
-from zerojax.models.flops import TRAINING_FACTOR, further_round_flops
 from zerojax.optim.optimizer import map_state
 from zerojax.plan.counts import gradient_bytes, model_flops, shard_bytes
 from zerojax.plan.decisions import Decisions
 from zerojax.plan.device_mesh import EXPERT, num_data_shards
+from zerojax.tracing import trees
+from zerojax.tracing.expert_calls import RowsOfCall, find_expert_calls, find_rows
+from zerojax.tracing.flops import TRAINING_FACTOR, further_round_flops
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 
 from zerojax.config.display import printable
 from zerojax.config.mesh import DEVICE
-from zerojax.models import trees
 from zerojax.optim.optimizer import Optimizer, map_state
 from zerojax.plan.decisions import Decisions
 from zerojax.plan.device_mesh import describe_mesh
@@ -20,6 +19,7 @@ from zerojax.plan.layer_stacks import find_row, users_names
 from zerojax.plan.leaf_placement import LeafPlacement
 from zerojax.plan.whole_matrices import exchanges_of_parameter
 from zerojax.plan.wire import LeafTransfer, leaf_transfers
+from zerojax.tracing import trees
 
 _WIDTH = 11
 

@@ -10,11 +10,11 @@ import numpy as np
 
 from zerojax.config import MeshConfig
 from zerojax.config.mesh import HOST
-from zerojax.models import trees
 from zerojax.optim.precision import Precision
 from zerojax.optim.weight_codes import BLOCK, WeightCodes, bytes_per_parameter, codes_for
 from zerojax.plan import device_mesh as meshes
 from zerojax.plan.leaf_placement import LeafPlacement, Shape
+from zerojax.tracing import trees
 
 KERNEL = "kernel"
 """The last part of the name of what is coded: what layers of Flax multiply with."""

@@ -13,7 +13,6 @@ from jax.sharding import Mesh
 
 from zerojax.config.mesh import DEVICE, HOST, NVME
 from zerojax.hardware.local_devices import shares_host_memory
-from zerojax.models.trees import format_bytes, num_bytes
 from zerojax.plan.counts import GRADIENTS, STORED, role_tiers, state_bytes
 from zerojax.plan.device_mesh import state_axes
 from zerojax.plan.make import Plan
@@ -21,6 +20,7 @@ from zerojax.plan.offload_costs import buffer_bytes, file_bytes, slice_bytes
 from zerojax.plan.offload_tiers import plan_offload
 from zerojax.plan.state_layout import OffloadLayout, store_folder
 from zerojax.runtime.memory import PINNED_LIMIT, SPARE, Room, free_disk, least_room
+from zerojax.tracing.trees import format_bytes, num_bytes
 
 GIB = 2**30
 DEFAULT_PINNED_GIB = 64

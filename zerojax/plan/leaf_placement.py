@@ -11,7 +11,6 @@ from typing import Any
 
 from jax.sharding import PartitionSpec as P
 
-from zerojax.models.row_lookups import Asked
 from zerojax.optim.weight_codes import BLOCK, WeightCodes
 from zerojax.optim.wire_codes import GradientCodes
 from zerojax.plan.device_mesh import (
@@ -22,6 +21,7 @@ from zerojax.plan.device_mesh import (
     STAGE,
     state_axes,
 )
+from zerojax.tracing.row_lookups import Asked
 
 Shape = tuple[int, ...]
 

@@ -16,13 +16,15 @@ import jax.numpy as jnp
 
 from zerojax.config import MeshConfig
 from zerojax.config.checks import warn_user
-from zerojax.models.batch_rows import follow_rows, number_of_output
 from zerojax.models.batch_weight import BatchWeight, find_batch_weight
-from zerojax.models.dependence import STOP_GRADIENT, marks_of_outputs, marks_of_own_rules
-from zerojax.models.jaxpr import BatchCall
 from zerojax.models.losses import BUILT_IN_METRICS, BUILT_IN_PREFIXES, split_result
-from zerojax.models.protocol import Model
-from zerojax.models.row_dependence import (
+from zerojax.models.step_count import check_step_rules
+from zerojax.operators.marks import BatchCall
+from zerojax.plan.placement import Placement
+from zerojax.tracing.batch_rows import follow_rows, number_of_output
+from zerojax.tracing.dependence import STOP_GRADIENT, marks_of_outputs, marks_of_own_rules
+from zerojax.tracing.protocol import Model
+from zerojax.tracing.row_dependence import (
     Count,
     Dependence,
     Fixed,
@@ -32,9 +34,7 @@ from zerojax.models.row_dependence import (
     is_affine,
     scales_of,
 )
-from zerojax.models.step_count import check_step_rules
-from zerojax.models.trace import ModelTrace
-from zerojax.plan.placement import Placement
+from zerojax.tracing.trace import ModelTrace
 
 _FORMS = (
     "a scalar, or a pair of scalars (sum, weight); numbers to be logged follow as a mapping, as in "

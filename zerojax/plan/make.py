@@ -15,16 +15,12 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax import models, optim
+from zerojax import models, optim, tracing
 from zerojax.config import MeshConfig, as_mesh_config
 from zerojax.config.checks import as_patterns, check_whole_number, names_keywords
 from zerojax.config.recognition import is_deepspeed
-from zerojax.models.activation_offload import describe_layer_inputs
-from zerojax.models.attention_choice import attention_planned_for
-from zerojax.models.loops import find_stacks
 from zerojax.models.losses import split_result
-from zerojax.models.rolling import find_lists
-from zerojax.models.unrolling import describe_unrolled
+from zerojax.operators.attention_choice import attention_planned_for
 from zerojax.optim.precision import Precision, as_precision, default_precision
 from zerojax.plan import device_mesh as meshes
 from zerojax.plan.batch_sums import check_batch_sums, describe_batch_sums, sums_of_trace
@@ -113,6 +109,10 @@ from zerojax.plan.table_lookups import Lookups, check_lookup, check_update_of_ta
 from zerojax.plan.weight_wire import check_weight_wire, describe_weight_wire, with_weight_wire
 from zerojax.plan.whole_matrices import describe_matrices
 from zerojax.runtime.distributed import check_joined
+from zerojax.tracing.activation_offload import describe_layer_inputs
+from zerojax.tracing.loops import find_stacks
+from zerojax.tracing.rolling import find_lists
+from zerojax.tracing.unrolling import describe_unrolled
 
 Tree = Any
 _MESH_OPTIONS = (
@@ -195,11 +195,11 @@ def require_plan(plan: Any, taker: str) -> Plan:
 
 @names_keywords(also=_MESH_OPTIONS, elsewhere=_ELSEWHERE)
 def make_plan(
-    model: models.ModelLike,
+    model: tracing.ModelLike,
     mesh: Mesh | AbstractMesh | MeshConfig | Mapping[str, Any] | None,
     *,
     example_batch: Tree,
-    loss: models.Loss | None = None,
+    loss: tracing.Loss | None = None,
     optimizer: Any = None,
     zero: int | None = None,
     precision: Precision | str | None = None,
@@ -259,9 +259,9 @@ def make_plan(
 class _Given:
     """Arguments of `make_plan` that are the same on every mesh."""
 
-    model: models.ModelLike
+    model: tracing.ModelLike
     example_batch: Tree
-    loss: models.Loss | None
+    loss: tracing.Loss | None
     optimizer: Any
     precision: Precision | str | None
     reduce_dtype: str | None
@@ -277,8 +277,8 @@ class _Task:
 
     settings: MeshConfig
     mesh: Mesh | AbstractMesh
-    model: models.Model
-    loss: models.Loss
+    model: tracing.Model
+    loss: tracing.Loss
     precision: Precision
     optimizer: optim.BuiltOptimizer
     batch: Tree
@@ -292,7 +292,7 @@ class _Seen:
     params: dict[str, Any]
     extras: dict[str, Any]
     microbatch: Tree
-    trace: models.ModelTrace
+    trace: tracing.ModelTrace
 
 
 def _make(settings: MeshConfig, mesh: Mesh | AbstractMesh, given: _Given) -> Plan:
@@ -425,7 +425,7 @@ def _abstract_forms(
 
 
 def _describe_sent(
-    task: _Task, placement: Placement, trace: models.ModelTrace, tx: Any
+    task: _Task, placement: Placement, trace: tracing.ModelTrace, tx: Any
 ) -> list[str]:
     """Describes what is sent in a dtype other than the default, with fewer bits or with more."""
     settings = task.settings
@@ -488,7 +488,7 @@ def _trace(task: _Task) -> _Seen:
     with errors_with_users_lines(microbatch):
         params, extras = abstract_model(task.model, task.batch, task.loss)
         read = as_read(params, task.precision)
-        trace_of = lambda rows: models.trace_model(task.model, read, extras, rows, task.loss)  # noqa: E731
+        trace_of = lambda rows: tracing.trace_model(task.model, read, extras, rows, task.loss)  # noqa: E731
         trace = trace_of(microbatch)
         check_not_per_example(trace.result, task.batch, microbatch)
     check_loss(trace.result)
@@ -508,7 +508,7 @@ def _trace_rolled(task: _Task, seen: _Seen, rolling: Rolling) -> tuple[_Task, _S
     assert model is not None
     params = stack_structs(seen.params, rolling.stacks)
     read = as_read(params, task.precision)
-    trace = models.trace_model(model, read, seen.extras, seen.microbatch, task.loss)
+    trace = tracing.trace_model(model, read, seen.extras, seen.microbatch, task.loss)
     check_same_result(seen.trace, trace)
     rolled = dataclasses.replace(seen, params=params, trace=trace)
     return dataclasses.replace(task, model=model), rolled
@@ -531,7 +531,7 @@ def _place(
     check_weight_wire(task.settings, task.mesh, task.optimizer.tx)
     shapes = {name: leaf.shape for name, leaf in seen.params.items()}
     rows = [row for name in shapes for row in stacks.get(name, (name,))]
-    frozen = models.trees.match_names(rows, freeze, option="freeze")
+    frozen = tracing.trees.match_names(rows, freeze, option="freeze")
     experts: Mapping[str, int] = {}
     if task.mesh.shape[EXPERT] > 1:
         experts = plan_experts(model, shapes, seen.trace.program.jaxpr, task.mesh, stacks)

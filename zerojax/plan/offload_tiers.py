@@ -13,15 +13,15 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from zerojax.config import MeshConfig
 from zerojax.config.mesh import DEVICE, HOST, NVME, SLICE_ELEMENTS, TIERS, OffloadConfig
-from zerojax.models import trees
-from zerojax.models.loops import cut_loss
 from zerojax.models.losses import as_sums
-from zerojax.models.protocol import Loss, Model
 from zerojax.optim import Optimizer
 from zerojax.optim.precision import Precision
 from zerojax.plan.leaf_placement import LeafPlacement
 from zerojax.plan.placement import Placement, axes_of_spec
 from zerojax.plan.state_layout import MASTER, OffloadLayout, SlicedLeaf
+from zerojax.tracing import trees
+from zerojax.tracing.loops import cut_loss
+from zerojax.tracing.protocol import Loss, Model
 
 MAX_SLICES = 2**16
 """Maximum slices of a device's state. Each is a separate transfer and update: on a CPU one was

@@ -10,7 +10,7 @@ import numpy as np
 from pallas_kernels.choice import KERNELS_THAT_WIN
 from pallas_kernels.gradients import GRADIENT_STATS
 from zerojax.config.mesh import HOST, SLICE_ELEMENTS
-from zerojax.models.attending import Call
+from zerojax.operators.attending import Call
 from zerojax.optim import Optimizer
 from zerojax.plan.decisions import Decisions
 

@@ -12,17 +12,17 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.config import MeshConfig
-from zerojax.models import trees
-from zerojax.models.flops import count_program_flops
-from zerojax.models.jaxpr import holds_collectives
-from zerojax.models.loops import LayerLoop, cut_loss, find_layer_loop, split_layers
 from zerojax.models.losses import as_sums
-from zerojax.models.protocol import Loss, Model
-from zerojax.models.trace import ModelTrace
 from zerojax.plan.device_mesh import DATA, MODEL, STAGE, num_data_shards
 from zerojax.plan.pipeline_costs import executed_flops
 from zerojax.plan.schedules import lower, make_schedule
 from zerojax.plan.state_layout import PipelineLayout
+from zerojax.tracing import trees
+from zerojax.tracing.flops import count_program_flops
+from zerojax.tracing.jaxpr import holds_collectives
+from zerojax.tracing.loops import LayerLoop, cut_loss, find_layer_loop, split_layers
+from zerojax.tracing.protocol import Loss, Model
+from zerojax.tracing.trace import ModelTrace
 
 Arrays = Mapping[str, Any]
 

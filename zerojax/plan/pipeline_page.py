@@ -6,13 +6,13 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from zerojax.models import trees
 from zerojax.plan import pipeline_costs as costs
 from zerojax.plan.device_mesh import DATA
 from zerojax.plan.placement import Placement
 from zerojax.plan.schedules.drawing import WIDTH, draw_short
 from zerojax.plan.schedules.schedule_table import format_cell
 from zerojax.plan.state_layout import PipelineLayout
+from zerojax.tracing import trees
 
 MAX_CELLS = 20_000
 """Limit of ticks x stages for a table in the dictionary."""

@@ -18,11 +18,9 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from zerojax import models
+from zerojax import models, tracing
 from zerojax.config import MeshConfig
-from zerojax.models import trees
-from zerojax.models.jaxpr import inner_programs, marked_reads, read_name
-from zerojax.models.row_lookups import Asked
+from zerojax.operators.marks import inner_programs, marked_reads, read_name
 from zerojax.optim.weight_codes import BLOCK, WeightCodes
 from zerojax.plan.device_mesh import EXPERT, MODEL, STAGE, state_axes
 from zerojax.plan.frozen_codes import check_cut, check_some, choose_codes
@@ -34,6 +32,8 @@ from zerojax.plan.leaf_placement import (
     tensor_parallel_axes,
 )
 from zerojax.plan.state_layout import PipelineLayout
+from zerojax.tracing import trees
+from zerojax.tracing.row_lookups import Asked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -325,9 +325,9 @@ def _zero_dim(
 
 
 def place_model(
-    model: models.Model,
+    model: tracing.Model,
     params: Mapping[str, Any],
-    trace: models.ModelTrace,
+    trace: tracing.ModelTrace,
     settings: MeshConfig,
     mesh: Mesh | AbstractMesh,
     *,
@@ -393,7 +393,7 @@ def place_model(
     )
 
 
-def _read_repeatedly(params: Mapping[str, Any], trace: models.ModelTrace) -> list[str]:
+def _read_repeatedly(params: Mapping[str, Any], trace: tracing.ModelTrace) -> list[str]:
     """Returns the parameters with a value that is read twice: tied, or read whole inside a loop."""
     found: dict[str, bool] = {}
     for read in marked_reads(trace.jaxpr.jaxpr):

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 
 from zerojax.config.display import printable
 from zerojax.config.mesh import DEVICE, HOST, NVME, TIERS
-from zerojax.models import trees
 from zerojax.optim.weight_codes import FROZEN_CODES
 from zerojax.plan.counts import (
     Tiers,
@@ -29,6 +28,7 @@ from zerojax.plan.offload_costs import Hiding, Moved, card_of, hiding, moved_byt
 from zerojax.plan.pipeline_page import pipeline_dict, pipeline_line, pipeline_lines
 from zerojax.plan.placement import Placement, straight_pieces, unrolled
 from zerojax.plan.state_layout import OffloadLayout
+from zerojax.tracing import trees
 
 _NAMES = 3
 """Number of parameters named per shared reason."""

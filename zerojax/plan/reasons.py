@@ -14,11 +14,6 @@ from pallas_kernels.choice import SAME_BYTES, Choice
 from zerojax.config import MeshConfig
 from zerojax.config.mesh import HOST
 from zerojax.models.adapt import bound_attribute
-from zerojax.models.flops import products, ragged_groups, without_waste
-from zerojax.models.protocol import Model
-from zerojax.models.trace import ModelTrace
-from zerojax.models.trees import flatten_names
-from zerojax.models.wide_products import find_wide_products
 from zerojax.optim import Optimizer
 from zerojax.optim.precision import Precision
 from zerojax.plan import device_mesh as meshes
@@ -28,6 +23,11 @@ from zerojax.plan.expert_axis import describe_experts
 from zerojax.plan.leaf_placement import Access
 from zerojax.plan.placement import Placement, straight_pieces, unrolled
 from zerojax.plan.state_layout import OffloadLayout
+from zerojax.tracing.flops import products, ragged_groups, without_waste
+from zerojax.tracing.protocol import Model
+from zerojax.tracing.trace import ModelTrace
+from zerojax.tracing.trees import flatten_names
+from zerojax.tracing.wide_products import find_wide_products
 
 
 def describe_choices(

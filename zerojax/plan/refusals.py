@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.config import MeshConfig
-from zerojax.models import trees
 from zerojax.optim.precision import Precision
 from zerojax.plan import device_mesh as meshes
 from zerojax.plan.placement import Placement
+from zerojax.tracing import trees
 
 Tree = Any
 

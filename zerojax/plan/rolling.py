@@ -14,11 +14,16 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, Mesh
 
-from zerojax import models
+from zerojax import models, tracing
 from zerojax.config import MeshConfig
 from zerojax.config.mesh import HOST
-from zerojax.models import trees
-from zerojax.models.rolling import (
+from zerojax.optim import Optimizer
+from zerojax.plan.device_mesh import MODEL, STAGE
+from zerojax.plan.layer_stacks import RowsDifferError, Stacks, group_rows
+from zerojax.plan.leaf_placement import tensor_parallel_axes
+from zerojax.plan.stacked_updates import over_stacks
+from zerojax.tracing import trees
+from zerojax.tracing.rolling import (
     ELEMENTWISE,
     Loop,
     RolledModel,
@@ -26,11 +31,6 @@ from zerojax.models.rolling import (
     has_checkpoints,
     kept_bytes,
 )
-from zerojax.optim import Optimizer
-from zerojax.plan.device_mesh import MODEL, STAGE
-from zerojax.plan.layer_stacks import RowsDifferError, Stacks, group_rows
-from zerojax.plan.leaf_placement import tensor_parallel_axes
-from zerojax.plan.stacked_updates import over_stacks
 
 Structs = Mapping[str, Any]
 MIN_TURNS = 4
@@ -81,8 +81,8 @@ class Wishes:
 
 
 def choose_rolling(
-    model: models.Model,
-    trace: models.ModelTrace,
+    model: tracing.Model,
+    trace: tracing.ModelTrace,
     params: Structs,
     wishes: Wishes,
 ) -> Rolling:
@@ -103,8 +103,8 @@ def choose_rolling(
 
 
 def _choose(
-    model: models.Model,
-    trace: models.ModelTrace,
+    model: tracing.Model,
+    trace: tracing.ModelTrace,
     params: Structs,
     wishes: Wishes,
 ) -> Rolling:
@@ -165,7 +165,7 @@ def _choose_remat(loop: Loop, wishes: Wishes, params: Structs) -> tuple[str, str
     )
 
 
-def _why_never(model: models.Model, wishes: Wishes) -> str | None:
+def _why_never(model: tracing.Model, wishes: Wishes) -> str | None:
     """Returns the reason against any loop, or None."""
     if model.overwritten:
         return f"{min(model.overwritten)} is overwritten with its gradient, layer by layer"
@@ -238,7 +238,7 @@ def check_remat(settings: MeshConfig, rolling: Rolling) -> None:
 class _Rows:
     """Settings of each parameter, by its name."""
 
-    def __init__(self, model: models.Model, params: Structs, wishes: Wishes) -> None:
+    def __init__(self, model: tracing.Model, params: Structs, wishes: Wishes) -> None:
         self._params, self._wishes = params, wishes
         frozen = trees.match_names(params, wishes.freeze, option="freeze") if wishes.freeze else ()
         self._frozen = {name: name in frozen for name in params}
@@ -293,7 +293,7 @@ class _Rows:
         return None
 
 
-def _axes_of(model: models.Model, params: Structs, wishes: Wishes) -> dict[str, Any]:
+def _axes_of(model: tracing.Model, params: Structs, wishes: Wishes) -> dict[str, Any]:
     """Returns {name: the mesh axes that rules give to its dimensions}."""
     rules = wishes.settings.rules
     if rules is None:
@@ -315,7 +315,7 @@ def stack_structs(params: Structs, stacks: Stacks) -> dict[str, jax.ShapeDtypeSt
     return stored
 
 
-def check_same_result(one: models.ModelTrace, other: models.ModelTrace) -> None:
+def check_same_result(one: tracing.ModelTrace, other: tracing.ModelTrace) -> None:
     """Raises if a rolled loss does not return what the user's loss returns.
 
     Raises:

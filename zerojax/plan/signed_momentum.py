@@ -15,9 +15,6 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax.config import MeshConfig
-from zerojax.models import trees
-from zerojax.models.loops import find_stacks
-from zerojax.models.trees import format_bytes
 from zerojax.optim import one_bit_of
 from zerojax.optim.one_bit import OneBit, message_bytes
 from zerojax.optim.one_bit_layers import COEFFICIENTS, FACTORS, FRESH, SCALES
@@ -26,6 +23,9 @@ from zerojax.plan.device_mesh import AXES, DATA
 from zerojax.plan.leaf_placement import Access, LeafPlacement
 from zerojax.plan.placement import Placement
 from zerojax.plan.state import ONE_BIT
+from zerojax.tracing import trees
+from zerojax.tracing.loops import find_stacks
+from zerojax.tracing.trees import format_bytes
 
 FROZEN_AT, BEGUN, WORKER, SERVER = "frozen_at", "begun", "worker", "server"
 """What a state has under `ONE_BIT`: frozen_at, int32 [], updates in the frozen second moment (0:

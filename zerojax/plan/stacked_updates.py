@@ -14,9 +14,9 @@ from typing import Any
 import jax
 import optax
 
-from zerojax.models.rolling import map_rows
 from zerojax.optim.padding import NotProven
 from zerojax.plan.layer_stacks import StackRows, Stacks, group_rows, ungroup_rows
+from zerojax.tracing.rolling import map_rows
 
 Tree = Any
 

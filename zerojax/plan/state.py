@@ -18,9 +18,8 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax import models
+from zerojax import tracing
 from zerojax.config.mesh import DEVICE
-from zerojax.models import trees
 from zerojax.models.from_nnx import NnxModel
 from zerojax.models.given_arrays import as_arrays, check_arrays
 from zerojax.optim import coding_of, loss_scale, map_state
@@ -29,6 +28,7 @@ from zerojax.plan.leaf_placement import LeafPlacement
 from zerojax.plan.placement import Placement
 from zerojax.plan.slices import abstract_tiers, map_moments, on_host
 from zerojax.plan.state_layout import OffloadLayout, SlicedLeaf
+from zerojax.tracing import trees
 
 Tree = Any
 ONE_BIT = "one_bit"
@@ -334,7 +334,7 @@ def slice_batch(batch: Tree, parts: int) -> Tree:
     )
 
 
-def abstract_model(model: models.Model, batch: Tree, loss: models.Loss) -> tuple[dict, dict]:
+def abstract_model(model: tracing.Model, batch: Tree, loss: tracing.Loss) -> tuple[dict, dict]:
     """Returns ({name: parameter}, {name: other state}) of a model, as `ShapeDtypeStruct`s.
 
     Raises:

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.config import MeshConfig
-from zerojax.models.row_lookups import Asked, find_row_lookups
-from zerojax.models.trace import ModelTrace
-from zerojax.models.trees import format_bytes, num_elements
 from zerojax.optim import Optimizer
 from zerojax.optim.precision import Precision
 from zerojax.plan.device_mesh import AXES, DATA, DATA_AXES, EXPERT
 from zerojax.plan.placement import Placement
+from zerojax.tracing.row_lookups import Asked, find_row_lookups
+from zerojax.tracing.trace import ModelTrace
+from zerojax.tracing.trees import format_bytes, num_elements
 
 _ASKED = "lookup=owners"
 _ONE_DEVICE = tuple(axis for axis in AXES if axis not in DATA_AXES or axis == EXPERT)

@@ -23,8 +23,6 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.config import MeshConfig
-from zerojax.models import trees
-from zerojax.models.trees import format_bytes
 from zerojax.optim import one_bit_of
 from zerojax.optim.precision import Precision
 from zerojax.optim.wire_codes import BLOCKS, GradientCodes
@@ -33,6 +31,8 @@ from zerojax.plan.kept_parts import followed_leaves
 from zerojax.plan.leaf_placement import Access, LeafPlacement
 from zerojax.plan.placement import Placement
 from zerojax.plan.refusals import check_no_other_way
+from zerojax.tracing import trees
+from zerojax.tracing.trees import format_bytes
 
 _ASKED = "wire.weights=int8"
 DELTA_BITS = {"delta_int8": 8, "delta_int4": 4}

@@ -14,13 +14,13 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from zerojax.models.trees import format_bytes
 from zerojax.optim.matrices import MatrixExchange, as_stack, classes_of, exchanges_of, fans
 from zerojax.optim.optimizer import Optimizer
 from zerojax.plan.decisions import Decisions
 from zerojax.plan.device_mesh import REPLICA
 from zerojax.plan.placement import Placement, axes_of_dims
 from zerojax.plan.state import TrainState
+from zerojax.tracing.trees import format_bytes
 
 DIRECTION_BYTES = 4
 """Bytes of one sent element: float32."""

@@ -18,8 +18,6 @@ from zerojax.checkpoint import CheckpointError
 from zerojax.checkpoint.base_weights import BaseWeights, base_weights
 from zerojax.checkpoint.export import without_average
 from zerojax.checkpoint.restoring import fingerprints_of
-from zerojax.models.hugging_face import Pretrained
-from zerojax.models.trees import flatten_names, format_bytes, num_bytes
 from zerojax.optim import COUNT, EMA, EmaState, Weights
 from zerojax.optim.parameter_tree import ParameterTree
 from zerojax.parallel.initialization import init_state
@@ -39,6 +37,8 @@ from zerojax.plan.make import Plan
 from zerojax.plan.signed_momentum import coefficients_begin_anew, errors_begin_anew
 from zerojax.plan.state import COPIES, ONE_BIT, TrainState, zero_counter
 from zerojax.runtime.memory import allocating_for
+from zerojax.tracing.trees import flatten_names, format_bytes, num_bytes
+from zerojax.zoo.hugging_face import Pretrained
 
 AVERAGE_COUNT = f"opt_state/{COUNT}"
 """Name of the EMA's step count; present in checkpoints that have an EMA."""

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import jax
 from jax.sharding import Mesh
 
-from zerojax import models
+from zerojax import models, tracing
 from zerojax.config import (
     CheckpointConfig,
     LogConfig,
@@ -89,12 +89,12 @@ _ELSEWHERE = {
 
 @names_keywords(elsewhere=_ELSEWHERE)
 def train(
-    model: models.ModelLike,
+    model: tracing.ModelLike,
     mesh_config: MeshConfig | Mapping[str, Any] | Mesh | str | Path | None = None,
     batches: Any = None,
     *,
     data: Any = None,
-    loss: models.Loss | None = None,
+    loss: tracing.Loss | None = None,
     optimizer: Any = None,
     precision: Precision | str | None = None,
     reduce_dtype: str | None = None,
@@ -448,8 +448,8 @@ def _saying_where_batches_come_from(*, is_given: bool) -> Iterator[None]:
 
 
 def _loss(
-    model: models.Model, loss: models.Loss | None, *, is_text: bool
-) -> tuple[models.Loss | None, LossKind]:
+    model: tracing.Model, loss: tracing.Loss | None, *, is_text: bool
+) -> tuple[tracing.Loss | None, LossKind]:
     """Returns (loss to minimise, its kind for the record); None: the model's own loss method.
 
     For text and a model without a loss method: next-token cross-entropy of `model(tokens)`.

@@ -19,12 +19,12 @@ import jax
 
 from zerojax.config.checks import names_keywords, warn_user
 from zerojax.data import local_rows, missing_rows, shard_batch
-from zerojax.models.trace import has_random_numbers, is_random
 from zerojax.optim import EMA
 from zerojax.plan.device_mesh import num_data_shards
 from zerojax.plan.make import Plan
 from zerojax.plan.state import abstract_model, as_read, slice_batch
 from zerojax.runtime.memory import allocating_for
+from zerojax.tracing.trace import has_random_numbers, is_random
 from zerojax.training.validation import Filler, LeftOutError, each_batch
 
 VALIDATION = "validation/"

@@ -29,11 +29,11 @@ from zerojax.data.corpus import existing_path
 from zerojax.data.opening import open_texts
 from zerojax.data.text_set import TextSet, is_text_set
 from zerojax.data.tokens import is_token_path
-from zerojax.models import DecoderConfig, GPT2Config, LlamaConfig
-from zerojax.models.hugging_face import Pretrained, from_hugging_face
 from zerojax.runtime.user_files import replace_text
 from zerojax.training.run_file import plan_from_config, tokenizer_spec
 from zerojax.training.run_lifecycle import CHECKPOINT_FOLDER, CONFIG_FILE
+from zerojax.zoo import DecoderConfig, GPT2Config, LlamaConfig
+from zerojax.zoo.hugging_face import Pretrained, from_hugging_face
 
 RUN_FILE, CHATS_FOLDER = "run.yaml", "chats"
 RANK, ALPHA = 16, 32.0

@@ -34,10 +34,14 @@ from zerojax.config.loader import user_path
 from zerojax.config.mesh import HOST_KIND
 from zerojax.data.chats.template_files import NAMED_TEMPLATES
 from zerojax.data.tokenizer import TEMPLATE_FILE, hugging_face_json, load_tokenizer
-from zerojax.models.hugging_face.folder import CONFIG, read_json
-from zerojax.models.hugging_face.peft import write_adapter
-from zerojax.models.hugging_face.safetensors import SHARD_BYTES, write_files
-from zerojax.models.hugging_face.writing import (
+from zerojax.optim import Weights, check_weights
+from zerojax.optim.weight_codes import WeightCodes
+from zerojax.parallel.reshard import model_parts
+from zerojax.training.run_lifecycle import DESCRIPTION_FILE, TOKENIZER_FILE
+from zerojax.zoo.hugging_face.folder import CONFIG, read_json
+from zerojax.zoo.hugging_face.peft import write_adapter
+from zerojax.zoo.hugging_face.safetensors import SHARD_BYTES, write_files
+from zerojax.zoo.hugging_face.writing import (
     Description,
     Outgoing,
     Read,
@@ -45,11 +49,7 @@ from zerojax.models.hugging_face.writing import (
     merging,
     outgoing,
 )
-from zerojax.models.zoo.lora import adapter_names
-from zerojax.optim import Weights, check_weights
-from zerojax.optim.weight_codes import WeightCodes
-from zerojax.parallel.reshard import model_parts
-from zerojax.training.run_lifecycle import DESCRIPTION_FILE, TOKENIZER_FILE
+from zerojax.zoo.lora import adapter_names
 
 _TOKENIZER_FILES = (
     TOKENIZER_FILE,

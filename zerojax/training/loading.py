@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from zerojax import models, optim
+from zerojax import models, optim, tracing
 from zerojax.checkpoint import Checkpointer, CheckpointError, named_step
 from zerojax.config import MeshConfig, OffloadConfig, RunConfig, as_mesh_config, from_dict
 from zerojax.config.checks import names_keywords, warn_user
@@ -22,10 +22,7 @@ from zerojax.config.display import quoted
 from zerojax.config.loader import ConfigError, user_path
 from zerojax.config.mesh import HOST
 from zerojax.data import RowSource, abstract_global, as_source, load_tokenizer
-from zerojax.models import trees
 from zerojax.models.losses import next_token_of_call
-from zerojax.models.zoo.decoder import Decoder
-from zerojax.models.zoo.generation import continue_text
 from zerojax.optim.precision import Precision
 from zerojax.parallel.reshard import from_model_parts, model_parts
 from zerojax.parallel.step import build_evaluation
@@ -34,6 +31,7 @@ from zerojax.plan.make import Plan, make_plan, plan_options
 from zerojax.plan.state import as_seed
 from zerojax.plan.weight_wire import DELTA_BITS
 from zerojax.runtime import bounded_json
+from zerojax.tracing import trees
 from zerojax.training.checkpointing import folder_of, model_of, read_parts
 from zerojax.training.evaluation import mean_loss
 from zerojax.training.run_lifecycle import CHECKPOINT_FOLDER, CONFIG_FILE, TOKENIZER_FILE
@@ -45,6 +43,8 @@ from zerojax.training.run_record import (
     read_record,
 )
 from zerojax.training.validation import each_batch
+from zerojax.zoo.decoder import Decoder
+from zerojax.zoo.generation import continue_text
 
 _EXAMPLE_TOKENS = 8
 """Tokens per row of the example batch for a model that is only used to generate."""
@@ -245,8 +245,8 @@ def load_run(
     run_dir: str | Path,
     step: int | str | None = None,
     *,
-    model: models.ModelLike | None = None,
-    loss: models.Loss | None = None,
+    model: tracing.ModelLike | None = None,
+    loss: tracing.Loss | None = None,
     mesh: MeshConfig | Mapping[str, Any] | Mesh | None = None,
     example_batch: Any = None,
     weights: optim.Weights = "trained",
@@ -408,8 +408,8 @@ def _run_config(folder: Path) -> RunConfig | None:
 
 
 def _loss(
-    model: models.Model, record: RunRecord, loss: models.Loss | None, *, given_model: bool
-) -> tuple[models.Loss, bool]:
+    model: tracing.Model, record: RunRecord, loss: tracing.Loss | None, *, given_model: bool
+) -> tuple[tracing.Loss, bool]:
     """Returns (a loss to trace the model with, whether it is the run's loss)."""
     if loss is not None:
         return loss, True

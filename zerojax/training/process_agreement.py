@@ -22,7 +22,7 @@ from zerojax.checkpoint.agreement import gather
 from zerojax.config.loader import to_dict
 from zerojax.data import abstract_global, local_rows_of_mesh
 from zerojax.data.feed import Feed, SourceFeed
-from zerojax.models.jaxpr import inner_programs
+from zerojax.operators.marks import inner_programs
 from zerojax.optim import extra_arguments
 from zerojax.plan.device_mesh import num_data_shards
 from zerojax.plan.make import Plan

@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.hardware import compile_client
-from zerojax.models import trees
 from zerojax.optim import Schedule
 from zerojax.parallel.update import leaf_names
 from zerojax.plan.make import Plan
 from zerojax.runtime.memory import TRAINING_STEP, allocating_for
+from zerojax.tracing import trees
 from zerojax.training.metrics import RunLog
 from zerojax.training.metrics.stragglers import STEP
 from zerojax.training.process_times import LoopClock

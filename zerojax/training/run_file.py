@@ -17,14 +17,6 @@ from zerojax.data.text_set import is_text_set, read_text_sidecar
 from zerojax.data.tokenizer import Tokenizer, as_tokenizer, bpe_size
 from zerojax.data.tokens import is_token_path, open_tokens
 from zerojax.hardware.gpus import Gpu
-from zerojax.models import add_lora, build_model
-from zerojax.models.hugging_face import (
-    Pretrained,
-    config_from_hugging_face,
-    factory_of,
-    from_hugging_face,
-)
-from zerojax.models.trees import format_bytes
 from zerojax.optim.precision import Precision, as_precision, default_precision
 from zerojax.plan import device_mesh as meshes
 from zerojax.plan.counts import tokens_per_step
@@ -34,6 +26,7 @@ from zerojax.runtime.distributed import join_processes
 from zerojax.runtime.memory import SPARE, least_room
 from zerojax.runtime.start_clock import phase
 from zerojax.runtime.user_files import not_for_everybody
+from zerojax.tracing.trees import format_bytes
 from zerojax.training.run_lifecycle import (
     CHECKPOINT_FOLDER,
     PLANNING,
@@ -52,6 +45,13 @@ from zerojax.training.run_record import RunNotes, TextData
 from zerojax.training.train_arguments import LoopSettings
 from zerojax.training.trainer import Trainer
 from zerojax.training.tuning import tune
+from zerojax.zoo import add_lora, build_model
+from zerojax.zoo.hugging_face import (
+    Pretrained,
+    config_from_hugging_face,
+    factory_of,
+    from_hugging_face,
+)
 
 
 @names_keywords()

@@ -31,9 +31,7 @@ from zerojax.data import Feed, RowSource, local_rows_of_mesh, save_tokenizer
 from zerojax.data.tokenizer import TEMPLATE_FILE
 from zerojax.forecasting.out_of_memory import explaining_memory
 from zerojax.hardware import local_devices
-from zerojax.models.hugging_face import UnsupportedError, describe_model
 from zerojax.models.losses import loss_unit
-from zerojax.models.trees import flatten_names, num_bytes
 from zerojax.plan.counts import model_flops
 from zerojax.plan.host_budget import check_offload
 from zerojax.plan.make import Plan
@@ -42,6 +40,7 @@ from zerojax.runtime.redaction import redact
 from zerojax.runtime.start_clock import phase
 from zerojax.runtime.user_files import not_for_everybody, replace_text
 from zerojax.runtime.watchdog import Watchdog
+from zerojax.tracing.trees import flatten_names, num_bytes
 from zerojax.training.checkpointing import base_of, end_state
 from zerojax.training.evaluation import check_evaluation_mode
 from zerojax.training.metrics import RunLog
@@ -50,6 +49,7 @@ from zerojax.training.run_record import RECORD_FILE, RunNotes, record_of, write_
 from zerojax.training.train_arguments import LoopSettings
 from zerojax.training.trainer import Trainer
 from zerojax.training.validation import check_before_run
+from zerojax.zoo.hugging_face import UnsupportedError, describe_model
 
 CONFIG_FILE, TOKENIZER_FILE, CHECKPOINT_FOLDER = "config.json", "tokenizer.json", "checkpoints"
 OFFLOAD_FOLDER = "offload"

@@ -22,16 +22,15 @@ from zerojax.config.attention_layouts import layout_of_mode, values_of_layout
 from zerojax.config.checks import MAX_SIZE, check_fraction, check_size, expand_folders
 from zerojax.config.display import quoted
 from zerojax.config.loader import ConfigError, coerce_fields
-from zerojax.models import DecoderConfig, add_lora
-from zerojax.models.trees import path_name
-from zerojax.models.zoo import MODELS
-from zerojax.models.zoo.decoder_config import decoder_config_of
-from zerojax.models.zoo.layers import Projection
-from zerojax.models.zoo.lora import LowRank
-from zerojax.models.zoo.rope import RopeScaling
 from zerojax.optim.precision import Precision
 from zerojax.plan.make import Plan
 from zerojax.runtime.user_files import replace_text
+from zerojax.tracing.trees import path_name
+from zerojax.zoo import MODELS, DecoderConfig, add_lora
+from zerojax.zoo.decoder_config import decoder_config_of
+from zerojax.zoo.layers import Projection
+from zerojax.zoo.lora import LowRank
+from zerojax.zoo.rope import RopeScaling
 
 RECORD_FILE = "run.json"
 _FREEZE_DTYPE = "freeze_dtype"
@@ -113,7 +112,7 @@ class RunRecord:
     """The content of run.json.
 
     Attributes:
-      architecture: key of `models.zoo.MODELS`; "" for a model of the user's own.
+      architecture: key of `zoo.MODELS`; "" for a model of the user's own.
       model_name: name of the model's class, for display.
       sizes: fields of the architecture's configuration.
       adapters: LoRA adapters of the model, grouped by equal settings.

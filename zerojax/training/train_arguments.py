@@ -25,7 +25,7 @@ class Arguments:
     methods apply what can only be known later.
 
     Attributes:
-      model: as passed by the user; later a `models.Model`.
+      model: as passed by the user; later a `tracing.Model`.
       reasons: one sentence for each default that was chosen.
     """
 

@@ -15,13 +15,13 @@ import numpy as np
 
 from zerojax.data import Feed, RowSource, local_rows, missing_rows
 from zerojax.data.feed import check_function
-from zerojax.models import trace_model
-from zerojax.models.attention_choice import attention_planned_for
 from zerojax.models.given_arrays import as_arrays
+from zerojax.operators.attention_choice import attention_planned_for
 from zerojax.plan.device_mesh import COMPILER_AXES, num_data_shards
 from zerojax.plan.loss_checks import part_with_mixed_rows
 from zerojax.plan.make import Plan
 from zerojax.plan.state import abstract_model, as_read, slice_batch
+from zerojax.tracing import trace_model
 
 Sums = Mapping[str, Any]
 

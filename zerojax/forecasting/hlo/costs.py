@@ -15,8 +15,8 @@ from zerojax.forecasting.hlo.program import (
     Instruction,
     Program,
 )
-from zerojax.models.cudnn_attention import call_flops
-from zerojax.models.jaxpr import cost_of_branches
+from zerojax.operators.cudnn_attention import call_flops
+from zerojax.operators.marks import cost_of_branches
 
 # Starts whose computation is a separate list of instructions. A `fusion-start` is one kernel, like
 # the fusion it starts.

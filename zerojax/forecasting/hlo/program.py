@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 from zerojax.forecasting.hlo.trip_counts import derive_trip_count
-from zerojax.models.jaxpr import FURTHER_ROUNDS, share_of_branch
+from zerojax.operators.marks import FURTHER_ROUNDS, share_of_branch
 
 _INDEX_COMMENT = re.compile(r"/\*index=\d+\*/")
 _COMPUTATION = re.compile(r"(ENTRY )?%?([A-Za-z_][\w.\-]*)[^\"]*\{$")

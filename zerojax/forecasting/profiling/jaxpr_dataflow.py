@@ -9,7 +9,8 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, Literal
 
-from zerojax.models.jaxpr import inner_programs, split_scan
+from zerojax.operators.marks import inner_programs
+from zerojax.tracing.jaxpr import split_scan
 
 _SAME = frozenset(
     [

@@ -25,9 +25,10 @@ from zerojax.forecasting.profiling.jaxpr_dataflow import (
     join_origins,
     origin_of_output,
 )
-from zerojax.models.flops import equation_flops, times_run, without_waste
-from zerojax.models.jaxpr import inner_programs, split_scan
+from zerojax.operators.marks import inner_programs
 from zerojax.plan.make import Plan
+from zerojax.tracing.flops import equation_flops, times_run, without_waste
+from zerojax.tracing.jaxpr import split_scan
 
 NO_PARAMETER = "between activations"
 _PRODUCTS = ("dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated")
@@ -57,7 +58,7 @@ class ParameterFlops:
 def flops_by_parameter(plan: Plan, step: Any) -> list[ParameterFlops]:
     """Returns one row for each parameter that a product reads, and one for the other products.
 
-    They add up to `models.flops.count_program_flops` of the step.
+    They add up to `tracing.flops.count_program_flops` of the step.
 
     Args:
       step: from `build_step(plan)`.
@@ -239,7 +240,7 @@ class _Walk:
         times: float,
         collect: bool,
     ) -> list[_Value]:
-        """Follows a conditional; the most expensive branch counts, as in `models.flops`."""
+        """Follows a conditional; the most expensive branch counts, as in `tracing.flops`."""
         cost = [sum(map(equation_flops, program.eqns)) for program in programs]
         dearest = cost.index(max(cost))
         results = [

@@ -12,7 +12,7 @@ from typing import Any
 from zerojax.forecasting.hlo.costs import Matmuls
 from zerojax.forecasting.hlo.program import Program
 from zerojax.forecasting.profiling.parameter_flops import ParameterFlops
-from zerojax.models.trees import format_bytes, format_count
+from zerojax.tracing.trees import format_bytes, format_count
 
 TOP = 15
 

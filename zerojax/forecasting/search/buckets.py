@@ -25,7 +25,6 @@ from zerojax.forecasting.search.search_result import (
 )
 from zerojax.hardware.compile_client import CompileError
 from zerojax.hardware.gpus import Gpu
-from zerojax.models.trees import num_elements
 from zerojax.parallel.bucket_sizes import (
     GATHER,
     IN_LOOPS,
@@ -37,6 +36,7 @@ from zerojax.parallel.bucket_sizes import (
 from zerojax.parallel.collectives import make_buckets
 from zerojax.plan.device_mesh import DATA, PASS_AXES
 from zerojax.plan.make import Plan
+from zerojax.tracing.trees import num_elements
 
 MARGIN = 0.005
 """Share of a step's time that other sizes have to gain; otherwise the plan's own stay."""

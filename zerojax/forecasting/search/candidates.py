@@ -10,7 +10,6 @@ from typing import Literal
 
 from zerojax.forecasting.roofline import estimate, memory_limit
 from zerojax.hardware.gpus import Gpu
-from zerojax.models.flops import count_program_flops
 from zerojax.parallel.step import build_step
 from zerojax.plan import counts
 from zerojax.plan.counts import role_bytes, state_bytes
@@ -21,6 +20,7 @@ from zerojax.plan.offload_costs import hiding
 from zerojax.plan.pipeline_costs import executed_flops, message_bytes, useful_flops
 from zerojax.plan.whole_matrices import matrix_bytes
 from zerojax.plan.wire import bytes_by_level, wire_bytes
+from zerojax.tracing.flops import count_program_flops
 
 Remat = Literal["none", "dots", "attention", "full"]
 REMATS: tuple[Remat, ...] = ("none", "dots", "attention", "full")

@@ -33,8 +33,8 @@ from zerojax.forecasting.search.search_result import (
 )
 from zerojax.hardware.compile_client import CompileError
 from zerojax.hardware.gpus import Gpu
-from zerojax.models.trees import format_bytes
 from zerojax.plan.make import Plan
+from zerojax.tracing.trees import format_bytes
 
 SAME = 0.01
 """Times that differ by less than this share are equal; the simplest candidate is preferred."""

@@ -25,13 +25,13 @@ from zerojax.checkpoint.store.direct_io import replace_file
 from zerojax.checkpoint.store.manifest import NAME as MANIFEST
 from zerojax.checkpoint.store.manifest import load_manifest
 from zerojax.config.regular_files import open_regular
-from zerojax.models.trees import flatten_names, unflatten_like
 from zerojax.parallel.offload.disk import DiskState, disk_leaves
 from zerojax.parallel.offload.disk_step import build_weights
 from zerojax.plan.make import Plan
 from zerojax.plan.state import TrainState
 from zerojax.plan.state_layout import store_folder
 from zerojax.runtime.bounded_json import loads
+from zerojax.tracing.trees import flatten_names, unflatten_like
 
 _FROZEN, _OF_GENERATION = "frozen.npz", re.compile(r"state-(\d+)\.npz")
 _ABOUT = "about"

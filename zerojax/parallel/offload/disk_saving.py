@@ -18,7 +18,6 @@ from jax.sharding import Mesh, NamedSharding
 
 from zerojax.checkpoint.store.boxes import Box, Shape, parts_of_run
 from zerojax.checkpoint.store.pieces import PieceWriter, ShardBlock
-from zerojax.models.trees import path_name
 from zerojax.parallel.offload.disk import (
     DiskLeaf,
     DiskState,
@@ -33,6 +32,7 @@ from zerojax.plan.make import Plan
 from zerojax.plan.slices import Tiers, abstract_tiers, array_of_shards, map_moments, shards_of
 from zerojax.plan.state import TrainState
 from zerojax.plan.state_layout import MASTER, SlicedLeaf
+from zerojax.tracing.trees import path_name
 
 Read = Callable[[Box], np.ndarray]
 """Reads the part of a saved array in a box: (start, sizes)."""

@@ -19,9 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from zerojax.models.loops import cut_loss
 from zerojax.models.losses import no_sums
-from zerojax.models.protocol import Loss
 from zerojax.parallel import model_state
 from zerojax.parallel.offload.streaming_layers import (
     Inputs,
@@ -55,6 +53,8 @@ from zerojax.parallel.zero import (
     values_to_read,
 )
 from zerojax.plan.device_mesh import MODEL
+from zerojax.tracing.loops import cut_loss
+from zerojax.tracing.protocol import Loss
 
 Arrays = dict[str, Any]
 

@@ -25,9 +25,6 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from zerojax.models.jaxpr import holds_collectives
-from zerojax.models.loops import LossPieces, cut_loss
-from zerojax.models.protocol import Loss
 from zerojax.parallel import model_state
 from zerojax.parallel.pipeline.stage import Stage, StageWork
 from zerojax.parallel.sums import over_auto_axes, sum_replicated
@@ -48,6 +45,9 @@ from zerojax.parallel.zero import (
 from zerojax.plan.device_mesh import MANUAL_AXES, MODEL, STAGE
 from zerojax.plan.schedules import ExecutorTable, TickRun, forward_schedule, lower
 from zerojax.plan.state_layout import PipelineLayout
+from zerojax.tracing.jaxpr import holds_collectives
+from zerojax.tracing.loops import LossPieces, cut_loss
+from zerojax.tracing.protocol import Loss
 
 Arrays = dict[str, Any]
 

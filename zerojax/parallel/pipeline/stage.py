@@ -13,15 +13,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zerojax.models.loops.own_state import Overwritten
-from zerojax.models.loops.split import (
+from zerojax.plan.schedules import ExecutorTable, TickRun
+from zerojax.tracing.loops.own_state import Overwritten
+from zerojax.tracing.loops.split import (
     SplitPasses,
     interleave,
     split_passes,
     with_gradient,
     without_gradient,
 )
-from zerojax.plan.schedules import ExecutorTable, TickRun
 
 Arrays = dict[str, Any]
 Several = list[jax.Array]

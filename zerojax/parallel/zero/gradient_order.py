@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Jaxpr
 
-from zerojax.models.jaxpr import free_variables, read_name, split_scan, variables
+from zerojax.operators.marks import read_name
+from zerojax.tracing.jaxpr import free_variables, split_scan, variables
 
 
 def given_by_loops(program: Jaxpr, is_loop: Callable[[Any], bool]) -> set[Any]:

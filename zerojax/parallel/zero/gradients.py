@@ -10,13 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zerojax.models.activation_offload import keep_inputs_on_host
-from zerojax.models.expert_calls import find_expert_calls
 from zerojax.models.losses import no_sums, split_result
-from zerojax.models.protocol import Loss
-from zerojax.models.row_lookups import find_row_lookups
-from zerojax.models.trace import trace_model
-from zerojax.models.unrolling import unroll_layers
 from zerojax.parallel import model_state
 from zerojax.parallel.sums import sum_replicated
 from zerojax.parallel.zero.microbatch import (
@@ -42,6 +36,12 @@ from zerojax.plan.device_mesh import EXPERT
 from zerojax.plan.expert_axis import check_expert_calls
 from zerojax.plan.frozen_codes import check_evaluation
 from zerojax.plan.leaf_placement import Access, LeafPlacement
+from zerojax.tracing.activation_offload import keep_inputs_on_host
+from zerojax.tracing.expert_calls import find_expert_calls
+from zerojax.tracing.protocol import Loss
+from zerojax.tracing.row_lookups import find_row_lookups
+from zerojax.tracing.trace import trace_model
+from zerojax.tracing.unrolling import unroll_layers
 
 
 def build_gradients(

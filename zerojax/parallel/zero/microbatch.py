@@ -12,17 +12,17 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from zerojax.models.context import ContextSplit, sequences_split
 from zerojax.models.losses import as_sums
-from zerojax.models.protocol import Loss, Model
-from zerojax.models.routed_experts import experts_split_over
-from zerojax.models.whole_batch import batch_axes, batch_split_over
-from zerojax.models.zoo.layers import activation_rules
+from zerojax.operators.context import ContextSplit, sequences_split
+from zerojax.operators.routed_experts import experts_split_over
+from zerojax.operators.whole_batch import batch_axes, batch_split_over
 from zerojax.optim.precision import Precision
 from zerojax.parallel.sums import TreeOrder
 from zerojax.plan.device_mesh import CONTEXT, DATA_AXES, EXPERT, MANUAL_AXES, MODEL, PASS_AXES
 from zerojax.plan.placement import Placement
 from zerojax.plan.state_layout import OffloadLayout, PipelineLayout
+from zerojax.tracing.protocol import Loss, Model
+from zerojax.zoo.layers import activation_rules
 
 Arrays = dict[str, Any]
 

@@ -24,17 +24,7 @@ import jax
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
-from zerojax.models.jaxpr import (
-    evaluate_in_pieces,
-    inner_programs,
-    is_checkpoint,
-    marks_experts,
-    program_of,
-    read_name,
-    split_scan,
-    variables,
-)
-from zerojax.models.trees import layer_of
+from zerojax.operators.marks import inner_programs, marks_experts, read_name
 from zerojax.parallel.collectives import DECODED
 from zerojax.parallel.zero.gradient_order import (
     given_by_loops,
@@ -42,6 +32,14 @@ from zerojax.parallel.zero.gradient_order import (
     with_gradients_first,
 )
 from zerojax.parallel.zero.straight_parts import cut_at_layers, run_in_turn
+from zerojax.tracing.jaxpr import (
+    evaluate_in_pieces,
+    is_checkpoint,
+    program_of,
+    split_scan,
+    variables,
+)
+from zerojax.tracing.trees import layer_of
 
 # Saved, these would be copies of gathered parameters; recomputed, they fuse into another kernel.
 _LAYOUT = frozenset(

@@ -11,8 +11,9 @@ from typing import Any
 
 from jax.extend.core import Jaxpr
 
-from zerojax.models.jaxpr import free_variables, read_name, variables
-from zerojax.models.trees import layer_of
+from zerojax.operators.marks import read_name
+from zerojax.tracing.jaxpr import free_variables, variables
+from zerojax.tracing.trees import layer_of
 
 
 def cut_at_layers(equations: Sequence[Any], needed: Sequence[Any]) -> list[list[Any]]:

@@ -2,7 +2,7 @@
 
 A read of such a table returns a marked stand-in, whose values are never used. The program is then
 evaluated with the gathers from stand-ins replaced; the plan has checked
-(`zerojax.models.row_lookups`) that no other operation takes one.
+(`zerojax.tracing.row_lookups`) that no other operation takes one.
 """
 
 from __future__ import annotations
@@ -17,15 +17,10 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from zerojax.models.jaxpr import (
-    evaluate_in_pieces,
-    inner_programs,
-    is_checkpoint,
-    program_of,
-    split_scan,
-)
-from zerojax.models.row_lookups import CALLS, SAME, takes_rows
+from zerojax.operators.marks import inner_programs
 from zerojax.parallel.owned_tables import OwnedTable, take_rows
+from zerojax.tracing.jaxpr import evaluate_in_pieces, is_checkpoint, program_of, split_scan
+from zerojax.tracing.row_lookups import CALLS, SAME, takes_rows
 
 _STAND_IN = "zerojax.stand_in:"
 

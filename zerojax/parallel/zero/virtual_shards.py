@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from zerojax.models.losses import no_sums
-from zerojax.models.protocol import Loss
 from zerojax.parallel import collectives, model_state
 from zerojax.parallel.sums import (
     TreeOrder,
@@ -42,6 +41,7 @@ from zerojax.parallel.zero.microbatch import (
 from zerojax.parallel.zero.parameters import leaf_collectives, prepare_parameters, wire_dtype
 from zerojax.plan.device_mesh import DATA, DATA_AXES
 from zerojax.plan.leaf_placement import Access
+from zerojax.tracing.protocol import Loss
 
 _EARLY = (Access.GATHER_ON_USE, Access.GATHER_ONCE_SCATTER_EARLY)
 

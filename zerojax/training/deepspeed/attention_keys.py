@@ -11,12 +11,12 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from zerojax import models
+from zerojax import models, tracing
 from zerojax.config import ConfigError
 from zerojax.config.attention_layouts import LAYOUTS, BlockLayout, layout_of_mode
-from zerojax.models.attending import layout_in_force
 from zerojax.models.losses import LossWithUnit, loss_unit
-from zerojax.models.sparse_layouts import BlockTable
+from zerojax.operators.attending import layout_in_force
+from zerojax.operators.sparse_layouts import BlockTable
 from zerojax.training.deepspeed.ds_config import File
 from zerojax.training.deepspeed.keys_table import TABLE
 
@@ -87,8 +87,8 @@ class SparseLoss(LossWithUnit):
 
 
 def with_layout(
-    model: models.Model, loss: models.Loss | None, layout: BlockLayout | None
-) -> models.Loss | None:
+    model: tracing.Model, loss: tracing.Loss | None, layout: BlockLayout | None
+) -> tracing.Loss | None:
     """Returns the loss with the layout of a file; unchanged if the model has the same layout.
 
     Args:

@@ -12,7 +12,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from zerojax import models, optim
+from zerojax import models, optim, tracing
 from zerojax.checkpoint import Checkpointer
 from zerojax.config import MeshConfig, WatchConfig
 from zerojax.config.checks import names_keywords
@@ -92,13 +92,13 @@ _OF_LOADING = dict.fromkeys(
 
 @names_keywords(elsewhere=_OF_DEEPSPEED)
 def initialize(
-    model: models.ModelLike,
+    model: tracing.ModelLike,
     config: str | Path | Mapping[str, Any] | None = None,
     *,
     args: Any = None,
     config_params: str | Path | Mapping[str, Any] | None = None,
     dist_init_required: bool | None = None,
-    loss: models.Loss | None = None,
+    loss: tracing.Loss | None = None,
     optimizer: Any = None,
     steps: int | None = None,
     example_batch: Any = None,
@@ -194,11 +194,11 @@ class Engine(EngineQueries, AbsentMethods):
 
     def __init__(
         self,
-        model: models.Model,
+        model: tracing.Model,
         ported: deepspeed.Ported,
         translation: deepspeed.Translation,
         *,
-        loss: models.Loss | None,
+        loss: tracing.Loss | None,
         steps: int | None,
         watch: WatchConfig | None,
         freeze: str | Sequence[str],

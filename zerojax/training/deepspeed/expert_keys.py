@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from zerojax import models
+from zerojax import models, tracing
 from zerojax.config import ConfigError, MeshConfig, MoEConfig
 from zerojax.training.deepspeed.ds_config import File
 
@@ -90,7 +90,7 @@ def router_of(file: File) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def check_router(model: models.Model, says: Mapping[str, Any]) -> None:
+def check_router(model: tracing.Model, says: Mapping[str, Any]) -> None:
     """Raises if a file's router description does not match the model.
 
     Args:

@@ -256,9 +256,9 @@ _EXPERTS: Table = {
         "text",
         None,
         "honoured",
-        "experts of zerojax.models.MoE are gated by silu",
+        "experts of zerojax.zoo.MoE are gated by silu",
         ("silu",),
-        "experts of zerojax.models.MoE are gated by silu; use silu, which a model of your own may "
+        "experts of zerojax.zoo.MoE are gated by silu; use silu, which a model of your own may "
         "replace in `apply` of zerojax.experts",
     ),
     "load_balance_coeff": AbsentFeature(
@@ -305,7 +305,7 @@ _ABSENT: Table = {
     "amp": AbsentFeature("Apex has no part here; use bf16 or fp16", is_enabled),
     "moe": AbsentFeature(
         "is for inference, and DeepSpeed's training reads no such section; experts are a part of "
-        "the model (zerojax.models.MoE), and expert_parallel.autoep_size splits them",
+        "the model (zerojax.zoo.MoE), and expert_parallel.autoep_size splits them",
         bool,
     ),
     "progressive_layer_drop": AbsentFeature(

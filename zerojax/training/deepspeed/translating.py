@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from zerojax import models, optim
+from zerojax import models, optim, tracing
 from zerojax.config import ConfigError, LogConfig, MeshConfig
 from zerojax.config.checks import warn_user
 from zerojax.config.display import cut, quoted
@@ -262,7 +262,7 @@ def as_arguments(arguments: Arguments, *, default_steps: int | None) -> Argument
     """Translates a ds_config that was passed in place of the mesh into arguments of `train`.
 
     Args:
-      arguments: checked, with the model as a `models.Model`; returned unchanged if there is no
+      arguments: checked, with the model as a `tracing.Model`; returned unchanged if there is no
         ds_config.
       default_steps: of the run if neither the call nor the file sets a number.
 
@@ -307,7 +307,7 @@ class PortedArguments(Arguments):
 
     ported: Ported
 
-    def with_layout(self, loss: models.Loss | None) -> models.Loss | None:
+    def with_layout(self, loss: tracing.Loss | None) -> tracing.Loss | None:
         """Returns the loss with the file's attention layout.
 
         Raises:

@@ -26,8 +26,8 @@ from zerojax.config.checks import (
     check_whole_number,
     names_keywords,
 )
-from zerojax.models import trees
 from zerojax.models.given_arrays import as_arrays
+from zerojax.tracing import trees
 from zerojax.training.equality.check_in_child import MICROBATCHES, Request, check_here
 from zerojax.training.equality.check_result import CheckResult as CheckResult
 from zerojax.training.equality.check_result import ComparedRun as ComparedRun

@@ -15,7 +15,7 @@ import numpy as np
 from zerojax import optim
 from zerojax.config import OptimizerConfig
 from zerojax.models.adapt import as_loss, as_model
-from zerojax.models.jaxpr import takes_over_batch
+from zerojax.operators.marks import takes_over_batch
 from zerojax.training.equality.check_result import CheckResult, ComparedRun, Reason
 from zerojax.training.equality.experiments import (
     Experiments,

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax.models.jaxpr import takes_over_batch
 from zerojax.models.losses import own_means
+from zerojax.operators.marks import takes_over_batch
 from zerojax.training.equality.check_result import Reason
 from zerojax.training.equality.short_runs import PlainRun, cut_rows, quick_options
 from zerojax.training.equality.tracing import (

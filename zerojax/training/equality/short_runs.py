@@ -17,7 +17,6 @@ import optax
 from zerojax.config import MeshConfig
 from zerojax.hardware.compile_client import keep_known_options
 from zerojax.models.losses import as_sums
-from zerojax.models.protocol import Loss, Model
 from zerojax.models.step_count import after_step
 from zerojax.optim import extra_arguments
 from zerojax.parallel import model_state
@@ -28,6 +27,7 @@ from zerojax.parallel.update import stacks_of
 from zerojax.plan.device_mesh import make_mesh
 from zerojax.plan.make import Plan, make_plan
 from zerojax.plan.state import step_key
+from zerojax.tracing.protocol import Loss, Model
 from zerojax.training.equality.check_result import ComparedRun
 
 Arrays = dict[str, Any]

@@ -23,9 +23,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
-from zerojax.models.jaxpr import holds_collectives, inner_programs
-from zerojax.models.source_lines import innermost_line, is_of_users, line_of_equation, source_line
-from zerojax.models.whole_batch import batch_split_over
+from zerojax.operators.marks import inner_programs
+from zerojax.operators.whole_batch import batch_split_over
+from zerojax.tracing.jaxpr import holds_collectives
+from zerojax.tracing.source_lines import innermost_line, is_of_users, line_of_equation, source_line
 from zerojax.training.equality.short_runs import quick_options
 
 _RELATIVE = 1e-4

@@ -19,8 +19,8 @@ from jax import lax
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from zerojax.models.attending import Call, attention
-from zerojax.models.chunked_attention import BLOCK
+from zerojax.operators.attending import Call, attention
+from zerojax.operators.chunked_attention import BLOCK
 from zerojax.plan.device_mesh import MODEL
 from zerojax.plan.make import Plan
 from zerojax.plan.open_choices import NO_MORE_MEMORY

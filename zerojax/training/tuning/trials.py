@@ -17,7 +17,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 import pallas_kernels
 from pallas_kernels.choice import Choice
-from zerojax import models, optim, parallel
+from zerojax import models, operators, optim, parallel, tracing, zoo
 from zerojax.hardware.local_devices import driver_version
 from zerojax.optim import UpdateContext
 from zerojax.parallel.update import true_shapes
@@ -31,7 +31,7 @@ PACKAGES = (
     *("nvidia-cudnn-cu12", "nvidia-cudnn-cu13"),
 )
 """Packages whose versions determine the compiled programs and cuDNN's kernels."""
-SOURCES = (pallas_kernels, models, optim, parallel)
+SOURCES = (pallas_kernels, operators, tracing, models, zoo, optim, parallel)
 """Packages whose source code is part of the cache key."""
 
 

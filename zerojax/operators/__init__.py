@@ -1,0 +1,43 @@
+"""Operators that models call: attention, routed experts, chunked losses, sums over the batch.
+
+Knows JAX; never Flax, a mesh's sharding or an optimizer. Sub-package: `context` (attention over a
+split sequence).
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zerojax.operators.attending import attention
+    from zerojax.operators.routed_experts import experts
+    from zerojax.operators.sparse_layouts import BlockTable, layout_table
+    from zerojax.operators.whole_batch import batch_mean, batch_sum
+
+__all__ = [
+    "BlockTable",
+    "attention",
+    "batch_mean",
+    "batch_sum",
+    "experts",
+    "layout_table",
+]
+
+_HOME_OF_NAME = {
+    "BlockTable": "sparse_layouts",
+    "attention": "attending",
+    "batch_mean": "whole_batch",
+    "batch_sum": "whole_batch",
+    "experts": "routed_experts",
+    "layout_table": "sparse_layouts",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports what a name needs when it is first asked for (PEP 562)."""
+    if name not in _HOME_OF_NAME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME_OF_NAME[name]}"), name)
+    globals()[name] = value
+    return value

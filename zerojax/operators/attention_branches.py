@@ -1,0 +1,255 @@
+"""Attention that is one of several by data, or has sinks: one operation with one derivative.
+
+Which branch is taken is an integer, such as the kind of a layer in a loop. The forward pass keeps
+query, key, value, the result and the log-sum-exp of the scores, whatever the branches do inside:
+differentiated branch by branch, JAX would keep what each of them needs. A learned score that adds
+nothing (a sink) only changes the log-sum-exp, which the backward pass takes as it is given.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from zerojax.operators import chunked_attention as chunked
+from zerojax.operators import cudnn_attention as cudnn
+from zerojax.operators import kernel_attention as kernels
+from zerojax.operators.chunked_attention import KEPT, Visibility
+from zerojax.operators.marks import LINEAR_RULE, branch_scope
+from zerojax.operators.sparse_layouts import BlockTable
+
+Rows = dict[str, Any]
+"""Pairs of integers of queries and of keys, by what they are."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Branch:
+    """One way to compute the attention of some layers.
+
+    Attributes:
+      implementation: what computes it.
+      window: see `zerojax.attention`.
+      block: most queries and keys of a tile of "chunked"; None: its own.
+      layers: (layers that take this branch, layers of all); None: not known.
+    """
+
+    implementation: Literal["chunked", "cudnn", "mosaic_gpu"]
+    window: int | None = None
+    block: int | None = None
+    layers: tuple[int, int] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    branches: tuple[Branch, ...]
+    causal: bool
+    scale: float
+    softcap: float | None
+    table: BlockTable | None
+
+    def visibility(self, branch: Branch) -> Visibility:
+        return Visibility(causal=self.causal, window=branch.window)
+
+    def of_chunks(self, branch: Branch) -> dict[str, Any]:
+        return {
+            "visibility": self.visibility(branch),
+            "scale": self.scale,
+            "softcap": self.softcap,
+            "table": self.table,
+            "block": branch.block,
+        }
+
+
+def attention_of_branch(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    index: jax.Array | None,
+    rows: Rows,
+    sinks: jax.Array | None,
+    *,
+    branches: tuple[Branch, ...],
+    causal: bool,
+    scale: float,
+    softcap: float | None = None,
+    table: BlockTable | None = None,
+) -> jax.Array:
+    """Softmax attention by the branch of this index. First derivatives in reverse mode only.
+
+    Args:
+      query: [batch, queries, heads, head_dim].
+      key, value: [batch, keys, kv_heads, head_dim].
+      index: int32 []; None where there is one branch.
+      rows: "segments" and "positions", as far as they are given; see `chunked_attention`.
+      sinks: float32 [heads], a score of each head that is of no key; None: none.
+      branches, causal, scale, softcap, table: see `zerojax.attention`; a softcap and a table are
+        for "chunked", sinks for all but "cudnn".
+
+    Returns:
+      [batch, queries, heads, head_dim] in the dtype of `query`; 0 for a query that sees no key.
+    """
+    options = _Options(branches, causal, scale, softcap, table)
+    return _attend(options, index, query, key, value, rows, sinks)
+
+
+# --- differentiation ------------------------------------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(options: _Options, *given: Any) -> jax.Array:
+    out, _ = _compute(options, *given)
+    return checkpoint_name(out, LINEAR_RULE)
+
+
+def _forward(options: _Options, *given: Any) -> tuple[jax.Array, tuple[Any, ...]]:
+    out, log_sum = checkpoint_name(_as_one_operation(options, *given), KEPT)
+    return out, (*given, out, log_sum)
+
+
+def _backward(options: _Options, kept: tuple[Any, ...], slope: jax.Array) -> tuple[Any, ...]:
+    index, query, key, value, rows, sinks, out, log_sum = kept
+    turned = jnp.sum(slope.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
+    runs = [functools.partial(_slopes, options, branch) for branch in options.branches]
+    given = (query, key, value, rows, out, log_sum, turned, slope)
+    gradients = _switch(options, index, runs, *given)
+    of_sinks = None
+    if sinks is not None:
+        weights = jnp.exp(sinks.astype(jnp.float32)[None, None] - log_sum)
+        of_sinks = -jnp.sum(weights * turned, axis=(0, 1)).astype(sinks.dtype)
+    return None, *gradients, None, of_sinks
+
+
+_attend.defvjp(_forward, _backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _as_one_operation(options: _Options, *given: Any) -> tuple[jax.Array, jax.Array]:
+    """For a `jax.checkpoint` around it, whose policy would look into the bare branches."""
+    return _compute(options, *given)
+
+
+def _refuse(*_: Any) -> Any:
+    raise NotImplementedError(
+        "attention of branches has no second derivative; use implementation='xla'"
+    )
+
+
+_as_one_operation.defvjp(_refuse, _refuse)
+
+
+# --- arithmetic -----------------------------------------------------------------------------------
+
+
+def _compute(
+    options: _Options,
+    index: jax.Array | None,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    rows: Rows,
+    sinks: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """(out, float32 log-sum-exp [batch, queries, heads]; -inf where nothing is seen)."""
+    # Sinks scale the result once more; without them a branch hands on what is kept.
+    dtype = query.dtype if sinks is None else jnp.float32
+    runs = [functools.partial(_part, options, branch, dtype) for branch in options.branches]
+    out, log_sum = _switch(options, index, runs, query, key, value, rows)
+    if sinks is not None:
+        total = jnp.logaddexp(log_sum, sinks.astype(jnp.float32)[None, None])
+        out = out * jnp.exp(log_sum - total)[..., None]
+        log_sum = total
+    return out.astype(query.dtype), log_sum
+
+
+def _part(
+    options: _Options, branch: Branch, dtype: Any, query: Any, key: Any, value: Any, rows: Rows
+) -> tuple[jax.Array, jax.Array]:
+    """`_compute` of one branch without sinks, its result in a dtype."""
+    if branch.implementation == "chunked":
+        found = chunked.part_forward(query, key, value, **options.of_chunks(branch), **rows)
+    elif branch.implementation == "cudnn":
+        found = cudnn.part_forward(
+            query, key, value, visibility=options.visibility(branch), scale=options.scale
+        )
+    else:
+        found = kernels.part_forward(
+            *(query, key, value, rows),
+            visibility=options.visibility(branch),
+            scale=options.scale,
+            table=options.table,
+        )
+    out, log_sum = found
+    return out.astype(dtype), log_sum
+
+
+def _slopes(
+    options: _Options,
+    branch: Branch,
+    query: Any,
+    key: Any,
+    value: Any,
+    rows: Rows,
+    out: jax.Array,
+    log_sum: jax.Array,
+    turned: jax.Array,
+    slope: jax.Array,
+) -> tuple[jax.Array, ...]:
+    """Gradients of query, key and value, in their dtypes."""
+    ends = {"log_sum": log_sum, "turned": turned, "slope": slope}
+    if branch.implementation == "chunked":
+        found = chunked.part_backward(
+            query, key, value, **ends, **options.of_chunks(branch), **rows
+        )
+    elif branch.implementation == "cudnn":
+        found = cudnn.part_backward(
+            *(query, key, value),
+            out=out,
+            log_sum=log_sum,
+            slope=slope,
+            visibility=options.visibility(branch),
+            scale=options.scale,
+        )
+    else:
+        found = kernels.part_backward(
+            *(query, key, value, rows),
+            **ends,
+            visibility=options.visibility(branch),
+            scale=options.scale,
+            table=options.table,
+        )
+    return tuple(x.astype(y.dtype) for x, y in zip(found, (query, key, value), strict=True))
+
+
+def _switch(
+    options: _Options, index: jax.Array | None, runs: list[Callable[..., Any]], *given: Any
+) -> Any:
+    """The result of one branch, each in a scope that tells how often it is taken."""
+    if index is None:
+        return runs[0](*given)
+
+    def scoped(run: Callable[..., Any], branch: Branch) -> Callable[..., Any]:
+        def call(*given: Any) -> Any:
+            with _scope(branch):
+                return run(*given)
+
+        return call
+
+    pairs = zip(runs, options.branches, strict=True)
+    return lax.switch(index, [scoped(*pair) for pair in pairs], *given)
+
+
+@contextlib.contextmanager
+def _scope(branch: Branch) -> Iterator[None]:
+    if branch.layers is None:
+        yield
+        return
+    with jax.named_scope(branch_scope(*branch.layers)):
+        yield

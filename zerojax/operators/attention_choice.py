@@ -1,0 +1,245 @@
+"""Choice of the implementation of attention, from the devices of a step and what is asked.
+
+Inside a step the devices are those of the mesh under which the model is traced; a plan names them
+for its own traces (`attention_planned_for`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+
+from zerojax.hardware.gpus import Gpu, gpu_of_device, named_gpu
+from zerojax.operators import cudnn_attention as cudnn
+from zerojax.operators import kernel_attention as kernels
+from zerojax.operators.chunked_attention import Visibility
+from zerojax.operators.sparse_layouts import BlockTable
+
+Implementation = Literal["auto", "xla", "chunked", "cudnn", "mosaic_gpu"]
+IMPLEMENTATIONS: tuple[Implementation, ...] = ("auto", "xla", "chunked", "cudnn", "mosaic_gpu")
+LONGEST_STORED = 4096
+"""`auto` computes in chunks where a query may see more keys than these, unless cuDNN computes it:
+the scores of one sequence of 8192 tokens and 32 heads are 8 GiB in float32."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """What an implementation is chosen for.
+
+    Attributes:
+      kind: as the driver names it; None: not known.
+      platform: "gpu", "cpu" and so on; None: not known.
+      split: over how many devices the compiler splits the heads.
+      where: "step" inside a mesh, "plan" where the trace is read and not run, "alone" else.
+    """
+
+    kind: str | None
+    platform: str | None
+    split: int
+    where: Literal["step", "plan", "alone"]
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.platform in ("gpu", "cuda")
+
+    def why_no_gpu(self) -> str | None:
+        """Why a GPU's code cannot run there; None if it can, as far as is known."""
+        if self.platform is None or self.is_gpu:
+            return None
+        return f"it needs an NVIDIA GPU, and these devices are {self.platform.upper()}s"
+
+    @property
+    def capability(self) -> float:
+        """Compute capability; the least that will do where the device is not known."""
+        here = [d for d in jax.devices() if d.device_kind == self.kind]
+        if here:
+            known = str(getattr(here[0], "compute_capability", ""))
+            return float(known) if re.fullmatch(r"\d+(\.\d+)?", known) else 0.0
+        card = _card(self.kind)
+        known = None if card is None or card.target is None else card.target.capability
+        return float(known.rstrip("af")) if known else cudnn.MIN_CAPABILITY
+
+    def describe(self) -> str:
+        card = _card(self.kind)
+        return str(self.kind) if card is None else card.title
+
+
+_PLANNED: contextvars.ContextVar[Device | None] = contextvars.ContextVar("planned", default=None)
+
+
+@contextlib.contextmanager
+def attention_planned_for(
+    mesh: Mesh | AbstractMesh, compiler_axes: Sequence[str] = ()
+) -> Iterator[None]:
+    """Models traced meanwhile are those that will run on this mesh.
+
+    Calls choose for its devices. Their traces are read and not run, so they hold what any device
+    computes in place of a library's call.
+
+    Args:
+      mesh: of the step.
+      compiler_axes: axes that are left to the compiler in the step.
+    """
+    abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
+    split = math.prod(abstract.shape[name] for name in compiler_axes)
+    token = _PLANNED.set(_device_of(abstract, split, "plan"))
+    try:
+        yield
+    finally:
+        _PLANNED.reset(token)
+
+
+_MEASURED: contextvars.ContextVar[Mapping[str, str] | None]
+_MEASURED = contextvars.ContextVar("measured", default=None)
+
+
+@contextlib.contextmanager
+def attention_measured(choices: Mapping[str, str]) -> Iterator[None]:
+    """Calls of these kinds take these implementations where "auto" would choose.
+
+    Args:
+      choices: {kind of a call (`kind_of`): implementation}; other names are of no call.
+    """
+    token = _MEASURED.set(choices)
+    try:
+        yield
+    finally:
+        _MEASURED.reset(token)
+
+
+def measured_choice(kind: str | None) -> Implementation | None:
+    """What is in force for calls of a kind; None where "auto" chooses."""
+    choices = _MEASURED.get()
+    if kind is None or choices is None:
+        return None
+    return choices.get(kind)  # type: ignore[return-value]
+
+
+def kind_of(
+    query: jax.Array, key: jax.Array, visibility: Visibility, given: Collection[str]
+) -> str | None:
+    """Words for the sizes of a call, by which it is measured; None where its time hangs on data.
+
+    Args:
+      query, key, visibility, given: see `choose`.
+    """
+    if given:
+        return None
+    rows, tokens, heads, features = query.shape
+    words = [f"attention of {rows} x {tokens} tokens to {key.shape[1]}"]
+    words.append(f"{heads} heads of {features}, {key.shape[2]} of keys")
+    words.append(str(query.dtype))
+    words += ["causal"] * visibility.causal
+    words += [] if visibility.window is None else [f"window {visibility.window}"]
+    return ", ".join(words)
+
+
+def _card(kind: str | None) -> Gpu | None:
+    """The card of a device kind, or of its own name, as the mesh of a plan has it."""
+    return None if kind is None else gpu_of_device(kind) or named_gpu(kind)
+
+
+def device_here() -> Device:
+    """Of what is planned, of the mesh under which a model is traced, or the default device."""
+    planned = _PLANNED.get()
+    if planned is not None:
+        return planned
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.axis_names:
+        return _device_of(mesh, math.prod(_left_to_compiler(mesh).values()), "step")
+    device = jax.devices()[0]
+    return Device(device.device_kind, device.platform, split=1, where="alone")
+
+
+def _device_of(mesh: AbstractMesh, split: int, where: Literal["step", "plan"]) -> Device:
+    device = mesh.abstract_device
+    if device is None:  # nothing can run on such a mesh
+        return Device(None, None, split=split, where="plan")
+    return Device(device.device_kind, device.platform, split=split, where=where)
+
+
+def _left_to_compiler(mesh: AbstractMesh) -> dict[str, int]:
+    """{axis: size} of the axes over which the compiler splits arrays by itself."""
+    named = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
+    return {name: size for name, size, kind in named if kind != AxisType.Manual and size > 1}
+
+
+def choose(
+    implementation: Implementation,
+    device: Device,
+    query: jax.Array,
+    key: jax.Array,
+    visibility: Visibility,
+    given: Collection[str],
+    table: BlockTable | None = None,
+) -> tuple[Implementation, str]:
+    """(the implementation, why).
+
+    Args:
+      implementation: what is asked for.
+      device: where it will run.
+      query, key, visibility: of the call.
+      given: which of "segments", "positions", "layout", "softcap" and "sinks" the call has.
+      table: of the layout, if there is one.
+
+    Raises:
+      ValueError: cuDNN or the kernels were asked for and cannot compute this.
+    """
+    if implementation in ("xla", "chunked"):
+        return implementation, "asked for"
+    if implementation == "mosaic_gpu":
+        capability = None if device.platform is None else device.capability
+        lacks = sorted({"softcap", "sinks"} & set(given))
+        why_not = f"they take no {' and no '.join(lacks)}" if lacks else device.why_no_gpu()
+        why_not = why_not or kernels.obstacle(
+            query, key, table, capability=capability, split=device.split
+        )
+        if why_not:
+            raise ValueError(
+                f"attention by Mosaic GPU: {why_not}; use implementation='auto', or 'chunked', "
+                "which computes the same (in a run file model.attention)"
+            )
+        return "mosaic_gpu", "asked for"
+    why_not = device.why_no_gpu() or cudnn.obstacle(
+        query, key, visibility, given=given, capability=device.capability, split=device.split
+    )
+    if implementation == "cudnn":
+        if why_not:
+            raise ValueError(
+                f"attention by cuDNN: {why_not}; use implementation='auto', or 'chunked', which "
+                "stores no scores either (in a run file model.attention)"
+            )
+        return "cudnn", "asked for"
+    if why_not is None and device.platform is not None:
+        return "cudnn", f"auto: {query.dtype} heads of {query.shape[-1]} on {device.describe()}"
+    because = f"cuDNN: {why_not}; " if device.is_gpu else ""
+    if "layout" in given:
+        return "chunked", f"auto: {because}a layout is given"
+    is_long = key.shape[1] > LONGEST_STORED
+    limit = "more" if is_long else "no more"
+    return ("chunked" if is_long else "xla"), f"auto: {because}{limit} than {LONGEST_STORED} keys"
+
+
+def on_each_device(run: Callable[..., jax.Array], *more: Any) -> Callable[..., jax.Array]:
+    """Each device computes its own heads; `more` are arguments that all have.
+
+    The compiler cannot cut a library's call: where it splits arrays over an axis by itself, it
+    would gather the operands of all. So every such axis becomes manual here.
+    """
+    left = _left_to_compiler(jax.sharding.get_abstract_mesh())
+    if not left:
+        return lambda *operands: run(*operands, *more)
+    heads, whole = PartitionSpec(None, None, tuple(left)), PartitionSpec()
+    specs = (heads,) * 3 + (whole,) * len(more)
+    mapped = jax.shard_map(
+        run, in_specs=specs, out_specs=heads, axis_names=set(left), check_vma=False
+    )
+    return lambda *operands: mapped(*operands, *more)

@@ -1,0 +1,153 @@
+"""Choice of the way in which a sequence is split over an axis: bytes sent, refusals, reasons."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal, NamedTuple
+
+from zerojax.operators.context.order import Order, nearest_lengths, parts_of
+from zerojax.operators.context.ways import ORDERS, WAYS, Way, kv_repeats
+
+Asked = Literal["auto", "ulysses", "ring", "allgather"]
+ASKED: tuple[Asked, ...] = ("auto", *WAYS)
+FLOAT32 = 4
+MIB = 2**20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """One attention over a sequence that lies over an axis.
+
+    Attributes:
+      rows: sequences on each device.
+      tokens: of the whole sequence.
+      heads, kv_heads, head_dim: of one layer, those of one device under tensor parallelism.
+      itemsize: bytes of a number of query, key and value.
+      devices: of the axis.
+      causal: whether a token sees only those before it.
+      windows_differ: whether layers have windows of their own.
+    """
+
+    rows: int
+    tokens: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    itemsize: int
+    devices: int
+    causal: bool = True
+    windows_differ: bool = False
+
+
+class Wire(NamedTuple):
+    """Bytes that one device sends for one layer, in the forward and in the backward pass."""
+
+    forward: float
+    backward: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The way that was taken, the order of tokens that it needs, and one sentence of why."""
+
+    way: Way
+    order: Order
+    reason: str
+
+
+def wire_bytes(way: Way, sizes: Sizes) -> Wire:
+    """Bytes that one device sends for one layer; with remat the forward pass counts twice.
+
+    With P devices and s the bytes of one head of the tokens of one device: Ulysses sends
+    (P-1)/P (2 heads + 2 r kv_heads) s in each pass, r as in `kv_repeats`; all-gather sends
+    2 (P-1) kv_heads s in each; the ring sends 2 (P-1) kv_heads s forward, and backward the same
+    again, the gradients P-1 times in float32 and once more in their dtype. Integers of packed texts
+    are not counted: 4 bytes a token and hop.
+
+    >>> sizes = dict(rows=1, tokens=32768, heads=32, kv_heads=8, head_dim=128, itemsize=2)
+    >>> wire_bytes("ulysses", Sizes(**sizes, devices=8))
+    Wire(forward=73400320.0, backward=73400320.0)
+    """
+    others = sizes.devices - 1
+    head = sizes.rows * sizes.tokens / sizes.devices * sizes.head_dim * sizes.itemsize
+    both = 2 * sizes.kv_heads * head
+    if way == "allgather":
+        return Wire(others * both, others * both)
+    if way == "ring":
+        wide = both * FLOAT32 / sizes.itemsize
+        return Wire(others * both, others * (both + wide) + both)
+    repeats = kv_repeats(sizes.heads, sizes.kv_heads, sizes.devices) or 1
+    sent = others / sizes.devices * (2 * sizes.heads * head + repeats * both)
+    return Wire(sent, sent)
+
+
+def why_not(way: Way, sizes: Sizes) -> str | None:
+    """What stands against a way, with values that work; None if nothing does."""
+    asked = f"context_parallel={way!r}"
+    if sizes.devices == 1:
+        return None
+    if way == "ring" and not sizes.causal:
+        return (
+            f"{asked} computes causal attention, and here tokens see those after them, too; use "
+            "context_parallel='ulysses' or 'allgather'"
+        )
+    if way == "ring" and sizes.windows_differ:
+        return (
+            f"{asked} computes one window in all layers, and here layers have windows of their "
+            "own; use context_parallel='ulysses' or 'allgather'"
+        )
+    order = ORDERS[way]
+    parts = parts_of(order, sizes.devices)
+    if sizes.tokens % parts:
+        return (
+            f"{asked} cuts a sequence into {parts} parts on context={sizes.devices}, and "
+            f"{sizes.tokens} tokens do not divide; use sequences of "
+            f"{nearest_lengths(order, sizes.tokens, sizes.devices)} tokens"
+        )
+    if way == "ulysses" and sizes.heads % sizes.devices:
+        fewer = max(n for n in range(1, sizes.devices) if sizes.heads % n == 0)
+        return (
+            f"{asked} gives each device some of the heads, and {sizes.heads} heads do not divide "
+            f"over context={sizes.devices}; use context={fewer}, or context_parallel='ring' or "
+            "'allgather'"
+        )
+    return None
+
+
+def choose_way(context_parallel: Asked, sizes: Sizes, *, crosses_nodes: bool = False) -> Choice:
+    """The way that is asked for, or for "auto" the best of those that can be.
+
+    Between nodes that is the ring, whose steps travel beside products. Within a node it is the one
+    of Ulysses and all-gather that sends fewer bytes; the ring where heads do not divide.
+
+    Args:
+      crosses_nodes: whether devices of the axis are in several nodes.
+
+    Raises:
+      ValueError: an unknown way, one that cannot be, or none that can.
+    """
+    if context_parallel not in ASKED:
+        raise ValueError(f"{context_parallel=} is not valid; use {', '.join(ASKED)}")
+    against = {way: why_not(way, sizes) for way in WAYS}
+    if context_parallel != "auto":
+        if against[context_parallel] is not None:
+            raise ValueError(against[context_parallel])
+        way = context_parallel
+        return Choice(way, ORDERS[way], f"context_parallel {way} (asked for)")
+    possible = [way for way in WAYS if against[way] is None]
+    if not possible:
+        raise ValueError(against["allgather"])
+    sent = {way: sum(wire_bytes(way, sizes)) for way in possible}
+    if crosses_nodes and "ring" in possible:
+        way, why = "ring", "between nodes its steps travel beside products"
+    elif "ulysses" in possible:
+        inside: list[Way] = [way for way in possible if way != "ring"]
+        way, why = min(inside, key=sent.__getitem__), "fewest bytes within a node"
+    elif "ring" in possible:
+        way, why = "ring", "heads do not divide over the devices"
+    else:
+        way, why = "allgather", "nothing else can be"
+    shown = ", ".join(f"{name} {sent[name] / MIB:.1f}" for name in possible)
+    return Choice(
+        way, ORDERS[way], f"context_parallel {way} (auto: {why}; MiB sent for a layer: {shown})"
+    )

@@ -1,0 +1,288 @@
+"""Causal attention over a sequence in zig-zag order, with keys and values going around a ring.
+
+Each device holds two chunks of the sequence, a low and a high one (`order.py`). Keys and values
+pass every device once (arXiv:2310.01889). Whatever device they come from, just two pairs of chunks
+are seen: the high queries see the low keys, and, of an earlier device, the low queries see the low
+keys, of a later one, the high queries the high keys. Which of both is data, so that all devices do
+the same work and nothing is conditional. Results are merged by their log-sum-exp; the backward pass
+takes that of all keys, so a merge needs no gradient. Gradients of keys and values go around with
+them, in float32, and the last step takes them home in their own dtype.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from zerojax.operators.chunked_attention import KEPT, Visibility, part_backward, part_forward
+from zerojax.operators.context.order import index_of_chunk
+
+LOW, HIGH = 0, 1
+
+
+class Keys(NamedTuple):
+    """What goes around. Arrays are halved, [2, batch, tokens / 2, ...], the low chunk first."""
+
+    key: jax.Array
+    value: jax.Array
+    segments: jax.Array | None
+
+
+class Merged(NamedTuple):
+    """Attention over the keys that were seen so far, halved as `Keys`, in float32."""
+
+    out: jax.Array
+    log_sum: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ring:
+    """What is known before any array: the axis, the window, what is done to scores."""
+
+    axis: str
+    window: int | None
+    scale: float
+    softcap: float | None = None
+
+
+def ring_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    axis: str,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    segments: tuple[jax.Array, jax.Array] | None = None,
+) -> jax.Array:
+    """Causal attention inside a `shard_map` that is manual over `axis`; tokens in zig-zag order.
+
+    First derivatives in reverse mode only. With a window each pair of chunks is computed, also
+    where the window hides all of it.
+
+    Args:
+      query: [batch, tokens of this device, heads, head_dim]; an even number of tokens.
+      key, value: [batch, tokens of this device, kv_heads, head_dim].
+      axis: name of the axis over which the sequence lies.
+      scale: what scores are multiplied with.
+      window: a query sees keys less than so many tokens before it.
+      softcap: see `zerojax.attention`.
+      segments: integers [batch, tokens of this device], of queries and of keys; a query sees keys
+        of its own segment, and nobody those of a negative one.
+
+    Returns:
+      [batch, tokens of this device, heads, head_dim] in the dtype of `query`; 0 for a query that
+      sees no key.
+    """
+    of_query, of_key = (None, None) if segments is None else map(_halves, segments)
+    keys = Keys(_halves(key), _halves(value), of_key)
+    out = _attend(_Ring(axis, window, scale, softcap), _halves(query), of_query, keys)
+    return _whole(out)
+
+
+def _halves(array: jax.Array) -> jax.Array:
+    """[batch, tokens, ...] -> [2, batch, tokens / 2, ...]."""
+    batch, tokens, *rest = array.shape
+    return jnp.moveaxis(array.reshape(batch, 2, tokens // 2, *rest), 1, 0)
+
+
+def _whole(array: jax.Array) -> jax.Array:
+    """The inverse of `_halves`."""
+    array = jnp.moveaxis(array, 0, 1)
+    return array.reshape(array.shape[0], -1, *array.shape[3:])
+
+
+# --- differentiation ------------------------------------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(ring: _Ring, query: Any, segments: Any, keys: Keys) -> jax.Array:
+    return _forward(ring, query, segments, keys)[0]
+
+
+def _forward(ring: _Ring, query: Any, segments: Any, keys: Keys) -> tuple[Any, Any]:
+    out, log_sum = checkpoint_name(_as_one_operation(ring, query, segments, keys), KEPT)
+    return out, (query, segments, keys, out, log_sum)
+
+
+def _backward(ring: _Ring, kept: tuple[Any, ...], slope: jax.Array) -> tuple[Any, ...]:
+    query, segments, keys, out, log_sum = kept
+    turned = jnp.sum(slope.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
+    rows = {"log_sum": log_sum, "turned": turned, "slope": slope}
+    of_query, of_key, of_value = _backward_pass(ring, query, segments, keys, rows)
+    return of_query.astype(query.dtype), None, Keys(of_key, of_value, None)
+
+
+_attend.defvjp(_forward, _backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _as_one_operation(ring: _Ring, query: Any, segments: Any, keys: Keys) -> Merged:
+    """The whole ring as one operation, for a `jax.checkpoint` around it (as in blocks)."""
+    out, log_sum = _forward_pass(ring, query, segments, keys)
+    return Merged(out.astype(query.dtype), log_sum)
+
+
+def _refuse(*_: Any) -> Any:
+    raise NotImplementedError(
+        "attention in a ring has no second derivative; use context_parallel='ulysses' with "
+        "implementation='xla'"
+    )
+
+
+_as_one_operation.defvjp(_refuse, _refuse)
+
+
+# --- one pair of chunks ---------------------------------------------------------------------------
+
+
+def _pair(
+    ring: _Ring,
+    source: jax.Array,
+    segments: jax.Array | None,
+    keys: Keys,
+    half: tuple[int | jax.Array, int | jax.Array],
+    *,
+    same_chunk: bool = False,
+) -> tuple[tuple[jax.Array, jax.Array], dict[str, Any]]:
+    """Key and value of a pair of chunks, and what `part_forward` and `part_backward` ask for.
+
+    Args:
+      source: the device that the keys come from.
+      half: of the queries and of the keys, LOW or HIGH.
+      same_chunk: whether queries and keys are those of one chunk; else all keys come before.
+    """
+    devices, size = lax.axis_size(ring.axis), keys.key.shape[2]
+    options: dict[str, Any] = {"scale": ring.scale, "segments": None, "positions": None}
+    options["visibility"] = Visibility(causal=same_chunk, window=ring.window)
+    options["softcap"] = ring.softcap
+    if segments is not None and keys.segments is not None:
+        options["segments"] = segments[half[0]], keys.segments[half[1]]
+    if ring.window is not None and not same_chunk:
+        options["visibility"] = Visibility(causal=True, window=ring.window)
+        at = zip((lax.axis_index(ring.axis), source), half, strict=True)
+        chunks = (device + x * (2 * devices - 1 - 2 * device) for device, x in at)
+        options["positions"] = tuple(index_of_chunk(chunk, size) for chunk in chunks)
+    return (keys.key[half[1]], keys.value[half[1]]), options
+
+
+def merge(one: Merged, other: Merged) -> Merged:
+    """Attention over the keys of both, given that over either; log-sum-exp -inf where none is seen.
+
+    >>> import jax.numpy as jnp
+    >>> none = Merged(jnp.zeros((1, 2)), jnp.full((1,), -jnp.inf))
+    >>> some = Merged(jnp.ones((1, 2)), jnp.zeros((1,)))
+    >>> merge(none, some).out.tolist(), merge(none, none).log_sum.tolist()
+    ([[1.0, 1.0]], [-inf])
+    """
+    greatest = jnp.maximum(one.log_sum, other.log_sum)
+    shift = jnp.where(greatest == -jnp.inf, 0, greatest)
+    shares = [jnp.exp(part.log_sum - shift) for part in (one, other)]
+    total = shares[0] + shares[1]
+    seen = total > 0
+    total = jnp.where(seen, total, 1)
+    out = sum(
+        part.out * (share / total)[..., None]
+        for part, share in zip((one, other), shares, strict=True)
+    )
+    return Merged(jnp.asarray(out), jnp.where(seen, shift + jnp.log(total), -jnp.inf))
+
+
+# --- the ring -------------------------------------------------------------------------------------
+
+
+def _pass_on(ring: _Ring, tree: Any) -> Any:
+    """Arrays to the next device of the ring, and those of the one before from it."""
+    devices = lax.axis_size(ring.axis)
+    hops = [(i, (i + 1) % devices) for i in range(devices)]
+    return jax.tree.map(lambda x: lax.ppermute(x, ring.axis, hops), tree)
+
+
+def _around(ring: _Ring, carry: Any, step: Callable[[Any, jax.Array, bool], Any]) -> Any:
+    """`step(carry, number, is_last)` for steps 1 .. P - 1; those between are a loop."""
+    devices = lax.axis_size(ring.axis)
+    if devices > 2:
+        carry, _ = lax.scan(
+            lambda carry, number: (step(carry, number, False), None),
+            carry,
+            jnp.arange(1, devices - 1),
+        )
+    return step(carry, jnp.asarray(devices - 1), True) if devices > 1 else carry
+
+
+def _source(ring: _Ring, number: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Which device the keys of a step come from, and the half that its second pair is of."""
+    me, devices = lax.axis_index(ring.axis), lax.axis_size(ring.axis)
+    return (me - number) % devices, (number > me).astype(jnp.int32)
+
+
+def _forward_pass(ring: _Ring, query: jax.Array, segments: Any, keys: Keys) -> Merged:
+    me = lax.axis_index(ring.axis)
+
+    def seen(keys: Keys, source: Any, half: Any, *, same_chunk: bool = False) -> Merged:
+        pair, options = _pair(ring, source, segments, keys, half, same_chunk=same_chunk)
+        return Merged(*part_forward(query[half[0]], *pair, **options))
+
+    own = functools.partial(seen, keys, me)
+    low = own((LOW, LOW), same_chunk=True)
+    high = merge(own((HIGH, LOW)), own((HIGH, HIGH), same_chunk=True))
+    merged = Merged(*(jnp.stack(both) for both in zip(low, high, strict=True)))
+
+    def add(merged: Merged, half: Any, part: Merged) -> Merged:
+        new = merge(Merged(merged.out[half], merged.log_sum[half]), part)
+        return Merged(*(old.at[half].set(x) for old, x in zip(merged, new, strict=True)))
+
+    def step(carry: tuple[Keys, Merged], number: jax.Array, is_last: bool) -> Any:
+        keys, merged = carry
+        following = keys if is_last else _pass_on(ring, keys)  # beside what is computed here
+        source, half = _source(ring, number)
+        merged = add(merged, HIGH, seen(keys, source, (HIGH, LOW)))
+        return following, add(merged, half, seen(keys, source, (half, half)))
+
+    return _around(ring, (_pass_on(ring, keys), merged), step)[1]
+
+
+def _backward_pass(
+    ring: _Ring, query: jax.Array, segments: Any, keys: Keys, rows: dict[str, jax.Array]
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients of query (float32), and of keys and values in their dtype, halved.
+
+    Args:
+      rows: of each query the log-sum-exp over all keys and so on, see `part_backward`, halved.
+    """
+    me = lax.axis_index(ring.axis)
+
+    def slopes(keys: Keys, source: Any, half: Any, *, same_chunk: bool = False) -> Any:
+        pair, options = _pair(ring, source, segments, keys, half, same_chunk=same_chunk)
+        of_half: dict[str, Any] = {name: x[half[0]] for name, x in rows.items()}
+        return part_backward(query[half[0]], *pair, **of_half, **options)
+
+    def add(sums: tuple[jax.Array, ...], half: Any, parts: Any) -> tuple[jax.Array, ...]:
+        at = (half[0], half[1], half[1])
+        return tuple(x.at[i].add(part) for x, i, part in zip(sums, at, parts, strict=True))
+
+    def step(carry: tuple[Keys, Any], number: jax.Array, is_last: bool) -> Any:
+        keys, (of_query, *of_keys) = carry
+        following = keys if is_last else _pass_on(ring, keys)
+        sums = of_query, *_pass_on(ring, of_keys)
+        source, half = _source(ring, number)
+        for at in ((HIGH, LOW), (half, half)):
+            sums = add(sums, at, slopes(keys, source, at))
+        return following, sums
+
+    sums = tuple(jnp.zeros(x.shape, jnp.float32) for x in (query, keys.key, keys.value))
+    for half in ((LOW, LOW), (HIGH, LOW), (HIGH, HIGH)):
+        sums = add(sums, half, slopes(keys, me, half, same_chunk=half[0] == half[1]))
+    _, (of_query, *of_keys) = _around(ring, (_pass_on(ring, keys), sums), step)
+    given = (keys.key, keys.value)
+    home = [x.astype(y.dtype) for x, y in zip(of_keys, given, strict=True)]
+    of_key, of_value = _pass_on(ring, home)
+    return of_query, of_key, of_value

@@ -1,0 +1,148 @@
+"""Attention over a sequence that lies over several devices: Ulysses, all-gather, ring.
+
+All are called inside a `shard_map` that is manual over the axis and compute what attention over the
+whole sequence computes. In Ulysses and all-gather any implementation of attention does the work.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from zerojax.operators.context.order import Order, local_index, order_of_tokens
+
+Way = Literal["ulysses", "ring", "allgather"]
+WAYS: tuple[Way, ...] = ("ulysses", "ring", "allgather")
+ORDERS: dict[Way, Order] = {"ulysses": "contiguous", "ring": "zigzag", "allgather": "contiguous"}
+"""The order in which the tokens of a sequence lie, by the way."""
+Pair = tuple[jax.Array, jax.Array]
+
+
+class Attend(Protocol):
+    """Attention over whole sequences, as `zerojax.attention` with all options but these given."""
+
+    def __call__(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        *,
+        segments: Pair | None,
+        positions: Pair | None,
+    ) -> jax.Array: ...
+
+
+def kv_repeats(heads: int, kv_heads: int, devices: int) -> int | None:
+    """How often Ulysses repeats each key/value head; None where heads do not divide over devices.
+
+    The smallest number with which the repeated heads divide over the devices and their number
+    divides that of query heads.
+
+    >>> kv_repeats(32, 8, 8), kv_repeats(32, 2, 8), kv_repeats(12, 3, 4), kv_repeats(12, 3, 8)
+    (1, 4, 4, None)
+    """
+    if heads % devices:
+        return None
+    repeats = range(1, heads // kv_heads + 1)
+    fits = (r for r in repeats if kv_heads * r % devices == 0 and heads % (kv_heads * r) == 0)
+    return next(fits)
+
+
+def ulysses_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    axis: str,
+    attend: Attend,
+    segments: Pair | None = None,
+    positions: Pair | None = None,
+) -> jax.Array:
+    """Each device attends with some of the heads over all tokens (arXiv:2309.14509).
+
+    Two all-to-alls, of tokens for heads and back. Where key/value heads do not divide over the
+    devices each is repeated before it is sent, `kv_repeats` times: each device needs one whole, so
+    that costs nothing on the wire.
+
+    Args:
+      query: [batch, tokens of this device, heads, head_dim]; the devices divide the heads.
+      key, value: [batch, tokens of this device, kv_heads, head_dim].
+      axis: name of the axis over which the sequence lies, in contiguous order.
+      attend: see there.
+      segments, positions: integers [batch, tokens of this device], of queries and of keys.
+
+    Raises:
+      ValueError: heads that do not divide over the devices.
+    """
+    devices = lax.axis_size(axis)
+    heads, kv_heads = query.shape[2], key.shape[2]
+    repeats = kv_repeats(heads, kv_heads, devices)
+    if repeats is None:
+        raise ValueError(
+            f"{heads} heads do not divide over {devices} devices; use "
+            "context_parallel='ring' or 'allgather'"
+        )
+    if repeats > 1:
+        key, value = (jnp.repeat(x, repeats, axis=2) for x in (key, value))
+    parts = (
+        lax.all_to_all(x, axis, split_axis=2, concat_axis=1, tiled=True)
+        for x in (query, key, value)
+    )
+    segments, positions = (_gather_both(pair, axis) for pair in (segments, positions))
+    out = attend(*parts, segments=segments, positions=positions)
+    return lax.all_to_all(out, axis, split_axis=1, concat_axis=2, tiled=True)
+
+
+def allgather_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    axis: str,
+    attend: Attend,
+    order: Order = "contiguous",
+    segments: Pair | None = None,
+    positions: Pair | None = None,
+) -> jax.Array:
+    """Queries stay, keys and values of the whole sequence are gathered (arXiv:2407.21783).
+
+    Their gradients are reduced and scattered. Where tokens lie is data: `attend` gets positions.
+
+    Args:
+      query: [batch, tokens of this device, heads, head_dim].
+      key, value: [batch, tokens of this device, kv_heads, head_dim].
+      axis: name of the axis over which the sequence lies.
+      attend: see there.
+      order: of the sequence over the axis.
+      segments, positions: integers [batch, tokens of this device], of queries and of keys; None as
+        positions: the indices in the whole sequence.
+    """
+    key, value = (_gather(x, axis) for x in (key, value))
+    if segments is not None:
+        segments = segments[0], _gather(segments[1], axis)
+    if positions is not None:
+        positions = positions[0], _gather(positions[1], axis)
+    else:
+        of_keys = order_of_tokens(order, key.shape[1], lax.axis_size(axis))
+        index = local_index(order, query.shape[1], axis), jnp.asarray(of_keys, jnp.int32)[None]
+        shapes = (query.shape[:2], key.shape[:2])
+        at_query, at_key = map(jnp.broadcast_to, index, shapes)
+        positions = at_query, at_key
+    return attend(query, key, value, segments=segments, positions=positions)
+
+
+def _gather(array: jax.Array, axis: str) -> jax.Array:
+    """[batch, tokens of this device, ...] -> [batch, tokens of all, ...]."""
+    return lax.all_gather(array, axis, axis=1, tiled=True)
+
+
+def _gather_both(pair: Pair | None, axis: str) -> Pair | None:
+    if pair is None:
+        return None
+    if pair[0] is pair[1]:
+        whole = _gather(pair[0], axis)
+        return whole, whole
+    return _gather(pair[0], axis), _gather(pair[1], axis)

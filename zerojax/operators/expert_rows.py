@@ -1,0 +1,176 @@
+"""Rows of tokens sorted by expert into buffers of fixed size, and back, in rounds.
+
+Knows rows, experts and places; nothing of what an expert computes, nor of devices. Both directions
+are gathers, in the backward pass too: a scatter that adds would sum in an order of its own on each
+run.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from zerojax.operators.marks import LINEAR_RULE
+
+
+class Routes(NamedTuple):
+    """Where every choice of every token goes. A choice has the number token * k + its place in k.
+
+    Attributes:
+      choices: int32 [T * k], their numbers, sorted by expert.
+      start, count: int32 [E], the first place of each expert in `choices`, and how many it has.
+      expert: int32 [T, k], the expert of each choice.
+      rank: int32 [T, k], its index among the choices of that expert; -1 of a choice of none.
+    """
+
+    choices: jax.Array
+    start: jax.Array
+    count: jax.Array
+    expert: jax.Array
+    rank: jax.Array
+
+
+class Slots(NamedTuple):
+    """One round's buffer of E * C slots, and who is in it.
+
+    Attributes:
+      choice: int32 [E * C], the choice in each slot. One that nobody needs holds a copy of another
+        row: what an expert makes of it is finite if it is for real rows, and goes nowhere.
+      is_taken: bool [E * C], False for such a copy.
+      slot: int32 [T, k], the slot of each choice; 0 where it is not in this round.
+      is_here: bool [T, k], whether it is.
+    """
+
+    choice: jax.Array
+    is_taken: jax.Array
+    slot: jax.Array
+    is_here: jax.Array
+
+
+def sort_choices(ids: jax.Array, num_experts: int) -> Routes:
+    """Sorts choices by expert; those of one expert stay in the order of tokens.
+
+    Args:
+      ids: int32 [T, k], each in [0, num_experts], where num_experts is a choice of none.
+    """
+    flat = ids.reshape(-1).astype(jnp.int32)
+    index = jnp.arange(flat.size, dtype=jnp.int32)
+    experts, choices = jax.lax.sort((flat, index), num_keys=1, is_stable=True)
+    numbers = jnp.arange(num_experts + 1, dtype=jnp.int32)
+    # Not by bisection, which on a GPU is a loop of many small kernels.
+    first = jnp.searchsorted(experts, numbers, method="compare_all")
+    start = first.astype(jnp.int32)
+    place = jnp.zeros_like(index).at[choices].set(index, unique_indices=True)
+    rank = jnp.where(flat < num_experts, place - start[flat], -1)
+    return Routes(
+        choices,
+        start[:-1],
+        start[1:] - start[:-1],
+        flat.reshape(ids.shape),
+        rank.reshape(ids.shape),
+    )
+
+
+def slots_of_round(routes: Routes, capacity: int, begin: jax.Array | int) -> Slots:
+    """Who is in a round: of each expert `capacity` choices from its `begin`-th on.
+
+    Args:
+      capacity: slots of an expert, C.
+    """
+    rank = begin + jnp.arange(capacity, dtype=jnp.int32)[None]
+    taken = rank < routes.count[:, None]
+    place = routes.start[:, None] + jnp.minimum(rank, routes.count[:, None] - 1)
+    place = jnp.clip(place, 0, routes.choices.size - 1)
+    here = (routes.rank >= begin) & (routes.rank < begin + capacity)
+    slot = jnp.where(here, routes.expert * capacity + routes.rank - begin, 0)
+    return Slots(routes.choices[place].reshape(-1), taken.reshape(-1), slot, here)
+
+
+def all_slots(routes: Routes, size: int) -> Slots:
+    """Who is where if every choice has a slot, those of one expert next to each other, no gap.
+
+    Args:
+      size: slots, as many as choices or more.
+    """
+    place = jnp.arange(size, dtype=jnp.int32)
+    choice = routes.choices[jnp.minimum(place, routes.choices.size - 1)]
+    here = routes.rank >= 0
+    start = routes.start.at[routes.expert].get(mode="clip")
+    slot = jnp.where(here, start + routes.rank, 0)
+    return Slots(choice, place < jnp.sum(routes.count), slot, here)
+
+
+def to_slots(rows: jax.Array, slots: Slots) -> jax.Array:
+    """[T, ...] -> [E * C, ...]: the row of its token in every slot."""
+    return _to_slots(rows, slots)
+
+
+def gates_to_slots(gates: jax.Array, slots: Slots) -> jax.Array:
+    """[T, k] -> [E * C]: the number of its choice in every slot."""
+    one = lambda x: x.reshape(-1, 1)  # noqa: E731
+    alone = slots._replace(slot=one(slots.slot), is_here=one(slots.is_here))
+    return _to_slots(gates.reshape(-1), alone)
+
+
+def from_slots(values: jax.Array, slots: Slots, dtype: Any) -> jax.Array:
+    """[E * C, D] -> [T, D] in `dtype`: the sum over what the choices of each token have here."""
+    return _from_slots(values, slots, jnp.dtype(dtype).name)
+
+
+# --- each is the other's transpose ----------------------------------------------------------------
+
+
+def _spread(rows: jax.Array, slots: Slots) -> jax.Array:
+    return rows.at[slots.choice // slots.slot.shape[1]].get(mode="clip")
+
+
+def _gathered(values: jax.Array, slots: Slots, dtype: Any) -> jax.Array:
+    """Sum over the choices of each row, one gather after the other, without [T, k, D]."""
+    shape = (slots.slot.shape[0],) + (1,) * (values.ndim - 1)
+    total = None
+    for one in range(slots.slot.shape[1]):
+        value = values.at[slots.slot[:, one]].get(mode="clip").astype(dtype)
+        value = jnp.where(slots.is_here[:, one].reshape(shape), value, 0)
+        total = value if total is None else total + value
+    assert total is not None
+    return total
+
+
+@jax.custom_vjp
+def _to_slots(rows: jax.Array, slots: Slots) -> jax.Array:
+    return checkpoint_name(_spread(rows, slots), LINEAR_RULE)
+
+
+def _to_slots_forward(rows: jax.Array, slots: Slots) -> tuple[jax.Array, Slots]:
+    return _to_slots(rows, slots), slots
+
+
+def _to_slots_backward(slots: Slots, slope: jax.Array) -> tuple[jax.Array, None]:
+    wide = jnp.promote_types(slope.dtype, jnp.float32)
+    return _gathered(slope, slots, wide).astype(slope.dtype), None
+
+
+_to_slots.defvjp(_to_slots_forward, _to_slots_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _from_slots(values: jax.Array, slots: Slots, dtype: str) -> jax.Array:
+    return checkpoint_name(_gathered(values, slots, dtype), LINEAR_RULE)
+
+
+def _from_slots_forward(values: jax.Array, slots: Slots, dtype: str) -> tuple[jax.Array, Any]:
+    return _from_slots(values, slots, dtype), (slots, jnp.zeros((), values.dtype))
+
+
+def _from_slots_backward(dtype: str, kept: Any, slope: jax.Array) -> tuple[jax.Array, None]:
+    slots, like = kept
+    spread = _spread(slope.astype(like.dtype), slots)
+    shape = (-1,) + (1,) * (spread.ndim - 1)
+    return jnp.where(slots.is_taken.reshape(shape), spread, 0), None
+
+
+_from_slots.defvjp(_from_slots_forward, _from_slots_backward)

@@ -1,0 +1,472 @@
+"""Experts of a mixture for any model: `zerojax.experts`, without dropped rows, in static buffers.
+
+Rows go to experts in rounds of at most C rows each, as many as the fullest expert needs. The first
+is in line; a balanced batch needs no other. The result is a sum over rounds, so the backward pass
+is the same loop over the derivative of one round. Where experts are split over devices, each round
+sends rows to their experts and results back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from zerojax.config.checks import names_keywords
+from zerojax.operators.expert_rows import (
+    Routes,
+    Slots,
+    all_slots,
+    from_slots,
+    gates_to_slots,
+    slots_of_round,
+    sort_choices,
+    to_slots,
+)
+from zerojax.operators.grouped_products import (
+    GroupedProducts,
+    Products,
+    Segments,
+    segments_of_slots,
+    stand_in,
+    whole_slots,
+    whole_tiles,
+)
+from zerojax.operators.marks import (
+    FURTHER_ROUNDS,
+    LINEAR_RULE,
+    inner_programs,
+    mark_expert_call,
+    mark_expert_weights,
+)
+
+FEWEST_SLOTS = 8
+"""Of an expert in a round: a few tokens, as in generation, are seldom balanced."""
+
+SLACK = 1.25
+"""Slots of an expert in the first round over the mean load."""
+
+PARTS = 4
+"""A round after the first has a quarter of its slots: an expert that is a little too full costs a
+quarter more, not as much again, and the loop's buffers are small beside the first round's."""
+
+Apply = Callable[..., jax.Array]
+
+_AXIS: contextvars.ContextVar[str | None] = contextvars.ContextVar("expert_axis", default=None)
+
+
+@contextlib.contextmanager
+def experts_split_over(axis: str | None) -> Iterator[None]:
+    """In models that are traced meanwhile, weights of experts are those of this device's experts.
+
+    Args:
+      axis: manual axis of the mesh over which experts lie, in order; None: each device has all.
+    """
+    token = _AXIS.set(axis)
+    try:
+        yield
+    finally:
+        _AXIS.reset(token)
+
+
+@names_keywords()
+def experts(
+    x: jax.Array,
+    gates: jax.Array,
+    ids: jax.Array,
+    weights: Any,
+    apply: Apply,
+    *,
+    slack: float = SLACK,
+    keep: jax.Array | None = None,
+    products: Products = "batched",
+) -> jax.Array:
+    """The sum over its k choices of gate * expert(row), for every token; no row is dropped.
+
+    Rows are sorted by expert into buffers of C = ceil(slack * tokens * k / E) slots for each expert
+    (at least 8), and `apply` runs once on all of them. Where an expert has more rows than that,
+    further rounds of C / 4 slots run in a loop, so that results do not depend on `slack`; time
+    does. Products
+    accumulate as `apply` says, gates are multiplied and choices summed in float32 (float64 for
+    such rows). First derivatives in reverse mode.
+
+    Args:
+      x: [..., D], floating point: one row for each token.
+      gates: [..., k], floating point, best float32: what the output of each choice is multiplied
+        by. A NaN makes the token's output NaN.
+      ids: [..., k], integers in [0, E): the expert of each choice. Concrete ones are checked; a
+        traced one out of range makes the token's output NaN, so that no choice is lost unseen.
+      weights: a tree of arrays whose first dimension is E, the number of experts; in the dtype that
+        `apply` computes with.
+      apply: (weights, rows [E, C, D]) -> [E, C, D_out], each expert on its rows; rows must not
+        depend on each other. It takes arrays from its arguments alone.
+      slack: C in units of the mean load; more memory, and fewer batches that need a second round.
+      keep: bool [..., k], False for choices that are left out, which take no slot and add nothing;
+        None: all are computed.
+      products: "batched", as above. "grouped": a kernel for Hopper multiplies the tiles of rows
+        that there are, and `apply` is (weights, rows [R, D], product) -> [R, D_out], where
+        product(rows, kernels [E, in, out]) is each row times the kernel of its expert; without the
+        axis `expert` there is one round then. "loop": these tiles one after the other, anywhere.
+
+    Returns:
+      [..., D_out] in the dtype of what `apply` gives.
+
+    Raises:
+      TypeError, ValueError: shapes, dtypes or concrete ids that do not fit, with the value and the
+        limit.
+    """
+    axis = _AXIS.get()
+    devices = 1 if axis is None else lax.axis_size(axis)
+    grouped = GroupedProducts.here(products)
+    num_experts = _check(x, gates, ids, weights, slack, devices)
+    weights = jax.tree.map(mark_expert_weights, weights)
+    rows = x.reshape(-1, x.shape[-1])
+    k = ids.shape[-1]
+    flat_ids, flat_gates = ids.reshape(-1, k), gates.reshape(-1, k)
+    is_known = (flat_ids >= 0) & (flat_ids < num_experts)
+    flat_gates = jnp.where(is_known, flat_gates, jnp.nan)
+    flat_ids = jnp.where(is_known, flat_ids, 0)
+    if keep is not None:
+        flat_ids = jnp.where(keep.reshape(-1, k), flat_ids, num_experts)
+    routes = sort_choices(flat_ids, num_experts)
+    capacity = _capacity(rows.shape[0], k, num_experts, slack, grouped is not None)
+    slots: tuple[int, ...] = (num_experts // devices, devices * capacity)
+    if grouped is not None:
+        slots = (whole_tiles(flat_ids.size) if axis is None else math.prod(slots),)
+    shape, dtype = _result(apply, weights, (*slots, rows.shape[-1]), rows.dtype)
+    wide = jnp.promote_types(dtype, jnp.float32).name
+    row, result = rows.shape[-1] * rows.dtype.itemsize, shape[-1] * dtype.itemsize
+    kind = get_args(Products).index(products)
+    flat_gates = mark_expert_call(flat_gates, num_experts, capacity, row, result, kind)
+    call = _Call(apply, num_experts, capacity, dtype.name, wide, axis, grouped)
+    with jax.named_scope("experts"):
+        out = _in_rounds(call, rows, flat_gates, weights, routes)
+    return out.astype(dtype).reshape(*x.shape[:-1], shape[-1])
+
+
+def slots_per_expert(tokens: int, k: int, num_experts: int, slack: float) -> int:
+    """C, the rows that one expert takes in one round.
+
+    >>> slots_per_expert(4096, 8, 64, 1.25), slots_per_expert(2, 2, 8, 1.25)
+    (640, 4)
+    """
+    mean = tokens * k / num_experts
+    return max(math.ceil(slack * mean), min(FEWEST_SLOTS, tokens * k))
+
+
+def _capacity(tokens: int, k: int, num_experts: int, slack: float, is_grouped: bool) -> int:
+    """`slots_per_expert`; where the kernel multiplies what other devices send, whole tiles."""
+    capacity = slots_per_expert(tokens, k, num_experts, slack)
+    if not is_grouped or _AXIS.get() is None:
+        return capacity
+    return whole_slots(capacity, num_experts, PARTS)
+
+
+def rounds_needed(
+    ids: jax.Array, num_experts: int, slack: float = SLACK, *, products: Products = "batched"
+) -> jax.Array:
+    """int32 []: how many rounds `experts` takes for these choices of one device.
+
+    Where experts are split over devices, all of a group take as many as the device that needs most.
+
+    Args:
+      ids: [..., k], num_experts for what is left out; num_experts, slack, products: as `experts`
+        has them.
+
+    >>> rounds_needed(jnp.zeros((16, 1), jnp.int32), 2).item()  # 10 slots, and then 3 each
+    3
+    """
+    k, is_grouped = ids.shape[-1], products != "batched"
+    if is_grouped and _AXIS.get() is None:
+        return jnp.ones((), jnp.int32)
+    capacity = _capacity(ids.size // k, k, num_experts, slack, is_grouped)
+    count = jnp.sum(jax.nn.one_hot(ids.reshape(-1), num_experts, dtype=jnp.int32), axis=0)
+    further = jnp.maximum(jnp.max(count) - capacity, 0)
+    return 1 + -(-further // slots_of_further_rounds(capacity))
+
+
+def slots_of_further_rounds(capacity: int) -> int:
+    """The rows that one expert takes in each round after the first, which has C."""
+    return -(-capacity // PARTS)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """What is known before any array.
+
+    Attributes:
+      apply: as `experts` has it.
+      num_experts, capacity: E and C.
+      dtype: of what `apply` gives, by name; wide: in which choices are summed.
+      axis: over which experts are split; None: they are not.
+      grouped: how the kernel multiplies; None: it does not.
+    """
+
+    apply: Apply
+    num_experts: int
+    capacity: int
+    dtype: str
+    wide: str
+    axis: str | None = None
+    grouped: GroupedProducts | None = None
+
+    def slots_of(self, routes: Routes, begin: Any) -> tuple[Slots, tuple[int, int, int]]:
+        """Slots of a round, and the shape [experts, slots of each, -1] of what is in them."""
+        if self.takes_all:
+            size = whole_tiles(routes.choices.size)
+            return all_slots(routes, size), (1, size, -1)
+        slots = slots_of_round(routes, self.capacity, begin)
+        return slots, (self.num_experts, self.capacity, -1)
+
+    @property
+    def takes_all(self) -> bool:
+        """Whether there is one round, with a slot for each choice."""
+        return self.grouped is not None and self.axis is None
+
+    def segments(self, routes: Routes, begin: Any) -> Segments:
+        """Where rows lie that a round brings to this device's experts."""
+        if self.takes_all:
+            return Segments(routes.start, routes.count)
+        taken = jnp.clip(routes.count - begin, 0, self.capacity)
+        return segments_of_slots(self.to_experts(taken[:, None]), self.capacity)
+
+    def results(self, weights: Any, rows: jax.Array, segments: Segments | None) -> jax.Array:
+        """What experts give for their rows [experts, slots of each, D]."""
+        if self.grouped is None:
+            return self.apply(weights, rows)
+        assert segments is not None
+        flat = rows.reshape(-1, rows.shape[-1])
+        out = self.apply(weights, flat, self.grouped.product(segments))
+        return out.reshape(*rows.shape[:2], -1)
+
+    def to_experts(self, slots: jax.Array) -> jax.Array:
+        """[E, C, ...] of this device's rows -> [own experts, devices * C, ...] of all devices'."""
+        if self.axis is None:
+            return slots
+        return lax.all_to_all(slots, self.axis, split_axis=0, concat_axis=1, tiled=True)
+
+    def from_experts(self, slots: jax.Array) -> jax.Array:
+        """The way back."""
+        if self.axis is None:
+            return slots
+        return lax.all_to_all(slots, self.axis, split_axis=1, concat_axis=0, tiled=True)
+
+
+_CALLS = frozenset(("custom_jvp_call", "custom_vjp_call", "jit", "pjit"))
+_ELEMENT_BY_ELEMENT = """
+abs add add_any and broadcast_in_dim clamp clip concatenate convert_element_type copy copy_p cos div
+eq erf erfc exp exp2 expand_dims expm1 floor gather ge gt integer_pow iota is_finite le log log1p
+logistic lt max min mul name ne neg not or pow reduce_precision rem reshape round rsqrt select_n
+sign sin slice sqrt square squeeze stop_gradient sub tan tanh transpose
+"""
+_CHEAP = frozenset(_ELEMENT_BY_ELEMENT.split())
+"""Primitives that read and write each number a few times."""
+
+
+def _is_kept(primitive: Any, *_: Any, **params: Any) -> bool:
+    """The policy of a round: results of products, kernels and exchanges are kept for the backward
+    pass; rows in their slots, and what is computed element by element, is made again there."""
+    if primitive.name in _CALLS:
+        return any(
+            _is_kept(equation.primitive, **equation.params)
+            for program in inner_programs(params)
+            for equation in program.eqns
+        )
+    return primitive.name not in _CHEAP
+
+
+def _one_round(
+    call: _Call, routes: Routes, begin: Any, rows: jax.Array, gates: jax.Array, weights: Any
+) -> jax.Array:
+    """[T, D_out] in `call.wide`: what C rows of each expert, from `begin` on, add to the result."""
+    slots, size = call.slots_of(routes, begin)
+    segments = None if call.grouped is None else call.segments(routes, begin)
+
+    def results(rows: jax.Array, weights: Any) -> jax.Array:
+        brought = call.to_experts(to_slots(rows, slots).reshape(size))
+        return call.results(weights, brought, segments)
+
+    def summed(out: jax.Array, gates: jax.Array) -> jax.Array:
+        # With its row, so that its derivative is made where the expert's result is.
+        gate = call.to_experts(gates_to_slots(gates, slots).reshape(size))
+        out = (out.astype(call.wide) * gate.astype(call.wide)).astype(call.dtype)
+        out = call.from_experts(out)
+        return from_slots(out.reshape(-1, out.shape[-1]), slots, call.wide)
+
+    # Two, so that rows are taken to their slots again only after the gradient of `out` is there,
+    # and what it is made of is gone.
+    out = jax.checkpoint(results, policy=_is_kept)(rows, weights)
+    return jax.checkpoint(summed, policy=_is_kept)(out, gates)
+
+
+def _fullest(call: _Call, routes: Routes) -> jax.Array:
+    """int32 []: rows that the fullest expert has from any of the devices that exchange rows."""
+    most = jnp.max(routes.count)
+    return most if call.axis is None else lax.pmax(most, call.axis)
+
+
+def _further(call: _Call, routes: Routes, add: Callable[[_Call, Any, Any], Any], first: Any) -> Any:
+    """`add(call, begin, total)` over the rounds after the first, which are smaller.
+
+    Args:
+      first: the total of the first round.
+    """
+    if call.takes_all:
+        return first
+    smaller = dataclasses.replace(call, capacity=slots_of_further_rounds(call.capacity))
+    fullest = _fullest(call, routes)
+
+    def body(state: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+        begin, total = state
+        return begin + smaller.capacity, add(smaller, begin, total)
+
+    start = jnp.int32(call.capacity), first
+    with jax.named_scope(FURTHER_ROUNDS):
+        return lax.while_loop(lambda state: state[0] < fullest, body, start)[1]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _in_rounds(
+    call: _Call, rows: jax.Array, gates: jax.Array, weights: Any, routes: Routes
+) -> jax.Array:
+    first = _one_round(call, routes, 0, rows, gates, weights)
+    return checkpoint_name(_rest_of(call, rows, gates, weights, routes, first), LINEAR_RULE)
+
+
+def _rest_of(
+    call: _Call, rows: jax.Array, gates: jax.Array, weights: Any, routes: Routes, first: jax.Array
+) -> jax.Array:
+    def add(call: _Call, begin: jax.Array, total: jax.Array) -> jax.Array:
+        return total + _one_round(call, routes, begin, rows, gates, weights)
+
+    return _further(call, routes, add, first)
+
+
+def _forward(
+    call: _Call, rows: jax.Array, gates: jax.Array, weights: Any, routes: Routes
+) -> tuple[jax.Array, Any]:
+    # What the derivative of the first round needs is kept as any layer's (see `_is_kept`), and
+    # computed again where a `jax.checkpoint` around the model says so.
+    first, pull = jax.vjp(functools.partial(_one_round, call, routes, 0), rows, gates, weights)
+    out = _rest_of(call, rows, gates, weights, routes, first)
+    return out, (pull, rows, gates, weights, routes)
+
+
+def _backward(call: _Call, kept: Any, slope: jax.Array) -> tuple[Any, ...]:
+    pull, rows, gates, weights, routes = kept
+    given = rows, gates, weights
+
+    def add(call: _Call, begin: jax.Array, total: Any) -> Any:
+        _, again = jax.vjp(functools.partial(_one_round, call, routes, begin), *given)
+        return jax.tree.map(lambda sum_, one: sum_ + one.astype(sum_.dtype), total, again(slope))
+
+    total = _further(call, routes, add, jax.tree.map(_widened, pull(slope)))
+    return *jax.tree.map(lambda x, like: x.astype(like.dtype), total, given), None
+
+
+_in_rounds.defvjp(_forward, _backward)
+
+
+def _widened(x: jax.Array) -> jax.Array:
+    """At least float32: rounds are summed in it."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+def _result(
+    apply: Apply, weights: Any, shape: tuple[int, ...], dtype: Any
+) -> tuple[tuple[int, ...], np.dtype]:
+    """(shape, dtype) of what `apply` gives for rows of such a shape, [E, C, D] or [R, D]."""
+    run = apply if len(shape) == 3 else functools.partial(_with_stand_in, apply)
+    closed, result = jax.make_jaxpr(run, return_shape=True)(
+        weights, jax.ShapeDtypeStruct(shape, dtype)
+    )
+    for value in closed.consts:
+        if isinstance(value, jax.core.Tracer):
+            raise ValueError(
+                f"apply uses an array of shape {list(value.shape)} that is computed outside of it; "
+                "give it as a part of weights, with the experts as its first dimension"
+            )
+    found = getattr(result, "shape", None)
+    if found is None or len(found) != len(shape) or found[:-1] != shape[:-1]:
+        dims = "experts, slots, width" if len(shape) == 3 else "rows, width"
+        raise ValueError(
+            f"apply gives {found if found is not None else type(result).__name__} for rows of "
+            f"shape {list(shape)} ({dims}); return one array "
+            f"[{', '.join(map(str, shape[:-1]))}, width]"
+        )
+    if not jnp.issubdtype(result.dtype, jnp.floating):
+        raise TypeError(f"apply gives {result.dtype.name}; return an array of floating point")
+    return found, np.dtype(result.dtype)
+
+
+def _with_stand_in(apply: Apply, weights: Any, rows: jax.Array) -> jax.Array:
+    return apply(weights, rows, stand_in)
+
+
+def _check(x: Any, gates: Any, ids: Any, weights: Any, slack: float, devices: int) -> int:
+    """The number of experts, of which `weights` has those of one of so many devices.
+
+    Raises:
+      TypeError, ValueError: as `experts` has them.
+    """
+    for name, value in (("x", x), ("gates", gates)):
+        if not jnp.issubdtype(jnp.result_type(value), jnp.floating):
+            raise TypeError(f"{name} is of {jnp.result_type(value).name}; give floating point")
+    if not jnp.issubdtype(jnp.result_type(ids), jnp.integer):
+        raise TypeError(f"ids are of {jnp.result_type(ids).name}; give integers, as jax.lax.top_k")
+    if jnp.ndim(x) < 1 or jnp.ndim(ids) < 1 or ids.shape[:-1] != x.shape[:-1]:
+        raise ValueError(
+            f"ids have the shape {list(jnp.shape(ids))} and x {list(jnp.shape(x))}; ids are "
+            "[..., k] for x [..., D], with the same leading dimensions"
+        )
+    if jnp.shape(gates) != ids.shape:
+        raise ValueError(
+            f"gates have the shape {list(jnp.shape(gates))} and ids {list(ids.shape)}; give one "
+            "gate for each choice"
+        )
+    if 0 in (*x.shape, *ids.shape):
+        raise ValueError(f"x {list(x.shape)} with ids {list(ids.shape)} has no rows; leave it out")
+    if not (isinstance(slack, int | float) and 0 < slack < math.inf):
+        raise ValueError(f"slack={slack!r} is not a number above 0; 1.25 is usual")
+    num_experts = _number_of_experts(weights) * devices
+    _check_ids(ids, num_experts)
+    return num_experts
+
+
+def _number_of_experts(weights: Any) -> int:
+    leaves = jax.tree.leaves(weights)
+    sizes = {jnp.shape(leaf)[:1] for leaf in leaves}
+    if len(sizes) != 1 or sizes == {()} or sizes == {(0,)}:
+        shapes = [list(jnp.shape(leaf)) for leaf in leaves]
+        raise ValueError(
+            f"weights have the shapes {shapes}; each array's first dimension is the number of "
+            "experts, the same for all"
+        )
+    return sizes.pop()[0]
+
+
+def _check_ids(ids: Any, num_experts: int) -> None:
+    """Refuses concrete ids that name no expert."""
+    if isinstance(ids, jax.core.Tracer):
+        return
+    held = np.asarray(ids)
+    low, high = int(held.min()), int(held.max())
+    if low < 0 or high >= num_experts:
+        wrong = low if low < 0 else high
+        raise ValueError(
+            f"ids have {wrong}, and there are {num_experts} experts; give numbers from 0 to "
+            f"{num_experts - 1}"
+        )

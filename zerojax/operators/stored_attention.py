@@ -1,0 +1,116 @@
+"""Attention that holds all scores, in plain XLA: `jax.nn`'s where that has what is asked for."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from zerojax.operators.chunked_attention import Visibility
+from zerojax.operators.sparse_layouts import BlockTable
+
+_NEVER = -0.7 * float(jnp.finfo(jnp.float32).max)
+"""A score that no softmax sees, and whose difference to others is finite."""
+
+
+def stored_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    visibility: Visibility,
+    scale: float,
+    segments: tuple[jax.Array, jax.Array] | None = None,
+    positions: tuple[jax.Array, jax.Array] | None = None,
+    table: BlockTable | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
+) -> jax.Array:
+    """Softmax attention with an array of all scores; see `zerojax.attention`.
+
+    Args:
+      visibility: its window may be a traced integer here, since every score is computed.
+    """
+    run = functools.partial(jax.nn.dot_product_attention, scale=scale, implementation="xla")
+    plain = positions is None and visibility.window is None and table is None
+    as_jax_has_it = softcap is None and sinks is None
+    if plain and segments is None and as_jax_has_it:
+        return run(query, key, value, is_causal=visibility.causal)
+    if positions is None:
+        at = (jnp.arange(x.shape[1])[None] for x in (query, key))
+    else:
+        at = iter(positions)
+    seen = visibility.is_visible(*at)
+    if segments is not None:
+        of_query, of_key = segments
+        own = (of_query[:, :, None] == of_key[:, None, :]) & (of_key >= 0)[:, None, :]
+        seen = own if seen is None else own & jnp.broadcast_to(seen, own.shape)
+    seen = None if seen is None else seen[:, None]
+    if table is not None:
+        blocks = table.of_tokens(query.shape[1], key.shape[1])[None]
+        seen = blocks if seen is None else blocks & seen
+    if seen is None and as_jax_has_it:
+        return run(query, key, value)
+    return masked_attention(query, key, value, seen, scale=scale, softcap=softcap, sinks=sinks)
+
+
+def masked_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    seen: jax.Array | None,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
+) -> jax.Array:
+    """`stored_attention` with `seen`: bool [batch or 1, heads or 1, queries, keys]; None: all.
+
+    A query that sees no key gives 0.
+    """
+    if softcap is None and sinks is None:
+        out = jax.nn.dot_product_attention(
+            query, key, value, mask=seen, scale=scale, implementation="xla"
+        )
+    else:
+        out = _with_own_scores(query, key, value, seen, scale, softcap, sinks)
+    if seen is None:
+        return out
+    sees_any = jnp.moveaxis(jnp.any(seen, axis=-1), 1, 2)[..., None]
+    return jnp.where(sees_any, out, 0)
+
+
+def _with_own_scores(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    seen: jax.Array | None,
+    scale: float,
+    softcap: float | None,
+    sinks: jax.Array | None,
+) -> jax.Array:
+    """Scores and softmax in float32, products in the dtype of the inputs."""
+    batch, queries, heads, features = query.shape
+    kv_heads = key.shape[2]
+    grouped = query.reshape(batch, queries, kv_heads, heads // kv_heads, features)
+    scores = scale * jnp.einsum(
+        "bqkgh,bskh->bkgqs", grouped, key, preferred_element_type=jnp.float32
+    )
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    if seen is not None:
+        by_head = (kv_heads, heads // kv_heads) if seen.shape[1] == heads else (1, 1)
+        mask = seen.reshape(seen.shape[0], *by_head, *seen.shape[2:])
+        scores = jnp.where(mask, scores, _NEVER)
+    if sinks is not None:
+        sink = sinks.astype(jnp.float32).reshape(1, kv_heads, heads // kv_heads, 1, 1)
+        scores = jnp.concatenate([scores, jnp.broadcast_to(sink, (*scores.shape[:-1], 1))], -1)
+    weights = jax.nn.softmax(scores, axis=-1)
+    if sinks is not None:
+        weights = weights[..., :-1]
+    out = jnp.einsum(
+        *("bkgqs,bskh->bqkgh", weights.astype(value.dtype), value),
+        preferred_element_type=jnp.float32,
+    )
+    return out.reshape(query.shape).astype(query.dtype)

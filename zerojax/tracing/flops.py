@@ -1,0 +1,245 @@
+"""FLOPs of a traced function, counted in its jaxpr before anything compiles."""
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from jax.extend import core
+from jax.interpreters import partial_eval
+
+from zerojax.config.checks import warn_user
+from zerojax.operators.cudnn_attention import BACKWARD, FORWARD, call_flops
+from zerojax.operators.marks import FURTHER_ROUNDS, cost_of_branches, share_of_branch
+
+
+def count_flops(fn: Callable[..., Any], *abstract_args: Any) -> float:
+    """Floating-point operations of products, convolutions and fused attention in one call of `fn`.
+
+    A multiply-add is two. Loops count as often as they run, a `cond` as its dearest branch, or as
+    the mean over layers where the kind of a layer decides; the body of a `shard_map` counts once
+    per device: the result is a sum over all devices; rounds of `zerojax.experts` after the first,
+    which equal loads do not need, count nothing. Elementwise work is left out, as in every
+    published MFU, and so is what no result depends on. What remat computes again is counted when
+    `fn` contains its backward pass; for MFU (model FLOPs) count the forward pass times
+    `TRAINING_FACTOR`.
+
+    Args:
+      fn: any function that JAX can trace.
+      *abstract_args: arrays or ShapeDtypeStructs, as `fn` takes them.
+
+    Warns:
+      UserWarning: a `while` loop whose trip count is not a constant; its body is counted once.
+    """
+    return count_program_flops(jax.make_jaxpr(fn)(*abstract_args))
+
+
+def count_program_flops(program: core.ClosedJaxpr) -> float:
+    """The same of a program that is traced already; what nothing needs is left out."""
+    return float(_jaxpr_flops(without_waste(program)))
+
+
+def further_round_flops(program: core.ClosedJaxpr) -> float:
+    """FLOPs of one round after the first of each call of `zerojax.experts` in a program."""
+    return float(_further_flops(without_waste(program)))
+
+
+def _further_flops(jaxpr: core.Jaxpr) -> int:
+    total = 0
+    for equation in jaxpr.eqns:
+        inner = list(_inner_jaxprs(equation.params))
+        if _is_further(equation):
+            total += sum(map(_jaxpr_flops, inner))
+        elif found := sum(map(_further_flops, inner)):
+            total += found * times_run(equation)
+    return total
+
+
+def eight_bit_flops(program: core.ClosedJaxpr) -> float:
+    """FLOPs of the products among them whose two operands are 8-bit floats."""
+    return float(
+        sum(
+            flops
+            for equation, flops in products(without_waste(program))
+            if all(_is_float8(variable) for variable in equation.invars[:2])
+        )
+    )
+
+
+def _is_float8(variable: Any) -> bool:
+    return variable.aval.dtype.name.startswith("float8")
+
+
+def without_waste(program: core.ClosedJaxpr) -> core.Jaxpr:
+    """The program without what no result depends on."""
+    outputs = [True] * len(program.jaxpr.outvars)
+    needed, _ = partial_eval.dce_jaxpr(program.jaxpr, outputs, instantiate=True)
+    return needed
+
+
+TRAINING_FACTOR = 3
+"""Forward and backward over forward: each product y = x w has two more of its size, dx and dw."""
+
+
+def _jaxpr_flops(jaxpr: core.Jaxpr) -> int:
+    return sum(equation_flops(equation) for equation in jaxpr.eqns)
+
+
+def equation_flops(equation: core.JaxprEqn) -> int:
+    """FLOPs of one equation, all that is inside of it counted."""
+    name = equation.primitive.name
+    if name in ("dot_general", "ragged_dot", "ragged_dot_general"):
+        return _dot_flops(equation)
+    if name == "conv_general_dilated":
+        return _convolution_flops(equation)
+    if name == "ffi_call":
+        return _library_flops(equation)
+    if (cost := equation.params.get("cost_estimate")) is not None:  # a kernel that says so itself
+        return cost.flops
+    inner = [_jaxpr_flops(jaxpr) for jaxpr in _inner_jaxprs(equation.params)]
+    if name == "cond":
+        return cost_of_branches(inner, [_share(x) for x in _inner_jaxprs(equation.params)])
+    return sum(inner) * times_run(equation) if any(inner) else 0
+
+
+def _share(branch: core.Jaxpr) -> float | None:
+    """Of the layers that take a branch; None: it was not traced in the scope that says so."""
+    return share_of_branch(str(equation.source_info.name_stack) for equation in branch.eqns)
+
+
+PRODUCTS = ("dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated")
+"""Primitives that are matrix products or convolutions."""
+
+
+def products(program: core.Jaxpr) -> Iterator[tuple[core.JaxprEqn, int]]:
+    """(equation, FLOPs in all of its runs) of each product of a program, in loops and branches too.
+
+    Warns:
+      UserWarning: as `count_flops`, of a loop that has a product.
+    """
+    for equation in program.eqns:
+        if equation.primitive.name in PRODUCTS:
+            yield equation, equation_flops(equation)
+            continue
+        inner = [pair for part in _inner_jaxprs(equation.params) for pair in products(part)]
+        runs = times_run(equation) if inner else 0
+        for product, flops in inner:
+            yield product, flops * runs
+
+
+def ragged_groups(program: core.Jaxpr) -> dict[int, int]:
+    """{number of groups: FLOPs} of products of rows with the matrix of their group.
+
+    Those are `jax.lax.ragged_dot` and its kin with more than one group, in loops and branches too.
+
+    Warns:
+      UserWarning: as `count_flops`, of a loop that has a product.
+    """
+    found: dict[int, int] = {}
+    for equation, flops in products(program):
+        if equation.primitive.name in ("ragged_dot", "ragged_dot_general"):
+            groups = _shape(equation.invars[2])[-1]
+            if groups > 1:
+                found[groups] = found.get(groups, 0) + flops
+    return found
+
+
+def times_run(equation: core.JaxprEqn) -> int:
+    """How often the program inside of an equation runs, over all devices."""
+    name, params = equation.primitive.name, equation.params
+    if name == "scan":
+        return params["length"]
+    if name == "while":
+        return 0 if _is_further(equation) else _trip_count(equation)
+    if name == "shard_map":
+        return math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
+    if name == "pallas_call":
+        return math.prod(params["grid_mapping"].grid)
+    return 1
+
+
+def _is_further(equation: core.JaxprEqn) -> bool:
+    """Whether an equation is the loop of the rounds after the first."""
+    is_loop = equation.primitive.name == "while"
+    return is_loop and FURTHER_ROUNDS in str(equation.source_info.name_stack)
+
+
+def _inner_jaxprs(params: dict[str, Any]) -> Iterator[core.Jaxpr]:
+    for value in params.values():
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(item, core.ClosedJaxpr):
+                yield item.jaxpr
+            elif isinstance(item, core.Jaxpr):
+                yield item
+
+
+def _dot_flops(equation: core.JaxprEqn) -> int:
+    lhs, rhs = (_shape(var) for var in equation.invars[:2])
+    numbers = equation.params.get("dimension_numbers")
+    group_dims: tuple[int, ...] = ()
+    if numbers is None:  # ragged: the contraction of each group's rows with that group's matrix
+        ragged = equation.params["ragged_dot_dimension_numbers"]
+        numbers, group_dims = ragged.dot_dimension_numbers, tuple(ragged.rhs_group_dimensions)
+    (_, rhs_contracting), (_, rhs_batch) = numbers
+    shared = {*rhs_contracting, *rhs_batch, *group_dims}
+    free = math.prod(size for dim, size in enumerate(rhs) if dim not in shared)
+    return 2 * math.prod(lhs) * free
+
+
+def _convolution_flops(equation: core.JaxprEqn) -> int:
+    params = equation.params
+    kernel, out = _shape(equation.invars[1]), _shape(equation.outvars[0])
+    out_channels = kernel[params["dimension_numbers"].rhs_spec[0]]
+    per_output = math.prod(kernel) // out_channels
+    # The zeros that a transposed convolution puts between its inputs are not work.
+    return 2 * math.prod(out) * per_output // math.prod(params["lhs_dilation"])
+
+
+def _library_flops(equation: core.JaxprEqn) -> int:
+    """Of cuDNN's attention; 0 for any other call of a library."""
+    target, config = equation.params["target_name"], equation.params["legacy_backend_config"]
+    if target not in (FORWARD, BACKWARD):
+        return 0
+    return call_flops(target, _shape(equation.invars[0])[-1], json.loads(config))
+
+
+def _shape(var: Any) -> tuple[int, ...]:
+    return var.aval.shape
+
+
+def _trip_count(equation: core.JaxprEqn) -> int:
+    """Iterations of `while i < n: i += c` with constants; 1 and a warning for anything else."""
+    params = equation.params
+    cond, body = params["cond_jaxpr"].jaxpr, params["body_jaxpr"].jaxpr
+    cond_consts, body_consts = params["cond_nconsts"], params["body_nconsts"]
+    start_of = equation.invars[cond_consts + body_consts :]
+    if [e.primitive.name for e in cond.eqns] == ["lt"]:
+        counter, bound = cond.eqns[0].invars
+        if counter in cond.invars[cond_consts:]:
+            index = cond.invars.index(counter) - cond_consts
+            if bound in cond.invars[cond_consts:]:
+                bound = start_of[cond.invars.index(bound) - cond_consts]
+            increment = _increment(body, body.invars[body_consts + index], body.outvars[index])
+            limits = [_constant(start_of[index]), _constant(bound), increment]
+            if None not in limits:
+                start, stop, by = limits
+                return max(0, -(-(stop - start) // by))  # type: ignore[operator]
+    warn_user(
+        "the FLOPs that are reported and forecast are too few: nobody knows before it runs how "
+        "many turns a while loop has, so its products count once. Nothing else depends on it; a "
+        "jax.lax.scan, or a fori_loop with constant bounds, counts every turn"
+    )
+    return 1
+
+
+def _increment(body: core.Jaxpr, before: Any, after: Any) -> int | None:
+    for equation in body.eqns:
+        if after in equation.outvars and equation.primitive.name == "add":
+            others = [var for var in equation.invars if var is not before]
+            return _constant(others[0]) if len(others) == 1 else None
+    return None
+
+
+def _constant(var: Any) -> int | None:
+    return int(var.val) if isinstance(var, core.Literal) else None

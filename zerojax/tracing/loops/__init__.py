@@ -1,0 +1,19 @@
+"""The loop over layers in a traced loss, and the loss cut around it."""
+
+from zerojax.tracing.loops.detection import LayerLoop, find_layer_loop, find_stacks, keeps_products
+from zerojax.tracing.loops.loss_pieces import LossPieces, cut_loss
+from zerojax.tracing.loops.own_state import Overwritten
+from zerojax.tracing.loops.split import SplitPasses, split_layers, split_passes
+
+__all__ = [
+    "LayerLoop",
+    "LossPieces",
+    "Overwritten",
+    "SplitPasses",
+    "cut_loss",
+    "find_layer_loop",
+    "find_stacks",
+    "keeps_products",
+    "split_layers",
+    "split_passes",
+]

@@ -1,0 +1,402 @@
+"""Search for the loop that slices stacked parameters in a traced loss.
+
+A program without a clear loop is refused with a remedy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Literal
+
+from zerojax.operators.marks import inner_programs
+from zerojax.tracing.dependence import LabelsOf, follow_labels, inline_calls_with_loops
+from zerojax.tracing.jaxpr import Piece, cut_piece, has_side_effects, is_checkpoint, split_scan
+
+_REMEDY = (
+    "pipeline stages need a model whose layers run in one jax.lax.scan over stacked parameters: "
+    "use zerojax.Stages(embed, block, head), flax.linen.scan, or stack the layers with nnx.vmap "
+    "and scan them"
+)
+
+# Operations that may stand between a stacked parameter and the loop, since they do to every row
+# what they do to the whole.
+_ROW_BY_ROW = frozenset(["convert_element_type", "copy", "name"])
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Stack:
+    """A parameter, or one array of several that make it up, as the loop slices it.
+
+    Attributes:
+      input: its position among the inputs of the program.
+      steps: the equations between it and the loop, in order; each works row by row.
+    """
+
+    input: int
+    steps: tuple[Any, ...]
+
+    def apply(self, rows: jax.Array) -> jax.Array:
+        """What the loop slices, of some rows [n, ...] of the input."""
+        for step in self.steps:
+            rows = step.primitive.bind(rows, **step.params)
+        return rows
+
+
+def keeps_products(equation: Any) -> bool:
+    """Whether a backward pass may find products of this equation that were kept."""
+    if is_checkpoint(equation) and equation.params["policy"] is None:
+        return False
+    return equation.primitive.name in ("dot_general", "conv_general_dilated") or any(
+        keeps_products(inner)
+        for program in inner_programs(equation.params)
+        for inner in program.eqns
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LayerLoop:
+    """The loop over layers in a program.
+
+    Attributes:
+      program: the traced loss, in which the loop is an equation of its own.
+      names: for each input of the program, the parameter that it is (part of), or None.
+      equation: the loop.
+      slices: for each value that the loop slices, the stacked parameter it is, or None.
+    """
+
+    program: ClosedJaxpr
+    names: tuple[str | None, ...]
+    equation: Any
+    slices: tuple[Stack | None, ...]
+
+    @property
+    def num_layers(self) -> int:
+        return self.equation.params["length"]
+
+    @cached_property
+    def stacked(self) -> frozenset[str]:
+        """Names of the parameters that have one row for each layer."""
+        return self.names_of(stack.input for stack in self.slices if stack is not None)
+
+    @property
+    def activations(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """What goes from layer to layer."""
+        return tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self._carry[0])
+
+    @property
+    def embed(self) -> ClosedJaxpr:
+        """The program of what the first layer takes."""
+        return self.embed_piece.closed
+
+    @property
+    def layer(self) -> ClosedJaxpr:
+        """The program of one layer: (constants, activations, slices) -> (activations, slices)."""
+        return self.equation.params["jaxpr"]
+
+    @cached_property
+    def is_checkpointed(self) -> bool:
+        """Whether all products of a layer are in checkpoints that keep none of them."""
+        return not any(map(keeps_products, self.layer.jaxpr.eqns))
+
+    @property
+    def head(self) -> ClosedJaxpr:
+        """The program of all outputs, from what the last layer gives."""
+        return self.cut_after(self.program.jaxpr.outvars).closed
+
+    @cached_property
+    def embed_piece(self) -> Piece:
+        return cut_piece(self.program, self._carry[0])
+
+    def cut_after(self, outputs: Sequence[Any]) -> Piece:
+        """What follows from what the last layer gives."""
+        return cut_piece(self.program, outputs, self._carry[1])
+
+    @property
+    def consts(self) -> list[Any]:
+        """Values of the program that every layer takes whole."""
+        return self.equation.invars[: split_scan(self.equation)[0]]
+
+    @property
+    def others(self) -> list[Any]:
+        """Values of the program that the loop slices and that are not parameters."""
+        sliced = self.equation.invars[sum(split_scan(self.equation)) :]
+        return [a for a, stack in zip(sliced, self.slices, strict=True) if stack is None]
+
+    @property
+    def _carry(self) -> tuple[list[Any], list[Any]]:
+        """The values that the first layer takes, and those that the last one gives."""
+        num_consts, num_carry = split_scan(self.equation)
+        before = self.equation.invars[num_consts : num_consts + num_carry]
+        return before, self.equation.outvars[:num_carry]
+
+    def row_outputs(self) -> list[Any]:
+        """Values that the loop gives one row of for each layer."""
+        return self.equation.outvars[split_scan(self.equation)[1] :]
+
+    def names_of(self, inputs: Any) -> frozenset[str]:
+        """The parameters among inputs at these positions."""
+        return frozenset(name for i in inputs if (name := self.names[i]) is not None)
+
+    def dependence(self) -> LabelsOf:
+        """Which parts of the loop's result each value depends on: "activations", "rows"."""
+        sources = {variable: frozenset(["activations"]) for variable in self._carry[1]}
+        sources |= {variable: frozenset(["rows"]) for variable in self.row_outputs()}
+        return follow_labels(_without(self.program.jaxpr, self.equation), sources)
+
+
+def find_layer_loop(closed: ClosedJaxpr, names: Sequence[str | None]) -> LayerLoop:
+    """The loop over layers in a loss.
+
+    Args:
+      closed: the loss of a batch, traced with as many layers as the model has. Its first output is
+        the loss.
+      names: for each input, the parameter whose value (or part of it) it is, or None.
+
+    Raises:
+      ValueError: there is not exactly one such loop, or it cannot be cut into layers that run on
+        devices of their own.
+    """
+    _check_effects(closed)
+    written = inline_calls_with_loops(closed)
+    program = _without_dead_code(written)
+    holders = {v: i for i, v in enumerate(program.jaxpr.invars) if names[i] is not None}
+    found = list(_find_loops(program.jaxpr, holders, ""))
+    loop = _the_only_one(found, written, names)
+    num_before = sum(split_scan(loop.equation))
+    held = _hold(program.jaxpr, holders)
+    made_by = {v: equation for equation in program.jaxpr.eqns for v in equation.outvars}
+    slices = tuple(_stack(atom, held, made_by) for atom in loop.equation.invars[num_before:])
+    layers = LayerLoop(program, tuple(names), loop.equation, slices)
+    _check_slices(layers)
+    _check_uses(layers, held)
+    if loop.equation.params["reverse"]:
+        raise ValueError(
+            f"{_loop_text(layers.num_layers, layers.stacked)} runs backwards (reverse=True), but a "
+            "pipeline runs layers in the order of their rows: stack them in the order in which "
+            "they run and scan forwards"
+        )
+    loss = program.jaxpr.outvars[0]
+    depends = layers.dependence()(loss)
+    if "rows" in depends:
+        raise ValueError(
+            f"the loss uses what {_loop_text(layers.num_layers, layers.stacked)} returns for each "
+            "layer (the second result of jax.lax.scan), but only carried values go from one "
+            "pipeline stage to the next: add it up in the carried value instead"
+        )
+    if not depends:
+        raise ValueError(_unused_text(layers.num_layers, layers.stacked))
+    return layers
+
+
+def find_stacks(closed: ClosedJaxpr, names: Sequence[str]) -> frozenset[str]:
+    """Names of the parameters that some loop of a loss slices along dimension 0.
+
+    Args:
+      names: of the first inputs of the loss, which are its parameters.
+    """
+    holders = {v: i for i, v in enumerate(closed.jaxpr.invars[: len(names)])}
+    loops = _find_loops(closed.jaxpr, holders, "")
+    return frozenset(names[i] for loop in loops for i in loop.inputs)
+
+
+# --- which loop -----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Found:
+    """A loop that slices parameters: at these inputs, inside of an operation, or of none ("")."""
+
+    equation: Any
+    inputs: tuple[int, ...]
+    inside: str
+
+    def text(self, names: Sequence[str | None]) -> str:
+        stacked = (names[i] for i in self.inputs)
+        return _loop_text(self.equation.params["length"], [name for name in stacked if name])
+
+
+def _hold(program: Any, holders: Mapping[Any, int]) -> dict[Any, int]:
+    """Variable -> the input that it holds, row by row, for variables that hold one."""
+    held = dict(holders)
+    for equation in program.eqns:
+        if equation.primitive.name in _ROW_BY_ROW and _get(held, equation.invars[0]) is not None:
+            held[equation.outvars[0]] = held[equation.invars[0]]
+    return held
+
+
+def _get(held: Mapping[Any, int], atom: Any) -> int | None:
+    return None if isinstance(atom, Literal) else held.get(atom)
+
+
+def _find_loops(program: Any, holders: Mapping[Any, int], inside: str) -> Iterator[_Found]:
+    """The loops at any depth that slice parameters which a program holds.
+
+    A loop over what another loop slices belongs to one layer, and is none.
+    """
+    held = _hold(program, holders)
+    for equation in program.eqns:
+        kind = equation.primitive.name
+        passed = list(equation.invars)
+        if kind == "scan":
+            first = sum(split_scan(equation))
+            inputs = [_get(held, atom) for atom in passed[first:]]
+            sliced = tuple(i for i in inputs if i is not None)
+            if sliced:
+                yield _Found(equation, sliced, inside)
+            passed[first:] = [None] * (len(passed) - first)
+        elif kind == "cond":
+            passed = passed[1:]
+        elif kind == "while":
+            passed = passed[equation.params["cond_nconsts"] :]
+        for inner in inner_programs(equation.params):
+            if len(inner.invars) == len(passed):
+                pairs = zip(inner.invars, passed, strict=True)
+                given = {v: i for v, atom in pairs if (i := _get(held, atom)) is not None}
+                yield from _find_loops(inner, given, inside or kind)
+
+
+def _the_only_one(
+    found: Sequence[_Found], written: ClosedJaxpr, names: Sequence[str | None]
+) -> _Found:
+    if len(found) > 1:
+        texts = "; ".join(one.text(names) for one in found)
+        raise ValueError(
+            f"{_REMEDY}. Found {len(found)} such loops: {texts}. Put all layers into one loop, or "
+            "train without pipeline stages (stage=1)"
+        )
+    if not found:
+        holders = {v: i for i, v in enumerate(written.jaxpr.invars) if names[i] is not None}
+        for dead in _find_loops(written.jaxpr, holders, ""):
+            stacked = [name for i in dead.inputs if (name := names[i])]
+            raise ValueError(_unused_text(dead.equation.params["length"], stacked))
+        raise ValueError(f"{_REMEDY}. {_describe_loops(written, names)}")
+    (loop,) = found
+    if loop.inside:
+        raise ValueError(
+            f"{loop.text(names)} is inside of a `{loop.inside}`, and a pipeline cannot cut that: "
+            "run the loop in the loss itself. To compute layers again in the backward pass, put "
+            "jax.checkpoint around the layer, inside of the loop"
+        )
+    return loop
+
+
+def _describe_loops(closed: ClosedJaxpr, names: Sequence[str | None]) -> str:
+    """What there is in place of a loop over stacked parameters."""
+    labels_of = _parameters(closed.jaxpr, names)
+    loops = []
+    for equation in closed.jaxpr.eqns:
+        if equation.primitive.name == "scan":
+            sliced = equation.invars[sum(split_scan(equation)) :]
+            touched = frozenset[str]().union(*map(labels_of, sliced))
+            what = f"values computed from {_list(touched)}" if touched else "no parameters"
+            loops.append(f"one of {equation.params['length']} steps that slices {what}")
+    if not loops:
+        return "Found no loop in the loss: layers that a Python loop calls are unrolled"
+    return (
+        f"Found no such loop but {'; '.join(loops)}. The loop has to slice the parameters "
+        "themselves (a change of dtype is fine): compute with them inside of the layer"
+    )
+
+
+# --- what it slices -------------------------------------------------------------------------------
+
+
+def _stack(atom: Any, held: Mapping[Any, int], made_by: Mapping[Any, Any]) -> Stack | None:
+    """The parameter that a sliced value is, and how it came to the loop."""
+    place = _get(held, atom)
+    if place is None:
+        return None
+    steps: list[Any] = []
+    while atom in made_by:
+        steps.append(made_by[atom])
+        atom = made_by[atom].invars[0]
+    return Stack(place, tuple(reversed(steps)))
+
+
+def _check_effects(closed: ClosedJaxpr) -> None:
+    """Refuses callbacks: pieces would run them on idle ticks, twice, or never."""
+    if not has_side_effects(closed.effects):
+        return
+    names = (e.primitive.name for e in closed.jaxpr.eqns if has_side_effects(e.effects))
+    raise ValueError(
+        f"the loss has a side effect, `{next(names)}` (as of jax.debug.print), and layers that run "
+        "one by one would repeat or lose it: remove it, or debug without pipeline stages (stage=1) "
+        "and with offload.params=None"
+    )
+
+
+def _check_slices(loop: LayerLoop) -> None:
+    """Refuses slices that are computed from parameters."""
+    labels_of = _parameters(loop.program.jaxpr, loop.names)
+    for atom in loop.others:
+        if labels_of(atom):
+            raise ValueError(
+                f"{_loop_text(loop.num_layers, loop.stacked)} also slices values that are computed "
+                f"from {_list(labels_of(atom))}; a pipeline stage has only its own rows of a "
+                "parameter, so the loop has to slice the parameter itself (a change of dtype is "
+                "fine): compute with it inside of the layer"
+            )
+
+
+def _check_uses(loop: LayerLoop, held: Mapping[Any, int]) -> None:
+    """Refuses stacked parameters that something else than the loop's slices reads."""
+    stacks = {v: i for v, i in held.items() if loop.names[i] in loop.stacked}
+    program = loop.program.jaxpr
+    first = sum(split_scan(loop.equation))
+    uses = [("the result", program.outvars)]
+    for equation in program.eqns:
+        if equation is loop.equation:
+            uses.append(("the loop, whole", equation.invars[:first]))
+        elif equation.primitive.name not in _ROW_BY_ROW:
+            uses.append((f"`{equation.primitive.name}`", equation.invars))
+    for user, atoms in uses:
+        for atom in atoms:
+            if (place := _get(stacks, atom)) is not None:
+                raise ValueError(
+                    f"{loop.names[place]}, which {_loop_text(loop.num_layers, ())} slices, is also "
+                    f"read outside of the layers, by {user}; a pipeline stage has only the rows of "
+                    "its own layers: give that other place a parameter of its own"
+                )
+
+
+# --- words ----------------------------------------------------------------------------------------
+
+
+def _parameters(program: Any, names: Sequence[str | None]) -> LabelsOf:
+    """Names of the parameters that each value depends on."""
+    pairs = zip(program.invars, names, strict=True)
+    return follow_labels(program, {v: frozenset([name]) for v, name in pairs if name is not None})
+
+
+def _without_dead_code(closed: ClosedJaxpr) -> ClosedJaxpr:
+    kept = {id(e) for e in cut_piece(closed, closed.jaxpr.outvars).closed.jaxpr.eqns}
+    equations = [equation for equation in closed.jaxpr.eqns if id(equation) in kept]
+    return ClosedJaxpr(closed.jaxpr.replace(eqns=equations), closed.consts)
+
+
+def _without(program: Any, equation: Any) -> Any:
+    return program.replace(eqns=[other for other in program.eqns if other is not equation])
+
+
+def _unused_text(num_layers: int, stacked: Any) -> str:
+    return (
+        f"the loss does not depend on {_loop_text(num_layers, stacked)}: nothing of it would be "
+        "trained. Compute the loss from what the loop carries out"
+    )
+
+
+def _loop_text(num_layers: int, stacked: Any) -> str:
+    of = f" over {_list(stacked)}" if stacked else ""
+    return f"the loop of {num_layers} layers{of}"
+
+
+def _list(names: Any) -> str:
+    """At most three names, and how many more there are."""
+    chosen = sorted(set(names))
+    more = f" and {len(chosen) - 3} more" if len(chosen) > 3 else ""
+    return ", ".join(chosen[:3]) + more

@@ -1,0 +1,192 @@
+"""Forward pass, residuals and backward pass as three separate functions.
+
+`jax.vjp` gives a backward pass that holds everything it needs. Between the two passes of a pipeline
+stage lie other microbatches, so what is held goes through buffers: but only what depends on the
+microbatch. What follows from the weights alone (a copy in another layout, a transpose) is the same
+for every microbatch and is computed again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+
+from zerojax.tracing.loops.loss_pieces import LossPieces
+
+Arrays = Any
+"""A tree of arrays."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitPasses:
+    """The two passes of a function, to be traced wherever they are needed.
+
+    Attributes:
+      forward: `(weights, fixed, inputs, context) -> (outputs, rest, stored)`.
+      backward: `(weights, fixed, stored, cotangents) -> (gradients of weights, of inputs)`.
+      stored: what lies between the two, as a tuple of `ShapeDtypeStruct`s.
+    """
+
+    forward: Callable[..., tuple[Arrays, Arrays, list[jax.Array]]]
+    backward: Callable[..., tuple[Arrays, Arrays]]
+    stored: tuple[jax.ShapeDtypeStruct, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of what is stored."""
+        return sum(x.size * x.dtype.itemsize for x in self.stored)
+
+
+def split_passes(
+    function: Callable[..., tuple[Arrays, Arrays]],
+    weights: Arrays,
+    fixed: Arrays,
+    inputs: Arrays,
+    context: Arrays,
+) -> SplitPasses:
+    """Traces a function once and takes its derivative apart.
+
+    Args:
+      function: `(weights, fixed, inputs, context) -> (outputs, rest)`; derivatives of `outputs`
+        with respect to `weights` and `inputs` are wanted, all of them floating-point.
+      weights, fixed: what is there again when the backward pass runs.
+      inputs, context: what is not. All four as arrays or `ShapeDtypeStruct`s.
+    """
+    vjp_tree: Any = None
+    keys: list[Any] = []
+
+    def traced(weights: Arrays, fixed: Arrays, inputs: Arrays, context: Arrays) -> Any:
+        nonlocal vjp_tree
+        outputs, vjp, rest = jax.vjp(
+            lambda weights, inputs: function(weights, fixed, inputs, context),
+            weights,
+            inputs,
+            has_aux=True,
+        )
+        leaves, vjp_tree = jax.tree.flatten(vjp)
+        keys[:] = [jax.random.key_impl(x) if _is_key(x) else None for x in leaves]
+        data = [jax.random.key_data(x) if _is_key(x) else x for x in leaves]
+        return (outputs, rest), data
+
+    given = (weights, fixed, inputs, context)
+    program, shape = jax.make_jaxpr(traced, return_shape=True)(*given)
+    results_tree = jax.tree.structure(shape[0])
+    num_results = results_tree.num_leaves
+    num_again = len(jax.tree.leaves((weights, fixed)))
+    leaves: list[Any] = program.jaxpr.outvars[num_results:]
+    fresh = _depending_on(program, program.jaxpr.invars[num_again:])
+    is_stored = [not isinstance(leaf, Literal) and leaf in fresh for leaf in leaves]
+    again = _restricted(
+        program, num_again, [leaf for leaf, s in zip(leaves, is_stored, strict=True) if not s]
+    )
+
+    def forward(*given: Arrays) -> tuple[Arrays, Arrays, list[jax.Array]]:
+        values = jaxpr_as_fun(program)(*jax.tree.leaves(given))
+        outputs, rest = results_tree.unflatten(values[:num_results])
+        held = values[num_results:]
+        return outputs, rest, [x for x, keep in zip(held, is_stored, strict=True) if keep]
+
+    def backward(
+        weights: Arrays, fixed: Arrays, stored: Sequence[jax.Array], cotangents: Arrays
+    ) -> tuple[Arrays, Arrays]:
+        kept, made = iter(stored), iter(again(*jax.tree.leaves((weights, fixed))))
+        held = [next(kept) if keep else next(made) for keep in is_stored]
+        typed = [
+            x if impl is None else jax.random.wrap_key_data(x, impl=impl)
+            for x, impl in zip(held, keys, strict=True)
+        ]
+        return jax.tree.unflatten(vjp_tree, typed)(cotangents)
+
+    stored = tuple(
+        jax.ShapeDtypeStruct(leaf.aval.shape, leaf.aval.dtype)
+        for leaf, keep in zip(leaves, is_stored, strict=True)
+        if keep
+    )
+    return SplitPasses(forward, backward, stored)
+
+
+def _is_key(value: Any) -> bool:
+    return jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+
+
+def _depending_on(program: ClosedJaxpr, variables: Sequence[Any]) -> set[Any]:
+    """All variables that depend on these."""
+    found = set(variables)
+    for equation in program.jaxpr.eqns:
+        if any(not isinstance(atom, Literal) and atom in found for atom in equation.invars):
+            found.update(equation.outvars)
+    return found
+
+
+def _restricted(
+    program: ClosedJaxpr, num_inputs: int, outputs: Sequence[Any]
+) -> Callable[..., list[jax.Array]]:
+    """A function of the first inputs alone that gives these variables of a program."""
+    needed = {atom for atom in outputs if not isinstance(atom, Literal)}
+    equations = []
+    for equation in reversed(program.jaxpr.eqns):
+        if needed.intersection(equation.outvars):
+            equations.append(equation)
+            needed.update(atom for atom in equation.invars if not isinstance(atom, Literal))
+    smaller = program.jaxpr.replace(
+        invars=program.jaxpr.invars[:num_inputs], outvars=list(outputs), eqns=equations[::-1]
+    )
+    return jaxpr_as_fun(ClosedJaxpr(smaller, program.consts))
+
+
+def split_layers(
+    pieces: LossPieces, params: Mapping[str, Any], extras: Arrays, key: Any, batch: Any, rows: int
+) -> SplitPasses:
+    """The passes of a chunk of so many layers, of one microbatch, from abstract arrays."""
+    given = {name: x for name, x in params.items() if name in pieces.stacked}
+    chunk = {n: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for n, x in given.items()}
+    outer = {name: x for name, x in params.items() if name not in pieces.stacked}
+    activations = pieces.activations
+
+    def run(weights: Any, fixed: Any, inputs: list, context: Any) -> Any:
+        others, extras, key, batch = context
+        extras = {**extras, **weights["overwritten"]}
+        given = tuple(interleave(inputs, others, activations))
+        state = extras, key, batch, fixed, given
+        outputs, changes = pieces.layers(weights["chunk"], weights["outer"], *state)
+        return with_gradient(outputs), changes
+
+    return split_passes(
+        run,
+        {
+            "chunk": chunk,
+            "outer": {n: x for n, x in outer.items() if n in pieces.layers_reads_outer},
+            "overwritten": {n: x for n, x in extras.items() if n in pieces.overwritten.layers},
+        },
+        jax.ShapeDtypeStruct((rows,), jnp.int32),
+        with_gradient(activations),
+        (without_gradient(activations), extras, key, batch),
+    )
+
+
+def has_gradient(x: Any) -> bool:
+    """Whether an array, or a `ShapeDtypeStruct`, has a gradient."""
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def with_gradient(activations: Sequence[Any]) -> list[Any]:
+    """The floating-point activations, which have a gradient."""
+    return [x for x in activations if has_gradient(x)]
+
+
+def without_gradient(activations: Sequence[Any]) -> list[Any]:
+    """The others, such as a counter that travels along."""
+    return [x for x in activations if not has_gradient(x)]
+
+
+def interleave(
+    differentiable: Sequence[Any], others: Sequence[Any], like: Sequence[Any]
+) -> list[Any]:
+    """The inverse of `with_gradient` and `without_gradient`, in the order of `like`."""
+    first, second = iter(differentiable), iter(others)
+    return [next(first) if has_gradient(x) else next(second) for x in like]

@@ -1,0 +1,257 @@
+"""Equality of traced equations by what they compute.
+
+Names of variables do not count, nor does the place where a rule was written: a custom derivative is
+compared by the program of its vector-Jacobian product, since two rules of one factory may have
+captured different numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
+
+from zerojax.operators.marks import read_name, read_shape
+from zerojax.tracing.jaxpr import is_checkpoint, variables
+
+Hole = tuple[int, int]
+"""A literal in a nested program: (number of its equation, number of the operand)."""
+
+
+def same_literals(first: Literal, second: Literal) -> bool:
+    """Whether two literals have the same type and the same bits: 0.0 is not -0.0."""
+    if first.aval != second.aval:
+        return False
+    dtype = getattr(first.aval, "dtype", None)
+    one, other = (np.asarray(atom.val, dtype) for atom in (first, second))
+    return one.tobytes() == other.tobytes()
+
+
+def same_kind(first: Any, second: Any) -> bool:
+    """Whether two variables or literals have the same shape and dtype; weak types do not count."""
+    one, other = first.aval, second.aval
+    return getattr(one, "shape", None) == getattr(other, "shape", None) and (
+        getattr(one, "dtype", None) == getattr(other, "dtype", None)
+    )
+
+
+def _is_float(atom: Any) -> bool:
+    dtype = getattr(atom.aval, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
+def _is_program(value: Any) -> bool:
+    return isinstance(value, (Jaxpr, ClosedJaxpr))
+
+
+class Equality:
+    """Compares equations of different layers.
+
+    Attributes:
+      places: {name of a parameter: what it is within its layer}; a mark of a read counts as the
+        same where these agree.
+    """
+
+    def __init__(self, places: Mapping[str, Any]) -> None:
+        self.places = places
+        self._derivatives: dict[int, tuple[Any, ClosedJaxpr]] = {}
+        self._compared: dict[tuple[int, int], tuple[Any, Any, set[Hole] | None]] = {}
+
+    def holes(self, first: Any, second: Any) -> set[Hole] | None:
+        """Compares two equations, whatever their operands are.
+
+        Returns:
+          None where they differ; else the literals that differ within the program of a checkpoint,
+          which are the only difference.
+        """
+        key = id(first), id(second)
+        known = self._compared.get(key)
+        if known is None:  # the equations are kept with the answer, so that no other has their ids
+            holes: set[Hole] = set()
+            allowed = holes if is_checkpoint(first) else None
+            same = self._same_equation(first, second, allowed, True)
+            known = self._compared[key] = first, second, holes if same else None
+        return known[2]
+
+    def _same_equation(self, first: Any, second: Any, holes: set[Hole] | None, rules: bool) -> bool:
+        if first.primitive is not second.primitive or len(first.invars) != len(second.invars):
+            return False
+        if first.params.keys() != second.params.keys() or _context(first) != _context(second):
+            return False
+        names = read_name(first), read_name(second)
+        if None not in names:
+            places = (self.places.get(name, name) for name in names if name is not None)
+            return len(set(places)) == 1 and read_shape(first) == read_shape(second)
+        own = _rules(first)
+        rest = first.params.keys() - own
+        if not all(self._same(first.params[k], second.params[k], holes, rules) for k in rest):
+            return False
+        if not own or not rules:
+            return True
+        return self._same(self._derivative(first), self._derivative(second), None, False)
+
+    def _same(self, first: Any, second: Any, holes: set[Hole] | None, rules: bool) -> bool:
+        """Whether two parameters of equations are equal.
+
+        Args:
+          rules: whether custom derivatives count. Inside of a derivative only values do.
+        """
+        if first is second:
+            return True
+        if _is_program(first) and _is_program(second):
+            return self._same_program(first, second, holes, rules)
+        if isinstance(first, (tuple, list)) and type(first) is type(second):
+            pairs = zip(first, second, strict=False)
+            same_length = len(first) == len(second)
+            return same_length and all(self._same(a, b, None, rules) for a, b in pairs)
+        if isinstance(first, (np.ndarray, jax.Array)) or isinstance(
+            second, (np.ndarray, jax.Array)
+        ):
+            return _same_arrays(first, second)
+        if isinstance(first, float | complex) and type(first) is type(second):
+            return np.asarray(first).tobytes() == np.asarray(second).tobytes()
+        try:
+            return bool(first == second)
+        except Exception:  # whatever cannot be compared counts as different
+            return False
+
+    def _same_program(self, first: Any, second: Any, holes: set[Hole] | None, rules: bool) -> bool:
+        one, other = _Opened(first), _Opened(second)
+        if len(one.consts) != len(other.consts) or len(one.eqns) != len(other.eqns):
+            return False
+        pairs = zip(one.consts, other.consts, strict=True)
+        if not all(self._same(a, b, None, rules) for a, b in pairs):
+            return False
+        names: dict[Any, Any] = {}
+        if not _bind(names, one.inputs, other.inputs):
+            return False
+        for number, (a, b) in enumerate(zip(one.eqns, other.eqns, strict=True)):
+            if not self._same_equation(a, b, None, rules):
+                return False
+            for place, (x, y) in enumerate(zip(a.invars, b.invars, strict=True)):
+                if _same_atom(names, x, y):
+                    continue
+                if holes is None or not _differ_in_value(x, y):
+                    return False
+                holes.add((number, place))
+            if not _bind(names, a.outvars, b.outvars):
+                return False
+        if len(one.outputs) != len(other.outputs):
+            return False
+        return all(_same_atom(names, x, y) for x, y in zip(one.outputs, other.outputs, strict=True))
+
+    def _derivative(self, equation: Any) -> ClosedJaxpr:
+        """The program of an equation's vector-Jacobian product, kept with its equation."""
+        known = self._derivatives.get(id(equation))
+        if known is None or known[0] is not equation:
+            known = self._derivatives[id(equation)] = (equation, vjp_program(equation))
+        return known[1]
+
+
+def vjp_program(equation: Any) -> ClosedJaxpr:
+    """The traced vector-Jacobian product of one equation, with respect to its floating operands."""
+    taken = list(dict.fromkeys(variables(equation.invars)))
+    run = equation_function(equation, taken)
+    floats = [place for place, variable in enumerate(taken) if _is_float(variable)]
+
+    def product(*values: Any) -> Any:
+        def outputs(*given: Any) -> list[Any]:
+            every = list(values)
+            for place, value in zip(floats, given, strict=True):
+                every[place] = value
+            return [x for x in run(*every) if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+        result, pull = jax.vjp(outputs, *(values[place] for place in floats))
+        return result, pull(result)
+
+    return jax.make_jaxpr(product)(*(abstract_value(v) for v in taken))
+
+
+def equation_function(equation: Any, taken: Sequence[Any]) -> Any:
+    """One equation as a function of the variables that it takes, each once."""
+    like = next((p for p in equation.params.values() if _is_program(p)), None)
+    template = _any_program() if like is None else getattr(like, "jaxpr", like)
+    alone = template.replace(
+        constvars=[],
+        invars=list(taken),
+        outvars=list(equation.outvars),
+        eqns=[equation],
+        effects=equation.effects,
+    )
+    return jaxpr_as_fun(ClosedJaxpr(alone, []))
+
+
+@functools.cache
+def _any_program() -> Jaxpr:
+    return jax.make_jaxpr(lambda x: x)(jax.ShapeDtypeStruct((), jnp.float32)).jaxpr
+
+
+def abstract_value(atom: Any) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and weak type of a variable."""
+    weak = getattr(atom.aval, "weak_type", False)
+    return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype, weak_type=weak)
+
+
+def _context(equation: Any) -> list[Any]:
+    """What JAX's context managers set when an equation was traced, such as compute_on."""
+    context = equation.ctx
+    names = (name for name in type(context).__slots__ if not name.startswith("__"))
+    return [getattr(context, name, None) for name in names]
+
+
+def _rules(equation: Any) -> frozenset[str]:
+    """Names of the parameters of an equation that hold rules of derivatives: Python callables."""
+    if not equation.primitive.name.startswith("custom_"):
+        return frozenset()
+    params = equation.params.items()
+    return frozenset(name for name, value in params if not _is_program(value) and _is_rule(value))
+
+
+def _is_rule(value: Any) -> bool:
+    return callable(value) or type(value).__name__ == "WrappedFun"
+
+
+class _Opened:
+    """The parts of a nested program, open or closed."""
+
+    def __init__(self, program: Any) -> None:
+        inner = getattr(program, "jaxpr", program)
+        self.consts = list(getattr(program, "consts", ()))
+        self.inputs = [*inner.constvars, *inner.invars]
+        self.eqns, self.outputs = inner.eqns, inner.outvars
+
+
+def _bind(names: dict[Any, Any], first: Sequence[Any], second: Sequence[Any]) -> bool:
+    """Notes which variables stand for each other; False where their types differ."""
+    if len(first) != len(second):
+        return False
+    names.update(zip(first, second, strict=True))
+    return all(a.aval == b.aval for a, b in zip(first, second, strict=True))
+
+
+def _same_atom(names: Mapping[Any, Any], first: Any, second: Any) -> bool:
+    if isinstance(first, Literal) and isinstance(second, Literal):
+        return same_literals(first, second)
+    if isinstance(first, Literal) or isinstance(second, Literal):
+        return False
+    return names.get(first) is second
+
+
+def _differ_in_value(first: Any, second: Any) -> bool:
+    both = isinstance(first, Literal) and isinstance(second, Literal)
+    return both and first.aval == second.aval
+
+
+def _same_arrays(first: Any, second: Any) -> bool:
+    if type(first) is not type(second) or first.shape != second.shape:
+        return False
+    if first.dtype != second.dtype or isinstance(first, jax.core.Tracer):
+        return False
+    if jax.dtypes.issubdtype(first.dtype, jax.dtypes.prng_key):
+        first, second = jax.random.key_data(first), jax.random.key_data(second)
+    return np.asarray(first).tobytes() == np.asarray(second).tobytes()

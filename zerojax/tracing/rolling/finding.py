@@ -1,0 +1,353 @@
+"""Search for layers that a traced loss calls one after the other, and their loops."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+from zerojax.operators.marks import inner_programs, read_name
+from zerojax.tracing.jaxpr import is_checkpoint
+from zerojax.tracing.loops import keeps_products
+from zerojax.tracing.rolling.equality import Equality
+from zerojax.tracing.rolling.flat_program import LayerProgram, Mismatch, Place, open_calls
+from zerojax.tracing.rolling.layer_names import LayerList, find_lists, join_lists, stack_name
+from zerojax.tracing.rolling.rolled import Rolled
+from zerojax.tracing.rolling.turn_search import roll
+from zerojax.tracing.trace import ModelTrace
+
+MIN_TURNS = 2
+"""A loop has at least so many turns; whether it is worth it is decided elsewhere."""
+MIN_LAYERS = 4
+"""Shorter lists are not mentioned when they are left as they are."""
+MAX_PERIOD = 8
+MAX_TRIES = 48
+"""Of runs of layers in one list."""
+ROW_SHARE = 0.25
+"""A longer period is looked for where values stacked per turn that are no parameters take more than
+this share of what is carried through all turns."""
+Run = tuple[int, int, int]
+"""(start, period, count) of layers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """One list of layers, or a run of it, as one loop.
+
+    Attributes:
+      layers: the list.
+      start, period, count: layers `start` to `start + period * count - 1`, `period` in each turn.
+      stacks: {name of a stack [count, ...]: names of the parameters that are its rows, in order}.
+      row_bytes: bytes of values with one row for each turn that are no parameters.
+      num_other_rows: how many such values there are.
+      carry_bytes: bytes of what goes from turn to turn.
+      is_checkpointed: whether all products of a turn are in checkpoints that keep none of them.
+      body: the program of a turn, as `Rolled` has it.
+      why_not_more: why the other layers of the list are not in the loop; "" where there are none.
+      remat: what the backward pass computes again of a turn, see `Rolled.build`.
+    """
+
+    layers: LayerList
+    start: int
+    period: int
+    count: int
+    stacks: Mapping[str, tuple[str, ...]]
+    row_bytes: int
+    num_other_rows: int
+    carry_bytes: int
+    is_checkpointed: bool
+    body: ClosedJaxpr
+    why_not_more: str = ""
+    remat: str = "model"
+
+    @property
+    def prefix(self) -> str:
+        """The name of the list: "layers/", "blocks_"."""
+        return self.layers.prefix
+
+    @property
+    def title(self) -> str:
+        """The layers, for people: "layers/0..23"."""
+        return self.layers.title_of(name for names in self.stacks.values() for name in names)
+
+    @property
+    def has_small_rows(self) -> bool:
+        """Whether stacked values that are no parameters are small beside what is carried."""
+        return self.row_bytes <= ROW_SHARE * self.carry_bytes * self.count
+
+    def describe(self) -> str:
+        """One sentence.
+
+        Example: "layers/0..23 as one loop of 24 turns; 2 values differ by layer".
+        """
+        text = f"{self.title} as one loop of {self.count} turns"
+        if self.period > 1:
+            text += f" of {self.period} layers"
+        if self.num_other_rows:
+            text += f"; {self.num_other_rows} values differ by layer"
+        return (
+            f"{text}; other layers stay as they are: {self.why_not_more}"
+            if self.why_not_more
+            else text
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class FoundLoops:
+    """Attributes:
+    loops: in the order in which they are rolled.
+    left: one sentence for each list of layers that was not rolled, with the first difference.
+    """
+
+    loops: tuple[Loop, ...]
+    left: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class NamedProgram:
+    """A program and for each of its inputs the parameter that it is, or None."""
+
+    closed: ClosedJaxpr
+    names: tuple[str | None, ...]
+
+
+def find_loops(
+    trace: ModelTrace, params: Mapping[str, Any], kind_of: Callable[[str], Any] = lambda name: ()
+) -> FoundLoops:
+    """Finds the loops over layers that a Python loop called.
+
+    Args:
+      trace: of the loss, with a mark at every read; params: of the model, by name.
+      kind_of: name of a parameter -> (who asks, what is asked) pairs that have to be the same for
+        all rows of a stack, such as whether it is frozen; comparable.
+    """
+    names = sorted(params)
+    program = trace.program
+    rest = [None] * (len(program.jaxpr.invars) - len(names))
+    named = NamedProgram(open_calls(program), (*names, *rest))
+    loops: list[Loop] = []
+    left: list[str] = []
+    lists = find_lists(names)
+    while lists:
+        first, gone, why = lists[0], set[str](), ""
+        for layers in _joined(named, lists):
+            loop, why = _find(named, layers, kind_of)
+            if loop is not None:
+                loops.append(loop)
+                named = roll_program(named, loop)
+                gone = {name for names in loop.stacks.values() for name in names}
+                break
+        else:
+            if first.num_layers >= MIN_LAYERS:
+                left.append(f"{first.title_of(first.places)} are not one loop: {why}")
+        lists = [one for one in lists[1:] if gone.isdisjoint(one.places)]
+    return FoundLoops(tuple(loops), tuple(left))
+
+
+def _joined(named: NamedProgram, lists: Sequence[LayerList]) -> list[LayerList]:
+    """Returns the first list with those that the same Python loop calls, then by itself."""
+    first, others = lists[0], lists[1:]
+    low, high = _program(named, first).span
+    together = [first]
+    for other in others:
+        own = _program(named, other).span
+        if max(low, own[0]) < min(high, own[1]):
+            together.append(other)
+    try:
+        return [join_lists(together), first] if len(together) > 1 else [first]
+    except ValueError:  # a list within the layers of another one
+        return [first]
+
+
+def _find(
+    named: NamedProgram, layers: LayerList, kind_of: Callable[[str], Any]
+) -> tuple[Loop | None, str]:
+    """Returns (the loop that covers most layers, or None, why there is none)."""
+    program, equality = _program(named, layers), Equality(_within(layers))
+    effect = next((e.primitive.name for e in program.equations if e.effects), None)
+    if effect is not None:
+        return None, f"`{effect}` has effects, whose order a loop may change"
+    why, best = "", None
+    runs = _Runs(_kinds(named, layers, kind_of), layers.numbers)
+    for run in runs:
+        start, period, count = run
+        if best is not None and period * count < best.period * best.count:
+            continue
+        try:
+            rolled = roll(program, equality, start, period, count)
+            _check_reads(rolled)
+            loop = _loop(layers, start, period, rolled, named)
+        except Mismatch as mismatch:
+            why = why or str(mismatch)
+            runs.split(run, mismatch.turn)
+            continue
+        if period * count < layers.num_layers:
+            loop = dataclasses.replace(loop, why_not_more=why or runs.why_not_all)
+        if loop.has_small_rows:
+            return loop, ""
+        if best is None or loop.row_bytes < best.row_bytes:
+            best = loop
+    return best, why or runs.why_not_all
+
+
+class _Runs:
+    """Runs of layers to try, those first that leave least to compile, then those that start first.
+
+    Attributes:
+      why_not_all: the first difference between layers, where their parameters differ.
+    """
+
+    def __init__(self, kinds: Sequence[frozenset[Any]], numbers: Sequence[int]) -> None:
+        """Args:
+        kinds: for each layer what layers of one loop have in common; comparable.
+        numbers: of the layers, for people.
+        """
+        self._waiting: list[tuple[int, int, int, int]] = []
+        self._seen: set[Run] = set()
+        other = next((n for n, kind in enumerate(kinds) if kind != kinds[0]), 0)
+        self.why_not_all = _describe_difference(kinds[0], kinds[other], numbers[0], numbers[other])
+        for period in range(1, MAX_PERIOD + 1):
+            start = 0
+            while start < len(kinds):
+                end = start + period
+                while end < len(kinds) and kinds[end] == kinds[end - period]:
+                    end += 1
+                for shift in range(min(period, (end - start) % period + 1)):
+                    self._add(start + shift, period, (end - start - shift) // period)
+                start = max(end - period + 1, start + 1)
+
+    def _add(self, start: int, period: int, count: int) -> None:
+        if count >= MIN_TURNS and (start, period, count) not in self._seen:
+            self._seen.add((start, period, count))
+            heapq.heappush(self._waiting, (-period * (count - 1), period, start, count))
+
+    def __iter__(self) -> Iterator[Run]:
+        for _ in range(MAX_TRIES):
+            if not self._waiting:
+                return
+            _, period, start, count = heapq.heappop(self._waiting)
+            yield start, period, count
+
+    def split(self, run: Run, turn: int | None) -> None:
+        """Adds the parts of a run that is no loop.
+
+        Args:
+          turn: the one that differs from those before it, where that is known.
+        """
+        start, period, count = run
+        if turn is not None:
+            self._add(start, period, turn)
+            self._add(start + turn * period, period, count - turn)
+        if turn is None or count - turn <= 1:
+            self._add(start, period, count - 1)
+        if turn is None or turn <= 1:
+            self._add(start + 1, period, (count * period - 1) // period)
+
+
+def _describe_difference(
+    first: frozenset[Any], second: frozenset[Any], number: int, other: int
+) -> str:
+    """Says how the parameters of two layers differ, of which `_kinds` gave the sets."""
+    both = [{within: kind for within, *kind in layer} for layer in (first - second, second - first)]
+    within = min((*both[0], *both[1]), default="")
+    if not (within in both[0] and within in both[1]):
+        has, lacks = (number, other) if within in both[0] else (other, number)
+        return f"layer {has} has {within}, and layer {lacks} has not"
+    (form, asked), (other_form, other_asked) = both[0][within], both[1][within]
+    if form != other_form:
+        return f"{within} is {form} in layer {number} and {other_form} in layer {other}"
+    who = next(one[0] for one, two in zip(asked, other_asked, strict=True) if one != two)
+    return f"{who} treats {within} of layers {number} and {other} differently"
+
+
+def _kinds(
+    named: NamedProgram, layers: LayerList, kind_of: Callable[[str], Any]
+) -> list[frozenset[Any]]:
+    """Returns for each layer its parameters: their names in it, shapes, dtypes and kinds."""
+    kinds: list[set[Any]] = [set() for _ in range(layers.num_layers)]
+    for variable, name in zip(named.closed.jaxpr.invars, named.names, strict=True):
+        place = layers.places.get(name) if name is not None else None
+        if place is not None:
+            assert name is not None
+            kinds[place.layer].add((place.within, str(variable.aval), kind_of(name)))
+    return [frozenset(kind) for kind in kinds]
+
+
+def roll_program(named: NamedProgram, loop: Loop) -> NamedProgram:
+    """Returns the program with one of its lists of layers as this loop.
+
+    Raises:
+      Mismatch: the layers of this program are not that loop.
+    """
+    program, equality = _program(named, loop.layers), Equality(_within(loop.layers))
+    rolled = roll(program, equality, loop.start, loop.period, loop.count)
+    stacks = _stacks(rolled, named)
+    if stacks != list(loop.stacks.values()):
+        raise Mismatch(f"{loop.title} reads other parameters than when it was planned")
+    gone = {name for names in stacks for name in names}
+    rest = [name for name in named.names if name not in gone]
+    return NamedProgram(open_calls(rolled.build(loop.remat)), (*loop.stacks, *rest))
+
+
+def _program(named: NamedProgram, layers: LayerList) -> LayerProgram:
+    pairs = zip(named.closed.jaxpr.invars, named.names, strict=True)
+    places: dict[Any, Place] = {
+        variable: layers.places[name] for variable, name in pairs if name in layers.places
+    }
+    return LayerProgram(named.closed, places, layers.numbers)
+
+
+def _within(layers: LayerList) -> dict[str, str]:
+    return {name: place.within for name, place in layers.places.items()}
+
+
+def _stacks(rolled: Rolled, named: NamedProgram) -> list[tuple[str, ...]]:
+    names = dict(zip(named.closed.jaxpr.invars, named.names, strict=True))
+    return [tuple(names[variable] for variable in row) for row in rolled.stacks]  # type: ignore
+
+
+def _loop(layers: LayerList, start: int, period: int, rolled: Rolled, named: NamedProgram) -> Loop:
+    return Loop(
+        layers=layers,
+        start=start,
+        period=period,
+        count=rolled.num_turns,
+        stacks={stack_name(names): names for names in _stacks(rolled, named)},
+        row_bytes=rolled.row_bytes,
+        num_other_rows=len(rolled.other_rows),
+        carry_bytes=rolled.carry_bytes,
+        is_checkpointed=not any(map(keeps_products, rolled.body.jaxpr.eqns)),
+        body=rolled.body,
+    )
+
+
+# --- reads ----------------------------------------------------------------------------------------
+
+
+def _check_reads(rolled: Rolled) -> None:
+    """Refuses layers whose parameters are read where a loop cannot read them.
+
+    Raises:
+      Mismatch: with the operation around the read.
+    """
+    for inside in _reads_inside(rolled.body.jaxpr, ""):
+        raise Mismatch(f"layers read parameters inside of `{inside}`")
+
+
+def _reads_inside(program: Jaxpr, around: str) -> Iterator[str]:
+    """The operations around reads, other than loops and checkpoints."""
+    for equation in program.eqns:
+        if read_name(equation) is not None and around:
+            yield around
+        kind = equation.primitive.name
+        passes = kind == "scan" or is_checkpoint(equation)
+        for inner in inner_programs(equation.params):
+            yield from _reads_inside(inner, around or ("" if passes else kind))
+
+
+def read_stacks(loops: Sequence[Loop]) -> dict[str, str]:
+    """{name of a parameter: the stack of which it is a row}."""
+    return {name: stack for loop in loops for stack, names in loop.stacks.items() for name in names}

@@ -1,0 +1,72 @@
+"""Values that the backward pass of a loop keeps of each turn.
+
+XLA computes elementwise results again where it fuses them into what reads them. It cannot do so
+between two loops: whatever the forward loop gives is stored for every turn. The policy here
+computes them again in the backward loop, from the results of products.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+
+from zerojax.operators.chunked_attention import KEPT
+from zerojax.operators.marks import read_name
+from zerojax.tracing.jaxpr import is_checkpoint
+from zerojax.tracing.rolling.equality import abstract_value
+from zerojax.tracing.rolling.flat_program import num_bytes
+
+ELEMENTWISE = "elementwise"
+"""Name of the policy, beside those of `REMAT_POLICIES`."""
+_NAMES = (
+    "abs add add_any broadcast_in_dim cbrt ceil clamp convert_element_type copy cos cosh div erf "
+    "erf_inv exp exp2 expand_dims expm1 floor integer_pow iota log log1p logistic max min mul neg "
+    "pow reduce_max reduce_min reduce_sum rem reshape round rsqrt select_n sign sin sinh sqrt "
+    "square squeeze stop_gradient sub tan tanh transpose"
+)
+_COMPUTED_AGAIN = frozenset(_NAMES.split())
+"""Without comparisons: their results take one byte, and random numbers end in them."""
+
+
+def keep_products(primitive: Any, *_: Any, **params: Any) -> bool:
+    """Decides for `jax.checkpoint`: keeps everything but elementwise results, sums and reads."""
+    if primitive.name == "name":
+        return params["name"] == KEPT
+    return primitive.name not in _COMPUTED_AGAIN
+
+
+def has_checkpoints(body: ClosedJaxpr) -> bool:
+    """Whether a body has checkpoints of its own at top level."""
+    return any(map(is_checkpoint, body.jaxpr.eqns))
+
+
+def kept_bytes(body: ClosedJaxpr, *, elementwise: bool) -> int:
+    """Returns the bytes of one turn that a backward pass keeps, beside what the turn takes.
+
+    Args:
+      body: of a loop, with marks of reads; what is read counts as taken.
+      elementwise: with the policy `keep_products`, and not as JAX does without a checkpoint.
+    """
+    run = jaxpr_as_fun(body)
+    if elementwise:
+        run = jax.checkpoint(run, policy=keep_products, prevent_cse=False)
+    taken = [abstract_value(variable) for variable in body.jaxpr.invars]
+    floats = [n for n, x in enumerate(taken) if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+    def residuals(*values: Any) -> Any:
+        def outputs(*given: Any) -> list[Any]:
+            every = list(values)
+            for place, value in zip(floats, given, strict=True):
+                every[place] = value
+            return [x for x in run(*every) if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+        return jax.vjp(outputs, *(values[place] for place in floats))[1]
+
+    program = jax.make_jaxpr(residuals)(*taken).jaxpr
+    reads = {v for e in program.eqns if read_name(e) is not None for v in e.outvars}
+    kept = {v for v in program.outvars if not isinstance(v, Literal)}
+    made = kept - reads - set(program.invars) - set(program.constvars)
+    return sum(map(num_bytes, made))

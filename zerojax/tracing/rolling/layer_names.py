@@ -1,0 +1,132 @@
+"""Lists of layers, by the names of their parameters, and names of stacks.
+
+`layers/3/attention/query`, `blocks_3/kernel` and `h.3/kernel` name layer 3 of a list.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from zerojax.tracing.rolling.flat_program import Place
+
+_NUMBER = re.compile(r"(?:^|(?<=[A-Za-z/._-]))(\d+)(?=[/.]|$)")
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerList:
+    """Parameters of layers that are numbered under one name, or of several such lists in step.
+
+    Layers are counted from 0, in the order of the numbers in their names: `layer1` to `layer6` are
+    layers 0 to 5.
+
+    Attributes:
+      prefix: the text before the number, "layers/" or "blocks_"; of several lists "norms/+mlps/".
+      numbers: of the layers, for people: as the names have them, ascending.
+      places: {name of a parameter: its place}.
+    """
+
+    prefix: str
+    numbers: tuple[int, ...]
+    places: Mapping[str, Place]
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.numbers)
+
+    def title_of(self, names: Iterable[str]) -> str:
+        """Returns a name for people of layers, by their parameters: "layers/0..23"."""
+        names, titles = list(names), []
+        for prefix in self.prefix.split("+"):
+            numbered = re.compile(re.escape(prefix) + r"(\d+)(?:[/.]|$)")
+            found = [int(match[1]) for match in map(numbered.match, names) if match]
+            if found:
+                titles.append(f"{prefix}{min(found)}..{max(found)}")
+        return " with ".join(titles)
+
+
+def find_lists(names: Iterable[str], *, at_least: int = 2) -> list[LayerList]:
+    """Returns the lists among parameters' names with at least so many layers, outer ones first.
+
+    >>> [found.prefix for found in find_lists(["layers/0/w", "layers/1/w", "head/w"])]
+    ['layers/']
+    """
+    found: dict[str, dict[str, Place]] = {}
+    for name in names:
+        for number in _NUMBER.finditer(name):
+            prefix, within = name[: number.start()], name[number.end() :].lstrip("/.")
+            found.setdefault(prefix, {})[name] = Place(int(number[1]), within)
+    lists = [_list_of(prefix, _repeated(places)) for prefix, places in found.items()]
+    long = [one for one in lists if one.num_layers >= at_least]
+    return sorted(long, key=lambda one: (one.prefix.count("/"), len(one.prefix)))
+
+
+def _list_of(prefix: str, places: Mapping[str, Place]) -> LayerList:
+    numbers = tuple(sorted({place.layer for place in places.values()}))
+    order = {number: layer for layer, number in enumerate(numbers)}
+    counted = {name: Place(order[x.layer], x.within) for name, x in places.items()}
+    return LayerList(prefix, numbers, counted)
+
+
+def _repeated(places: Mapping[str, Place]) -> dict[str, Place]:
+    """Drops parameters that one layer alone has: those may belong to all layers, as tied ones."""
+    count = collections.Counter(place.within for place in places.values())
+    return {name: place for name, place in places.items() if count[place.within] > 1}
+
+
+def join_lists(lists: Sequence[LayerList]) -> LayerList:
+    """Returns the lists of modules that one Python loop calls as one list of layers.
+
+    There are as many layers as divides the lengths of the lists best. A list that is k times as
+    long has k modules in each layer, as `Dense_0` to `Dense_11` of six Linen blocks; modules that
+    remain, as a last norm, are of further layers.
+
+    Raises:
+      ValueError: a parameter is in two lists.
+    """
+    shortest = min(lists, key=lambda one: one.num_layers)
+    numbers = range(shortest.num_layers, 1, -1)
+    num_layers = min(numbers, key=lambda n: sum(one.num_layers % n for one in lists))
+    places: dict[str, Place] = {}
+    for one in lists:
+        per_layer = one.num_layers // num_layers
+        for name, place in one.places.items():
+            if name in places:
+                raise ValueError(f"{name} is in two lists")
+            layer, part = divmod(place.layer, per_layer)
+            places[name] = Place(layer, f"{one.prefix}{part}/{place.within}")
+    count = 1 + max(place.layer for place in places.values())
+    first = shortest.numbers[0]
+    return LayerList("+".join(x.prefix for x in lists), tuple(range(first, first + count)), places)
+
+
+def stack_name(names: Sequence[str]) -> str:
+    """Returns the name of the stack of parameters of the same place in several layers.
+
+    >>> stack_name(["layers/0/w", "layers/1/w", "layers/2/w"])
+    'layers/0..2/w'
+    >>> stack_name(["layers/1/w", "layers/3/w", "layers/5/w"])
+    'layers/1..5:2/w'
+    >>> stack_name(["layers/1/w", "layers/4/w", "layers/5/w"])
+    'layers/1,4,5/w'
+    """
+    parts = [_NUMBER.split(name) for name in names]
+    for place in range(1, len(parts[0]), 2):
+        numbers = [int(part[place]) for part in parts]
+        if len(set(numbers)) > 1:
+            break
+    else:
+        raise ValueError(f"{list(names)} are not parameters of numbered layers")
+    first = parts[0]
+    return "".join([*first[:place], _numbers_text(numbers), *first[place + 1 :]])
+
+
+def _numbers_text(numbers: Sequence[int]) -> str:
+    steps = {after - before for before, after in itertools.pairwise(numbers)}
+    if len(steps) > 1:
+        return ",".join(map(str, numbers))
+    [step] = steps
+    return f"{numbers[0]}..{numbers[-1]}" + (f":{step}" if step != 1 else "")

@@ -1,0 +1,251 @@
+"""A program over rows of stacks, run once on the stacks: what every row gets alike is mapped.
+
+An optimizer's update of the parameters of equal layers is the same few equations for each layer.
+They become one equation under `jax.vmap`; what mixes rows, as the norm of all gradients does, takes
+single rows of what was computed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Literal
+
+from zerojax.tracing.jaxpr import variables
+from zerojax.tracing.rolling.equality import Equality, equation_function
+from zerojax.tracing.rolling.flat_program import open_calls
+
+Shape = tuple[Any, ...]
+
+
+@dataclasses.dataclass(eq=False)
+class _Kind:
+    """Equations that are the same but for the row: one result of one kind of equation.
+
+    Attributes:
+      size: rows of the stacks that it is about.
+      members: {row: the variable there}; complete when every row has one.
+    """
+
+    size: int
+    members: dict[int, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.members) == self.size
+
+    def places(self) -> dict[Any, tuple[_Kind, int]]:
+        """{variable: (this kind, its row)}."""
+        return {variable: (self, row) for row, variable in self.members.items()}
+
+
+@dataclasses.dataclass(eq=False)
+class _Group:
+    """Equations with equal operands, one for each row.
+
+    Attributes:
+      first: the first of them, in order of the program; results: one kind for each result.
+    """
+
+    first: Any
+    results: list[_Kind]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class MappedRows:
+    """The program as a function of stacks.
+
+    Attributes:
+      closed: the flat program over rows.
+      groups, outputs: positions of the inputs and of the outputs that are rows of one stack.
+      mapped: {number of an equation: the group that runs in its place}.
+      skipped: numbers of the equations whose values such groups make.
+      kind_of: variable -> (its kind, its row).
+    """
+
+    closed: ClosedJaxpr
+    groups: tuple[tuple[int, ...], ...]
+    outputs: tuple[tuple[int, ...], ...]
+    mapped: Mapping[int, _Group]
+    skipped: frozenset[int]
+    kind_of: Mapping[Any, tuple[_Kind, int]]
+
+    def __call__(
+        self, stacked: Sequence[jax.Array], others: Mapping[int, Any]
+    ) -> tuple[list[jax.Array], dict[int, Any]]:
+        """Runs the program.
+
+        Args:
+          stacked: one array [rows, ...] for each of `groups`.
+          others: {position: value} of every other input.
+
+        Returns:
+          (one array [rows, ...] for each of `outputs`, {position: value} of every other output).
+        """
+        run = _Run(self, stacked, others)
+        given = {position for rows in self.outputs for position in rows}
+        results = self.closed.jaxpr.outvars
+        stacks = [run.stack([results[position] for position in rows]) for rows in self.outputs]
+        rest = {p: run.read(atom) for p, atom in enumerate(results) if p not in given}
+        return stacks, rest
+
+
+class _Run:
+    """The values of one run."""
+
+    def __init__(
+        self, mapped: MappedRows, stacked: Sequence[jax.Array], others: Mapping[int, Any]
+    ) -> None:
+        self.mapped = mapped
+        jaxpr = mapped.closed.jaxpr
+        self.values = dict(zip(jaxpr.constvars, mapped.closed.consts, strict=True))
+        self.values |= {jaxpr.invars[position]: x for position, x in others.items()}
+        self.stacks: dict[_Kind, jax.Array] = {}
+        for rows, array in zip(mapped.groups, stacked, strict=True):
+            self.stacks[mapped.kind_of[jaxpr.invars[rows[0]]][0]] = array
+        for number, equation in enumerate(jaxpr.eqns):
+            if number in mapped.mapped:
+                self._run_group(mapped.mapped[number])
+            elif number not in mapped.skipped:
+                taken = list(dict.fromkeys(variables(equation.invars)))
+                results = equation_function(equation, taken)(*map(self.read, taken))
+                self.values |= dict(zip(equation.outvars, results, strict=True))
+
+    def read(self, atom: Any) -> Any:
+        if isinstance(atom, Literal):
+            return atom.val
+        if atom not in self.values:
+            kind, row = self.mapped.kind_of[atom]
+            return self.stacks[kind][row]
+        return self.values[atom]
+
+    def stack(self, atoms: Sequence[Any]) -> jax.Array:
+        """Rows as one array; no copy where they are rows of one stack already."""
+        places = [None if isinstance(a, Literal) else self.mapped.kind_of.get(a) for a in atoms]
+        first = places[0]
+        if first is not None and first[0] in self.stacks:
+            wanted = [(first[0], row) for row in range(len(atoms))]
+            if places == wanted and first[0].size == len(atoms):
+                return self.stacks[first[0]]
+        return jnp.stack([jnp.asarray(self.read(a), a.aval.dtype) for a in atoms])
+
+    def _run_group(self, group: _Group) -> None:
+        taken = list(dict.fromkeys(variables(group.first.invars)))
+        arrays, axes = [], []
+        for variable in taken:
+            kind = self.mapped.kind_of.get(variable)
+            is_row = kind is not None and kind[0] in self.stacks
+            arrays.append(self.stacks[kind[0]] if is_row and kind else self.read(variable))
+            axes.append(0 if is_row else None)
+        run = jax.vmap(equation_function(group.first, taken), in_axes=tuple(axes))
+        for kind, array in zip(group.results, run(*arrays), strict=True):
+            self.stacks[kind] = array
+
+
+def map_rows(
+    closed: ClosedJaxpr, groups: Sequence[tuple[int, ...]], outputs: Sequence[tuple[int, ...]]
+) -> MappedRows:
+    """Finds what a program does to every row of a stack alike.
+
+    Args:
+      closed: a program over unstacked arrays.
+      groups: for each stack the positions of its rows among the inputs.
+      outputs: the same among the outputs.
+    """
+    flat = _without_repeats(open_calls(closed))
+    kind_of: dict[Any, tuple[_Kind, int]] = {}
+    for rows in groups:
+        kind = _Kind(len(rows), {row: flat.jaxpr.invars[at] for row, at in enumerate(rows)})
+        kind_of |= kind.places()
+    numbered = _grouped(flat, kind_of)
+    mapped = {numbers[0]: group for group, numbers in numbered}
+    skipped = frozenset(number for _, numbers in numbered for number in numbers)
+    made = (tuple(map(tuple, groups)), tuple(map(tuple, outputs)))
+    return MappedRows(flat, *made, mapped, skipped, kind_of)
+
+
+def _without_repeats(flat: ClosedJaxpr) -> ClosedJaxpr:
+    """The program that computes each value once.
+
+    What every row is given with the same value, as optax's zeros in place of imaginary parts, is
+    one variable then, so that equations of rows have equal operands.
+    """
+    equality, kept = Equality({}), []
+    found: dict[Any, list[Any]] = {}
+    first_of: dict[Any, Any] = {}
+
+    def read(atom: Any) -> Any:
+        return atom if isinstance(atom, Literal) else first_of.get(atom, atom)
+
+    for equation in flat.jaxpr.eqns:
+        equation = equation.replace(invars=[read(atom) for atom in equation.invars])
+        alike = [] if equation.effects else found.setdefault(_signature(equation, {}), [])
+        same = next((one for one in alike if equality.holes(one, equation) == set()), None)
+        if same is None:
+            alike.append(equation)
+            kept.append(equation)
+        else:
+            first_of.update(zip(equation.outvars, same.outvars, strict=True))
+    outputs = [read(atom) for atom in flat.jaxpr.outvars]
+    return ClosedJaxpr(flat.jaxpr.replace(eqns=kept, outvars=outputs), flat.consts)
+
+
+def _grouped(
+    flat: ClosedJaxpr, kind_of: dict[Any, tuple[_Kind, int]]
+) -> list[tuple[_Group, list[int]]]:
+    """Equations that every row has, one group for each, with their numbers; fills `kind_of`.
+
+    Equations that are alike have operands of the same depth, so depth by depth it is known which
+    of them every row has. What only some have is about no row: a sum over all rows takes one after
+    the other.
+    """
+    equality, groups = Equality({}), []
+    for level in _levels(flat.jaxpr.eqns):
+        found: dict[Any, list[tuple[_Group, list[int]]]] = {}
+        for number, equation in level:
+            places = [kind_of[v] for v in variables(equation.invars) if v in kind_of]
+            if equation.effects or len({(kind.size, row) for kind, row in places}) != 1:
+                continue
+            size, row = places[0][0].size, places[0][1]
+            alike = found.setdefault(_signature(equation, kind_of), [])
+            for group, numbers in alike:
+                if equality.holes(group.first, equation) == set():
+                    numbers.append(number)
+                    break
+            else:
+                group = _Group(equation, [_Kind(size) for _ in equation.outvars])
+                alike.append((group, [number]))
+            for kind, variable in zip(group.results, equation.outvars, strict=True):
+                kind.members[row] = variable
+        for group, numbers in (one for alike in found.values() for one in alike):
+            if all(kind.is_complete for kind in group.results):
+                groups.append((group, numbers))
+                for kind in group.results:
+                    kind_of |= kind.places()
+    return groups
+
+
+def _levels(equations: Sequence[Any]) -> Iterable[list[tuple[int, Any]]]:
+    """(number, equation) by depth: how many equations stand one behind the other before it."""
+    depth: dict[Any, int] = {}
+    levels: dict[int, list[tuple[int, Any]]] = {}
+    for number, equation in enumerate(equations):
+        own = 1 + max((depth.get(v, 0) for v in variables(equation.invars)), default=0)
+        depth |= dict.fromkeys(equation.outvars, own)
+        levels.setdefault(own, []).append((number, equation))
+    return (levels[own] for own in sorted(levels))
+
+
+def _signature(equation: Any, kind_of: Mapping[Any, tuple[_Kind, int]]) -> Any:
+    """What equations of different rows have in common."""
+
+    def of(atom: Any) -> Any:
+        if isinstance(atom, Literal):
+            return str(atom.aval), str(atom.val)
+        return id(kind_of[atom][0]) if atom in kind_of else id(atom)
+
+    return equation.primitive.name, *map(of, equation.invars)

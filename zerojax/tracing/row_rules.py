@@ -1,0 +1,321 @@
+"""What one equation makes of rows: the rules by primitive, for `batch_rows`.
+
+What no rule knows is other.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from zerojax.tracing.row_dependence import FIXED, OTHER, Dependence, Fixed, Rows, Total, join
+
+_ELEMENTWISE_NAMES = """
+abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz
+complex conj convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2
+expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le lgamma log log1p log2
+logistic lt max min mul mulhi name ne neg nextafter not one_minus_square or polygamma
+population_count pow real reduce_precision regularized_incomplete_beta rem round rsqrt select_n
+shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub
+tan tanh xor zeta
+"""
+_REDUCTION_NAMES = """
+argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor
+"""
+_MATRIX_NAMES = "cholesky eigh lu qr svd triangular_solve"
+_SCATTER_NAMES = "scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub"
+# One output, computed element by element from inputs of its shape.
+_ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
+_REDUCTIONS = frozenset(_REDUCTION_NAMES.split())
+_WINDOWS = frozenset(f"reduce_window{kind}" for kind in ("", "_max", "_min", "_sum"))
+_SCATTERS = frozenset(_SCATTER_NAMES.split())
+# Dimensions before the last two have a matrix in each place.
+_OF_MATRICES = frozenset(_MATRIX_NAMES.split())
+SEVERAL_OUTPUTS = frozenset(["sort", "split", "top_k", "unstack"]) | _OF_MATRICES
+"""Of these primitives every output is of the same kind."""
+_ALONG_A_DIM = {
+    "concatenate": "dimension",
+    "cumlogsumexp": "axis",
+    "cummax": "axis",
+    "cummin": "axis",
+    "cumprod": "axis",
+    "cumsum": "axis",
+    "sort": "dimension",
+    "split": "axis",
+}
+
+
+def rows_after(equation: Any, given: list[Dependence], num_rows: int) -> Dependence:
+    """What an equation without a program gives for rows, in each of its outputs.
+
+    Args:
+      equation: of a traced program.
+      given: what its inputs are, at least one of them rows and none of them a total.
+      num_rows: of the batch.
+    """
+    kind = equation.primitive.name
+    if kind in _ELEMENTWISE:
+        return join([one for one in given if not isinstance(one, Fixed)])
+    if kind == "reshape":
+        return _reshape(equation, given, num_rows)
+    rule = _RULES.get(kind)
+    return OTHER if rule is None else rule(equation, given)
+
+
+def pairs_rows(equation: Any, given: list[Dependence]) -> bool:
+    """Whether an equation makes a value for each pair of rows, as all products of two of them."""
+    rows = [(place, one.dim) for place, one in enumerate(given) if isinstance(one, Rows)]
+    if equation.primitive.name in _ELEMENTWISE:
+        return len({dim for _, dim in rows}) > 1
+    if equation.primitive.name != "dot_general" or len(rows) < 2:
+        return False
+    contracted, batched = equation.params["dimension_numbers"]
+    return all(dim not in (*contracted[place], *batched[place]) for place, dim in rows)
+
+
+def _reduction(equation: Any, given: list[Dependence]) -> Dependence:
+    (rows,) = given
+    assert isinstance(rows, Rows)
+    axes = equation.params["axes"]
+    if rows.dim in axes:
+        if equation.primitive.name != "reduce_sum":
+            return OTHER
+        before, after = equation.invars[0].aval, equation.outvars[0].aval
+        return Total(num_added=before.size // max(after.size, 1))
+    return Rows(rows.dim - sum(axis < rows.dim for axis in axes))
+
+
+def _along_a_dim(equation: Any, given: list[Dependence]) -> Dependence:
+    rows = join([one for one in given if not isinstance(one, Fixed)])
+    along = equation.params[_ALONG_A_DIM[equation.primitive.name]]
+    return rows if isinstance(rows, Rows) and rows.dim != along else OTHER
+
+
+def _reshape(equation: Any, given: list[Dependence], num_rows: int) -> Dependence:
+    """Rows stay whole blocks where what is before them keeps its size."""
+    (rows, *_) = given
+    old, new = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+    if not isinstance(rows, Rows) or equation.params.get("dimensions") is not None:
+        return OTHER
+    before = math.prod(old[: rows.dim])
+    for dim, size in enumerate(new):
+        fits = math.prod(new[:dim]) == before and size % num_rows == 0
+        if fits and (size > 1 or old[rows.dim] == 1):
+            return Rows(dim)
+    return OTHER
+
+
+def _reduce(equation: Any, given: list[Dependence]) -> Dependence:
+    """A reduction with a function of its own, of which sums are not known."""
+    rows, *rest = given
+    removed = equation.params["dimensions"]
+    fixed = all(isinstance(one, Fixed) for one in rest)
+    if not (isinstance(rows, Rows) and fixed) or rows.dim in removed:
+        return OTHER
+    return Rows(rows.dim - sum(dim < rows.dim for dim in removed))
+
+
+def _window(equation: Any, given: list[Dependence]) -> Dependence:
+    """Windows within each row, as of pooling."""
+    rows, *rest = given
+    if not isinstance(rows, Rows) or any(not isinstance(one, Fixed) for one in rest):
+        return OTHER
+    dim, params = rows.dim, equation.params
+    one_row = params["window_dimensions"][dim] == 1 == params["window_strides"][dim]
+    dilated = params.get("base_dilation")
+    as_it_is = tuple(params["padding"][dim]) == (0, 0) and (not dilated or dilated[dim] == 1)
+    return rows if one_row and as_it_is else OTHER
+
+
+def _stack(equation: Any, given: list[Dependence]) -> Dependence:
+    rows = join([one for one in given if not isinstance(one, Fixed)])
+    axis = equation.params["axis"] % equation.outvars[0].aval.ndim
+    return Rows(rows.dim + (axis <= rows.dim)) if isinstance(rows, Rows) else OTHER
+
+
+def _unstack(equation: Any, given: list[Dependence]) -> Dependence:
+    (rows,) = given
+    assert isinstance(rows, Rows)
+    axis = equation.params["axis"] % equation.invars[0].aval.ndim
+    return OTHER if rows.dim == axis else Rows(rows.dim - (axis < rows.dim))
+
+
+def _of_matrices(equation: Any, given: list[Dependence]) -> Dependence:
+    rows = join([one for one in given if not isinstance(one, Fixed)])
+    ndims = [atom.aval.ndim for atom in equation.invars]
+    return rows if isinstance(rows, Rows) and rows.dim < min(ndims) - 2 else OTHER
+
+
+def _fft(equation: Any, given: list[Dependence]) -> Dependence:
+    (rows,) = given
+    kept = equation.invars[0].aval.ndim - len(equation.params["fft_lengths"])
+    return rows if isinstance(rows, Rows) and rows.dim < kept else OTHER
+
+
+def _scatter(equation: Any, given: list[Dependence]) -> Dependence:
+    """Each row of the updates goes into the same row of the array."""
+    (array, index, updates), numbers = given, equation.params["dimension_numbers"]
+    rows = array if isinstance(array, Rows) else None
+    own = numbers.operand_batching_dims, numbers.scatter_indices_batching_dims
+    shapes = [atom.aval.shape for atom in equation.invars]
+    windows = [
+        dim for dim in range(len(shapes[0])) if dim not in (*numbers.inserted_window_dims, *own[0])
+    ]
+    batch = [dim for dim in range(len(shapes[2])) if dim not in numbers.update_window_dims]
+    fits: list[tuple[int, Dependence, Dependence]] = [  # of the array, the index, the updates
+        (a, Rows(b), Rows(batch[b])) for a, b in zip(*own, strict=True)
+    ]
+    for dim, place in zip(windows, numbers.update_window_dims, strict=True):
+        if dim not in numbers.scatter_dims_to_operand_dims and shapes[0][dim] == shapes[2][place]:
+            fits.append((dim, FIXED, Rows(place)))
+    for dim, of_index, of_updates in fits:
+        known = [(array, Rows(dim)), (index, of_index), (updates, of_updates)]
+        if all(isinstance(one, Fixed) or one == expected for one, expected in known):
+            return rows or Rows(dim)
+    return OTHER
+
+
+def _squeeze(equation: Any, given: list[Dependence]) -> Dependence:
+    (rows,) = given
+    assert isinstance(rows, Rows)
+    removed = equation.params["dimensions"]
+    if rows.dim in removed:
+        return OTHER
+    return Rows(rows.dim - sum(dim < rows.dim for dim in removed))
+
+
+def _expand_dims(equation: Any, given: list[Dependence]) -> Dependence:
+    (rows,) = given
+    assert isinstance(rows, Rows)
+    made = set(equation.params["dimensions"])
+    kept = [d for d in range(equation.outvars[0].aval.ndim) if d not in made]
+    return Rows(kept[rows.dim])
+
+
+def _broadcast_in_dim(equation: Any, given: list[Dependence]) -> Dependence:
+    rows, *rest = given
+    if not isinstance(rows, Rows) or any(not isinstance(one, Fixed) for one in rest):
+        return OTHER
+    dim = equation.params["broadcast_dimensions"][rows.dim]
+    same = equation.invars[0].aval.shape[rows.dim] == equation.outvars[0].aval.shape[dim]
+    return Rows(dim) if same else OTHER
+
+
+def _transpose(equation: Any, given: list[Dependence]) -> Dependence:
+    (rows,) = given
+    assert isinstance(rows, Rows)
+    return Rows(equation.params["permutation"].index(rows.dim))
+
+
+def _rev(equation: Any, given: list[Dependence]) -> Dependence:
+    (rows,) = given
+    assert isinstance(rows, Rows)
+    return OTHER if rows.dim in equation.params["dimensions"] else rows
+
+
+def _top_k(equation: Any, given: list[Dependence]) -> Dependence:
+    (rows,) = given
+    last = equation.invars[0].aval.ndim - 1
+    along = equation.params.get("axis", last) % (last + 1)
+    return rows if isinstance(rows, Rows) and rows.dim != along else OTHER
+
+
+def _keeping(equation: Any, given: list[Dependence]) -> Dependence:
+    """What leaves the dimension of the rows as it is."""
+    rows, *rest = given
+    if not isinstance(rows, Rows) or any(not isinstance(one, Fixed) for one in rest):
+        return OTHER
+    before, after = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
+    return rows if before[rows.dim] == after[rows.dim] else OTHER
+
+
+def _dynamic_update_slice(equation: Any, given: list[Dependence]) -> Dependence:
+    """Rows that are written in place, all at once."""
+    rows, *places = join([one for one in given[:2] if not isinstance(one, Fixed)]), *given[2:]
+    if not isinstance(rows, Rows) or any(not isinstance(one, Fixed) for one in places):
+        return OTHER
+    array, update = (atom.aval.shape for atom in equation.invars[:2])
+    return rows if array[rows.dim] == update[rows.dim] else OTHER
+
+
+def _dot_general(equation: Any, given: list[Dependence]) -> Dependence:
+    (contracted, batched), sides = equation.params["dimension_numbers"], []
+    for side, one in enumerate(given):
+        if isinstance(one, Rows):
+            sides.append((side, one.dim))
+    if len(sides) == 2:
+        pair = sides[0][1], sides[1][1]
+        if pair in zip(*batched, strict=True):
+            return Rows(list(batched[0]).index(pair[0]))
+        return Total() if pair in zip(*contracted, strict=True) else OTHER
+    ((side, dim),) = sides
+    if dim in contracted[side]:
+        return OTHER
+    if dim in batched[side]:
+        return Rows(list(batched[side]).index(dim))
+    ndim = [atom.aval.ndim for atom in equation.invars]
+    taken = {*contracted[side], *batched[side]}
+    place = [d for d in range(ndim[side]) if d not in taken].index(dim) + len(batched[0])
+    if side == 1:
+        place += ndim[0] - len(contracted[0]) - len(batched[0])
+    return Rows(place)
+
+
+def _conv_general_dilated(equation: Any, given: list[Dependence]) -> Dependence:
+    rows, kernel = given
+    numbers = equation.params["dimension_numbers"]
+    alone = equation.params["batch_group_count"] == 1 and isinstance(kernel, Fixed)
+    if not alone or not isinstance(rows, Rows) or rows.dim != numbers.lhs_spec[0]:
+        return OTHER
+    return Rows(numbers.out_spec[0])
+
+
+def _gather(equation: Any, given: list[Dependence]) -> Dependence:
+    """Rows of a table by tokens, and elements of each row by its labels."""
+    numbers = equation.params["dimension_numbers"]
+    table, index = given
+    if not isinstance(index, Rows):
+        return _take(equation, table)
+    if isinstance(table, Rows):
+        pairs = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
+        if (table.dim, index.dim) not in pairs:
+            return OTHER
+    out = equation.outvars[0].aval.ndim
+    batch = [dim for dim in range(out) if dim not in numbers.offset_dims]
+    return Rows(batch[index.dim])
+
+
+def _take(equation: Any, table: Dependence) -> Dependence:
+    """The same places of every row."""
+    numbers, shape = equation.params["dimension_numbers"], equation.invars[0].aval.shape
+    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    kept = [dim for dim in range(len(shape)) if dim not in gone]
+    if not isinstance(table, Rows) or table.dim not in kept:
+        return OTHER
+    if equation.params["slice_sizes"][table.dim] != shape[table.dim]:
+        return OTHER
+    return Rows(numbers.offset_dims[kept.index(table.dim)])
+
+
+_RULES = {
+    **dict.fromkeys(_REDUCTIONS, _reduction),
+    **dict.fromkeys(_ALONG_A_DIM, _along_a_dim),
+    **dict.fromkeys(["slice", "dynamic_slice", "pad", "tile"], _keeping),
+    **dict.fromkeys(_OF_MATRICES, _of_matrices),
+    **dict.fromkeys(_SCATTERS, _scatter),
+    **dict.fromkeys(_WINDOWS, _window),
+    "broadcast_in_dim": _broadcast_in_dim,
+    "conv_general_dilated": _conv_general_dilated,
+    "dot_general": _dot_general,
+    "dynamic_update_slice": _dynamic_update_slice,
+    "expand_dims": _expand_dims,
+    "fft": _fft,
+    "gather": _gather,
+    "reduce": _reduce,
+    "rev": _rev,
+    "squeeze": _squeeze,
+    "stack": _stack,
+    "top_k": _top_k,
+    "transpose": _transpose,
+    "unstack": _unstack,
+}

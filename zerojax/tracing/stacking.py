@@ -1,0 +1,153 @@
+"""Stacked layers: equal layers as one module, applied by a scan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+
+from zerojax.operators.chunked_attention import KEPT
+
+Layer = TypeVar("Layer", bound=nnx.Module)
+
+# What the backward pass keeps of a layer instead of computing it again. Every one but "none" gives
+# up gathered weights: they are no output of a dot product.
+REMAT_POLICIES: Mapping[str, Callable[..., bool] | None] = {
+    "full": None,
+    "attention": jax.checkpoint_policies.save_only_these_names(KEPT),
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+REMAT_NAMES = ("none", *REMAT_POLICIES)
+
+
+def check_remat(remat: str) -> None:
+    """Raises ValueError for a name that `scan_blocks` does not know."""
+    if remat not in REMAT_NAMES:
+        raise ValueError(f"remat={remat!r} is unknown; use one of {', '.join(REMAT_NAMES)}")
+
+
+def stack_blocks(build: Callable[[nnx.Rngs], Layer], num_layers: int, *, rngs: nnx.Rngs) -> Layer:
+    """`num_layers` layers as one module whose arrays have a leading dimension of that size.
+
+    Each layer gets its own random keys, for its initial values and for its dropout.
+    """
+    return nnx.vmap(build, in_axes=0, out_axes=0)(rngs.split(num_layers))
+
+
+def stack_modules(layers: Sequence[Layer]) -> Layer:
+    """Layers that exist already as one module whose arrays have a leading dimension.
+
+    Raises:
+      ValueError: there is none, or they differ in more than the contents of their arrays.
+    """
+    if not layers:
+        raise ValueError("no layers to stack: the list is empty; give at least one")
+    parts = [nnx.split(layer) for layer in layers]
+    graphdef, first = parts[0]
+    for index, (other, state) in enumerate(parts):
+        if other != graphdef or _shapes(state) != _shapes(first):
+            raise ValueError(
+                f"layers 0 and {index} differ: {_difference(first, state)}. One loop runs layers "
+                "of the same structure, shapes and settings; make a block that holds several kinds "
+                "of layers, and stack that"
+            )
+    stacked = jax.tree.map(lambda *values: jnp.stack(values), *(state for _, state in parts))
+    return nnx.merge(graphdef, stacked)
+
+
+def _shapes(state: nnx.State) -> dict[str, str]:
+    return {
+        "/".join(map(str, path)): f"{value.dtype}{value.shape}"
+        for path, value in _raw_values(state).items()
+    }
+
+
+def _difference(first: nnx.State, second: nnx.State) -> str:
+    """The first array by which two layers differ."""
+    ours, theirs = _shapes(first), _shapes(second)
+    for name in sorted({*ours, *theirs}):
+        if ours.get(name) != theirs.get(name):
+            return f"{name} is {ours.get(name, 'missing')} and {theirs.get(name, 'missing')}"
+    return "they have the same arrays, but are modules of other classes or settings"
+
+
+def scan_blocks(
+    blocks: nnx.Module,
+    x: Any,
+    *,
+    remat: str,
+    kind_of_layer: Sequence[int] | None = None,
+    shared: tuple[Any, ...] = (),
+) -> Any:
+    """Applies stacked layers one after the other; the program's size does not grow with depth.
+
+    A layer is merged from its slice inside the loop, and inside the checkpoint, so that whatever
+    reading a parameter does (a gather) happens there, per layer, and again in the backward pass.
+
+    Args:
+      blocks: stacked by `stack_blocks`; random counts advance in place.
+      x: an array, such as [batch, seq, embed], or a tree of arrays.
+      remat: "none" keeps every residual; "full" keeps only `x` of each layer; "attention"
+        also keeps the output of attention in chunks, which is then not computed again; "dots" keeps
+        `x` and the outputs of matrix products of activations with weights.
+      kind_of_layer: a number for each layer, which it gets beside `x`; None: it gets none. The loop
+        slices it as it does parameters.
+      shared: what every layer is given beside `x`, such as an encoded source. It is held once, not
+        once for each layer.
+
+    Raises:
+      ValueError: a layer changes the shape or dtype of `x`.
+    """
+    graphdef, params, rest = nnx.split(blocks, nnx.Param, ...)
+    kinds = () if kind_of_layer is None else (np.asarray(kind_of_layer, np.int32),)
+
+    def layer(x: Any, slices: tuple[Any, ...]) -> tuple[Any, nnx.State]:
+        params, rest, *kind = slices
+        before = _raw_values(rest)
+        block = nnx.merge(graphdef, params, rest)
+        y = block(x, *kind, *shared)  # type: ignore[operator]
+        _check_unchanged(x, y, type(block).__name__)
+        _, _, after = nnx.split(block, nnx.Param, ...)
+        return y, _changed(before, after)
+
+    if remat != "none":
+        # prevent_cse guards against undoing the recomputation; a scan's body needs no guard.
+        layer = jax.checkpoint(layer, policy=REMAT_POLICIES[remat], prevent_cse=False)
+    x, changed = lax.scan(layer, x, (params, rest, *kinds))
+    if jax.tree.leaves(changed):
+        nnx.update(blocks, changed)
+    return x
+
+
+def _check_unchanged(before: Any, after: Any, layer: str) -> None:
+    form = lambda leaf: f"{jnp.result_type(leaf)}{jnp.shape(leaf)}"  # noqa: E731
+    forms = [jax.tree.map(form, x) for x in (before, after)]
+    if forms[0] != forms[1]:
+        raise ValueError(
+            f"{layer} makes {forms[1]} of {forms[0]}, but the next layer takes what it gives: keep "
+            "the shape and the dtype (for a dtype, end the layer with .astype(x.dtype))"
+        )
+
+
+def _raw_values(state: nnx.State) -> dict[tuple[Any, ...], Any]:
+    return {path: _raw_value(leaf) for path, leaf in nnx.to_flat_state(state)}
+
+
+def _raw_value(leaf: Any) -> Any:
+    """What a leaf of a state holds: a variable's stored value, or a plain array."""
+    return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
+
+
+def _changed(before: Mapping[tuple[Any, ...], Any], after: nnx.State) -> nnx.State:
+    """The variables that a layer has written to; none in evaluation, where nothing is drawn."""
+    written = [
+        (path, leaf)
+        for path, leaf in nnx.to_flat_state(after)
+        if _raw_value(leaf) is not before[path]
+    ]
+    return nnx.from_flat_state(written)

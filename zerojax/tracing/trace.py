@@ -1,0 +1,152 @@
+"""Trace of a model's forward pass with abstract arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
+
+from zerojax.operators.attending import Call, calls_of_attention
+from zerojax.operators.marks import inner_programs
+from zerojax.tracing.dependence import marks_of_outputs
+from zerojax.tracing.index_limits import IndexLimit, find_index_limits
+from zerojax.tracing.protocol import Arrays, Loss, Model
+from zerojax.tracing.reads import MarkRead, find_reads
+from zerojax.tracing.trees import flatten_names
+
+_DRAWS = ("random_bits", "threefry", "rng_bit_generator")
+"""How the names of primitives begin that make random bits."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelTrace:
+    """What one abstract forward pass tells.
+
+    Attributes:
+      read_shapes: name -> the shapes it was read with; a name that is missing is never read. A
+        stack of layers that is scanned is read one slice at a time, so its shape is shorter than
+        the stored one; so is that of an ensemble under `jax.vmap`.
+      mapped_dims: name -> how many leading dimensions `jax.vmap` maps at a read.
+      barriers: name -> why the parameter cannot be gathered where the model reads it.
+      eight_bits: names of the parameters that the model uses as 8-bit floats alone.
+      result: the abstract value of the loss.
+      jaxpr: the traced forward pass, for counting. Its inputs are parameters, extras and batch, in
+        the order of sorted names; its outputs the leaves of `result`.
+      attention: a sentence for each kind of call of `zerojax.attention`, in order.
+      attention_calls: these calls, each kind once.
+      program: the same equations with the extras afterwards as further outputs, by sorted names.
+      index_limits: {leaf of the batch: what its integers must keep to}, see `index_limits`.
+    """
+
+    read_shapes: Mapping[str, frozenset[tuple[int, ...]]]
+    mapped_dims: Mapping[str, int]
+    barriers: Mapping[str, str]
+    eight_bits: frozenset[str]
+    result: Any
+    jaxpr: Any
+    index_limits: Mapping[str, tuple[IndexLimit, ...]]
+    attention: tuple[str, ...]
+    attention_calls: tuple[Call, ...]
+    program: Any
+
+
+def trace_model(
+    model: Model, params: Arrays, extras: Arrays, batch: Any, loss: Loss, *, train: bool = True
+) -> ModelTrace:
+    """Traces the loss once, without computing, and finds how each parameter is read.
+
+    Args:
+      params, extras, batch: trees of `ShapeDtypeStruct`, as the model will see them.
+      loss: any `function(model, batch)`.
+      train: the mode in which the model runs.
+
+    Raises:
+      ValueError: the model names an axis of `jax.pmap` or `jax.vmap`.
+    """
+    handed: set[str] = set()
+    plain: set[str] = set()
+
+    def traced(params: Arrays, extras: Arrays, batch: Any) -> Any:
+        function, key = lambda bound: loss(bound, batch), jax.random.key(0)
+        on_read = {name: MarkRead(name, handed) for name in params if name not in plain}
+        return model.run(params, extras, key, function, train=train, on_read=on_read)
+
+    while True:
+        try:
+            with calls_of_attention() as calls:
+                trace = jax.make_jaxpr(traced, return_shape=True)
+                program, (result, _) = trace(params, extras, batch)
+            break
+        except NameError as error:
+            raise _about_an_axis(error) from error
+        except Exception:
+            # Perhaps only because something stood for a parameter; then arrays themselves will do,
+            # and `find_reads` sees that they are used as they are stored.
+            if handed <= plain:
+                raise
+            plain |= handed
+    outputs = program.jaxpr.outvars[: len(jax.tree.leaves(result))]
+    jaxpr = ClosedJaxpr(program.jaxpr.replace(outvars=outputs), program.consts)
+    # The leaves of a dict are in the order of its sorted keys.
+    rest = len(jax.tree.leaves((extras, batch)))
+    reads = find_reads(jaxpr.jaxpr, [*sorted(params), *[None] * rest])
+    flat = flatten_names(batch)
+    of_batch = [
+        (name, leaf.shape) if jnp.issubdtype(leaf.dtype, jnp.integer) and leaf.shape else None
+        for name, leaf in flat.items()
+    ]
+    before = [None] * (len(jaxpr.jaxpr.invars) - len(of_batch))
+    return ModelTrace(
+        read_shapes={name: frozenset(shapes) for name, shapes in reads.shapes.items()},
+        mapped_dims=reads.mapped_dims,
+        barriers=reads.barriers,
+        eight_bits=frozenset(reads.shapes.keys() - reads.in_full),
+        result=result,
+        jaxpr=jaxpr,
+        index_limits=find_index_limits(jaxpr.jaxpr, [*before, *of_batch]),
+        attention=tuple(dict.fromkeys(call.describe() for call in calls)),
+        attention_calls=tuple(dict.fromkeys(calls)),
+        program=program,
+    )
+
+
+def has_random_numbers(program: Any) -> bool:
+    """Whether a traced program draws random numbers, at any depth."""
+    jaxpr: Any = getattr(program, "jaxpr", program)
+    return any(
+        equation.primitive.name.startswith(_DRAWS)
+        or any(has_random_numbers(inner) for inner in inner_programs(equation.params))
+        for equation in jaxpr.eqns
+    )
+
+
+def is_random(
+    model: Model, params: Arrays, extras: Arrays, batch: Any, loss: Loss, *, train: bool
+) -> bool:
+    """Whether the loss depends on the key of the call; arguments as in `trace_model`."""
+
+    def run(params: Arrays, extras: Arrays, batch: Any, key: jax.Array) -> Any:
+        function = lambda bound: loss(bound, batch)  # noqa: E731
+        return model.run(params, extras, key, function, train=train)[0]
+
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    closed = jax.make_jaxpr(run)(params, extras, batch, key)
+    marks = [0] * (len(closed.jaxpr.invars) - 1)
+    return any(marks_of_outputs(closed.jaxpr, [*marks, 1]))
+
+
+def _about_an_axis(error: NameError) -> Exception:
+    """What to do about an axis name that a model was given for another way of training."""
+    found = re.search(r"unbound axis name: (\w+)", str(error))
+    if found is None:
+        return error
+    return ValueError(
+        f"the model sums over an axis named {found[1]!r}, as under jax.pmap (BatchNorm has it from "
+        "axis_name=); zerojax has no such axis: leave the name away, and each device normalises by "
+        "its own rows, or take means over the whole batch with zerojax.batch_mean"
+    )

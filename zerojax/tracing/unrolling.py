@@ -1,0 +1,117 @@
+"""Unrolls loops over layers, so that the step stacks no values for the backward pass.
+
+In a `jax.lax.scan` over stacked parameters each layer writes the values that its backward pass
+needs into arrays [layers, ...], and the backward pass reads copies from them. Unrolled layers keep
+the values themselves. Each layer is then compiled by itself, which takes longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr
+
+from zerojax.config import MeshConfig
+from zerojax.config.mesh import HOST
+from zerojax.tracing.activation_offload import (
+    LayerScan,
+    contains,
+    evaluate_loops,
+    find_loops_over_layers,
+    trace_with_loops,
+)
+from zerojax.tracing.jaxpr import is_checkpoint
+
+
+def unroll_layers(
+    function: Callable[..., Any], constants: Sequence[Any] = ()
+) -> Callable[..., Any]:
+    """Returns `function(parameters, *others)` with unrolled loops over layers.
+
+    Values and derivatives stay the same. Loops whose layers have checkpoints stay loops: in
+    unrolled layers the compiler would merge a recomputation with the first computation.
+
+    Args:
+      function: takes the parameters first.
+      constants: arrays in the closure of `function` that are parameters as well.
+    """
+
+    def unrolled(parameters: Any, *others: Any) -> Any:
+        closed, shape, scans = trace_with_loops(function, (parameters, *others), constants)
+        chosen = {id(scan.equation) for scan in scans if _why_not(scan) is None}
+        inputs = jax.tree.leaves((parameters, *others))
+        outputs = evaluate_loops(closed, inputs, chosen, _run_unrolled)
+        return jax.tree.unflatten(jax.tree.structure(shape), outputs)
+
+    return unrolled
+
+
+def describe_unrolled(
+    settings: MeshConfig, forward: ClosedJaxpr, num_parameters: int
+) -> tuple[str, ...]:
+    """Returns the lines of a plan about unrolled loops, one for each loop; () without `unroll`.
+
+    Args:
+      settings: the mesh options.
+      forward: the loss of one microbatch on one data shard; its first inputs are parameters.
+      num_parameters: how many.
+
+    Raises:
+      ValueError: the settings or the model need the loop; the message says what to change.
+    """
+    if not settings.unroll:
+        return ()
+    if why := why_never_unrolled(settings):
+        raise ValueError(f"unroll=True cannot be combined with {why}; leave unroll=False")
+    places = range(len(forward.jaxpr.invars))
+    scans = find_loops_over_layers(forward, [place < num_parameters for place in places])
+    reasons = [
+        f"layers: the loop over {scan.num_layers} layers "
+        + ("runs as straight code" if (why := _why_not(scan)) is None else f"stays: {why}")
+        for scan in scans
+    ]
+    if all(_why_not(scan) for scan in scans):
+        found = "; ".join(reasons) or "the loss has no jax.lax.scan over stacked parameters"
+        raise ValueError(f"unroll=True, and there is no loop to unroll ({found}); use unroll=False")
+    return tuple(reasons)
+
+
+def why_never_unrolled(settings: MeshConfig) -> str | None:
+    """Returns why no loop of any model may be unrolled with these settings; None if one may."""
+    if settings.stage > 1:
+        return f"stage={settings.stage}: a pipeline gives each stage turns of the loop"
+    if settings.zero == 3:
+        return "zero=3, which gathers the weights of one layer at a time in the loop"
+    if HOST in (settings.offload.params, settings.offload.activations):
+        return "offload.params or offload.activations, which move one layer at a time in the loop"
+    if settings.deterministic:
+        return (
+            f"deterministic={settings.deterministic}: fused across layers, sums may round otherwise"
+        )
+    return None
+
+
+def _why_not(scan: LayerScan) -> str | None:
+    """Returns why a loop is not unrolled; None if it is."""
+    if scan.inside:
+        return f"it is inside of a `{scan.inside}`"
+    layer = scan.equation.params["jaxpr"].jaxpr
+    if any(is_checkpoint(one) or contains(one, _may_be_merged) for one in layer.eqns):
+        return "its layers have checkpoints (model.remat or jax.checkpoint)"
+    return None
+
+
+def _may_be_merged(equation: Any) -> bool:
+    """Returns whether an equation is a checkpoint whose recomputation the compiler may merge.
+
+    Checkpoints with `prevent_cse`, as in layers of experts, also work in unrolled layers.
+    """
+    return is_checkpoint(equation) and not np.all(equation.params["prevent_cse"])
+
+
+def _run_unrolled(equation: Any, given: Sequence[Any]) -> Sequence[Any]:
+    params = {**equation.params, "unroll": equation.params["length"]}
+    return equation.primitive.bind(*given, **params)

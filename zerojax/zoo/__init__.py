@@ -1,0 +1,156 @@
+"""Reference models in plain Flax NNX, LoRA, generation, and weights of Hugging Face."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from flax import nnx
+
+from zerojax.config import ModelConfig
+from zerojax.zoo.bert import Bert, BertConfig
+from zerojax.zoo.decoder import MEGATRON_RULES, Block, Decoder, KVCache, TensorParallelRules
+from zerojax.zoo.decoder_config import DecoderConfig, LayerKind
+from zerojax.zoo.generation import generate, generate_from_source
+from zerojax.zoo.gpt2 import GPT2, GPT2Config
+from zerojax.zoo.layers import NormConfig
+from zerojax.zoo.llama import Llama, LlamaConfig
+from zerojax.zoo.lora import add_lora, merge_lora
+from zerojax.zoo.moe import MoE, Routing, balance_losses
+from zerojax.zoo.rope import Rope, RopeScaling
+from zerojax.zoo.stages import Stages
+from zerojax.zoo.t5 import T5, T5Config
+
+__all__ = [
+    "GPT2",
+    "MODELS",
+    "T5",
+    "Bert",
+    "BertConfig",
+    "Block",
+    "Decoder",
+    "DecoderConfig",
+    "GPT2Config",
+    "KVCache",
+    "LayerKind",
+    "Llama",
+    "LlamaConfig",
+    "MoE",
+    "NormConfig",
+    "Rope",
+    "RopeScaling",
+    "Routing",
+    "Stages",
+    "T5Config",
+    "add_lora",
+    "as_decoder_config",
+    "balance_losses",
+    "build_model",
+    "generate",
+    "generate_from_source",
+    "merge_lora",
+    "tensor_parallel_rules",
+]
+
+MODELS: Mapping[str, tuple[type, Callable[..., nnx.Module]]] = {
+    "gpt2": (GPT2Config, GPT2),
+    "llama": (LlamaConfig, Llama),
+    "bert": (BertConfig, Bert),
+    "t5": (T5Config, T5),
+    "decoder": (DecoderConfig, Decoder),
+}
+"""Name in a run's record -> (class of its sizes, class of the model)."""
+
+_RULES: dict[str, TensorParallelRules] = {"gpt2": MEGATRON_RULES, "llama": MEGATRON_RULES}
+
+
+def as_decoder_config(config: ModelConfig, vocab_size: int) -> GPT2Config | LlamaConfig:
+    """The model's own configuration, every size known.
+
+    Args:
+      config: what the run is told; its `vocab_size`, when set, wins over the tokenizer's.
+      vocab_size: number of tokens of the tokenizer.
+
+    Raises:
+      ValueError: sizes that do not fit together, fewer rows than tokens, an unknown name, or an
+        option that the architecture does not have.
+    """
+    if config.vocab_size is not None and config.vocab_size < vocab_size:
+        raise ValueError(
+            f"model.vocab_size={config.vocab_size} is smaller than the tokenizer's {vocab_size}"
+            f" tokens; use {vocab_size} or more, or leave it out"
+        )
+    vocab_size = config.vocab_size or vocab_size
+    if config.name == "gpt2":
+        if config.num_kv_heads not in (None, config.num_heads):
+            raise ValueError(
+                f"model.num_kv_heads={config.num_kv_heads}: gpt2 has one key/value head for each of"
+                f" its {config.num_heads} query heads; leave it out, or use model.name=llama"
+            )
+        if config.moe.num_experts:
+            raise ValueError(
+                f"model.moe.num_experts={config.moe.num_experts}: experts are gated and have no "
+                "biases, gpt2's MLPs are neither; use model.name=llama"
+            )
+        return GPT2Config(
+            vocab_size=vocab_size,
+            max_seq_len=config.max_seq_len,
+            num_layers=config.num_layers,
+            num_heads=config.num_heads,
+            embed_dim=config.embed_dim,
+            mlp_dim=config.mlp_dim,
+            dropout=config.dropout,
+            tie_embeddings=config.tie_embeddings is not False,
+            norm_eps=config.norm_eps,
+            remat=config.remat,
+            loss_chunk=config.loss_chunk,
+            mlp_chunk=config.mlp_chunk,
+            matmul_dtype=config.matmul_dtype,
+            attention=config.attention,
+            attention_layout=config.attention_layout.layout,
+            attention_window=config.attention_window,
+        )
+    if config.name == "llama":
+        return LlamaConfig(
+            vocab_size=vocab_size,
+            max_seq_len=config.max_seq_len,
+            num_layers=config.num_layers,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            embed_dim=config.embed_dim,
+            mlp_dim=config.mlp_dim,
+            dropout=config.dropout,
+            tie_embeddings=config.tie_embeddings is True,
+            rope_theta=config.rope_theta,
+            norm_eps=config.norm_eps,
+            remat=config.remat,
+            loss_chunk=config.loss_chunk,
+            mlp_chunk=config.mlp_chunk,
+            matmul_dtype=config.matmul_dtype,
+            attention=config.attention,
+            attention_layout=config.attention_layout.layout,
+            attention_window=config.attention_window,
+            moe=config.moe,
+        )
+    raise ValueError(f"model.name={config.name!r} is unknown; use one of {', '.join(_RULES)}")
+
+
+def build_model(config: ModelConfig, vocab_size: int) -> Callable[[nnx.Rngs], Decoder]:
+    """A factory of the model that a run is told to train: `rngs -> model`.
+
+    Sizes are checked here, before an array exists; see `as_decoder_config`.
+    """
+    sizes = as_decoder_config(config, vocab_size)
+
+    def factory(rngs: nnx.Rngs) -> Decoder:
+        if isinstance(sizes, GPT2Config):
+            return GPT2(sizes, rngs=rngs)
+        return Llama(sizes, rngs=rngs)
+
+    return add_lora(factory, config.lora) if config.lora.rank else factory
+
+
+def tensor_parallel_rules(name: str) -> TensorParallelRules:
+    """Megatron-style rules of a model by name: (regex, mesh axis of each trailing dimension)."""
+    if name not in _RULES:
+        raise ValueError(f"no tensor-parallel rules for {name!r}; known: {', '.join(_RULES)}")
+    return _RULES[name]

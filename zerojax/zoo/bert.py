@@ -1,0 +1,325 @@
+"""BERT: bidirectional encoder, post-layer norms, masked-token head."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from zerojax.config.attention_layouts import BlockLayout
+from zerojax.models.losses import NATS_PER_TOKEN, next_token
+from zerojax.operators.attending import Implementation
+from zerojax.tracing.stacking import scan_blocks, stack_blocks
+from zerojax.zoo.decoder import MEGATRON_RULES, RESIDUAL_DIMS, TensorParallelRules, check_tokens
+from zerojax.zoo.decoder_config import LayerKind, check_decoder_sizes
+from zerojax.zoo.layers import (
+    Dropout,
+    Embedding,
+    LayerNorm,
+    Mlp,
+    Projection,
+    constrain,
+    expand_rank,
+)
+from zerojax.zoo.self_attention import Attention
+
+INIT_STDDEV = 0.02
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BertConfig:
+    """Sizes of a BERT (arXiv:1810.04805); the defaults are the base model, uncased.
+
+    Attributes:
+      vocab_size: number of token ids.
+      max_seq_len: tokens; rows of the position table.
+      num_types: rows of the table of token types (first and second sentence).
+      num_layers, num_heads, embed_dim: depth, attention heads, width of the residual stream.
+      mlp_dim: width of the MLP; None: 4 * embed_dim.
+      dropout: probability, on embeddings and on the output of each sub-layer. Attention
+        probabilities are not dropped, since a fused attention never holds them.
+      norm_eps: added to the variance.
+      exact_gelu: GELU by the error function, as in the paper; else its tanh form.
+      has_mlm_head: a head that says which tokens were masked; without it there is no loss.
+      has_pooler: a dense layer on the first token, for classification. No loss of this module
+        reads it, so `freeze=("pooler/",)` keeps weight decay from wearing down a trained one.
+      remat: "none", "full", "attention" or "dots" (see `stacking.scan_blocks`).
+      matmul_dtype: "fp8" for 8-bit products in the layers (see `fp8`); None: the compute dtype.
+      attention: "auto", "xla", "chunked", "cudnn" or "mosaic_gpu" (see `zerojax.attention`).
+      attention_layout: which blocks of tokens see which, in a row of max_seq_len tokens; shorter
+        ones have a part of it (see `zerojax.attention`).
+    """
+
+    vocab_size: int = 30522
+    max_seq_len: int = 512
+    num_types: int = 2
+    num_layers: int = 12
+    num_heads: int = 12
+    embed_dim: int = 768
+    mlp_dim: int | None = None
+    dropout: float = 0.0
+    norm_eps: float = 1e-12
+    exact_gelu: bool = True
+    has_mlm_head: bool = True
+    has_pooler: bool = False
+    remat: str = "none"
+    matmul_dtype: str | None = None
+    attention: Implementation = "auto"
+    attention_layout: BlockLayout | None = None
+
+    # What the checks of decoders ask for, and a BERT does not leave open.
+    num_kv_heads: ClassVar[int] = 1
+    head_dim: ClassVar[None] = None
+    loss_chunk: ClassVar[None] = None
+    mlp_chunk: ClassVar[None] = None
+    attention_window: ClassVar[None] = None
+
+    def __post_init__(self) -> None:
+        if self.mlp_dim is None:
+            object.__setattr__(self, "mlp_dim", 4 * self.embed_dim)
+        check_decoder_sizes(self)
+        if isinstance(self.num_types, bool) or self.num_types < 1:
+            raise ValueError(f"num_types={self.num_types!r} must be at least 1; BERT has 2")
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of trainable elements."""
+        width, mlp = self.embed_dim, self.mlp_dim or 4 * self.embed_dim
+        dense, norm = width * width + width, 2 * width
+        layer = 4 * dense + 2 * width * mlp + mlp + width + 2 * norm
+        tables = (self.vocab_size + self.max_seq_len + self.num_types) * width + norm
+        head = dense + norm + self.vocab_size if self.has_mlm_head else 0
+        return self.num_layers * layer + tables + head + (dense if self.has_pooler else 0)
+
+
+class Encoded(NamedTuple):
+    """What goes from layer to layer."""
+
+    hidden: jax.Array
+    """[batch, seq, embed]."""
+    visible: jax.Array | None
+    """bool [batch, seq], False for padding; None: no padding."""
+
+
+class EncoderBlock(nnx.Module):
+    """One post-norm layer: x = norm(x + attention(x)), then norm(x + mlp(x))."""
+
+    def __init__(self, config: BertConfig, *, rngs: nnx.Rngs) -> None:
+        width = config.embed_dim
+        self.attention = Attention(
+            width,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_heads,
+            qkv_bias=True,
+            output_bias=True,
+            stddev=INIT_STDDEV,
+            output_stddev=INIT_STDDEV,
+            kinds=(LayerKind(rope=None),),
+            rngs=rngs,
+            matmul_dtype=config.matmul_dtype,
+            implementation=config.attention,
+            layout=config.attention_layout,
+            max_seq_len=config.max_seq_len,
+            is_causal=False,
+        )
+        self.attention_dropout = Dropout(config.dropout, rngs=rngs)
+        self.attention_norm = LayerNorm(width, eps=config.norm_eps)
+        self.mlp = Mlp(
+            width,
+            config.mlp_dim or 4 * width,
+            activation="gelu" if config.exact_gelu else "gelu_tanh",
+            gated=False,
+            use_bias=True,
+            stddev=INIT_STDDEV,
+            output_stddev=INIT_STDDEV,
+            rngs=rngs,
+            matmul_dtype=config.matmul_dtype,
+        )
+        self.mlp_dropout = Dropout(config.dropout, rngs=rngs)
+        self.mlp_norm = LayerNorm(width, eps=config.norm_eps)
+
+    def __call__(self, encoded: Encoded) -> Encoded:
+        """The same shapes and dtypes."""
+        x, visible = encoded
+        x = self.attention_norm(_add(x, self.attention_dropout(self.attention(x, visible))))
+        x = self.mlp_norm(_add(x, self.mlp_dropout(self.mlp(x))))
+        return Encoded(constrain(x, RESIDUAL_DIMS), visible)
+
+
+class MaskedTokenHead(nnx.Module):
+    """norm(gelu(dense(x))), then dot products with the rows of the token table, and a bias."""
+
+    def __init__(self, config: BertConfig, *, rngs: nnx.Rngs) -> None:
+        width = (config.embed_dim,)
+        self.exact_gelu = config.exact_gelu
+        self.transform = Projection(width, width, stddev=INIT_STDDEV, use_bias=True, rngs=rngs)
+        self.norm = LayerNorm(config.embed_dim, eps=config.norm_eps)
+        self.bias = nnx.Param(jnp.zeros((config.vocab_size,), jnp.float32))
+
+    def __call__(self, x: jax.Array, table: Embedding) -> jax.Array:
+        """[batch, seq, embed] -> logits [batch, seq, vocab]."""
+        x = self.norm(jax.nn.gelu(self.transform(x), approximate=not self.exact_gelu))
+        logits = table.attend(x)
+        return logits + expand_rank(self.bias[...].astype(logits.dtype), logits.ndim)
+
+
+class Bert(nnx.Module):
+    """BERT. `model(tokens) -> logits`, `model.loss(batch) -> (sum, weight)`."""
+
+    tensor_parallel_rules: ClassVar[TensorParallelRules] = (
+        *MEGATRON_RULES,
+        (r"mlm_head/bias$", ("model",)),
+    )
+    loss_unit: ClassVar[str] = NATS_PER_TOKEN
+
+    def __init__(self, config: BertConfig, *, rngs: nnx.Rngs) -> None:
+        self.config = config
+
+        def table(rows: int) -> Embedding:
+            return Embedding(rows, config.embed_dim, stddev=INIT_STDDEV, rngs=rngs)
+
+        self.token_embedding = table(config.vocab_size)
+        self.position_embedding = table(config.max_seq_len)
+        self.type_embedding = table(config.num_types)
+        self.embed_norm = LayerNorm(config.embed_dim, eps=config.norm_eps)
+        self.embed_dropout = Dropout(config.dropout, rngs=rngs)
+        self.blocks = stack_blocks(
+            lambda layer_rngs: EncoderBlock(config, rngs=layer_rngs), config.num_layers, rngs=rngs
+        )
+        self.mlm_head = MaskedTokenHead(config, rngs=rngs) if config.has_mlm_head else None
+        self.pooler = _build_pooler(config, rngs) if config.has_pooler else None
+
+    def embed(self, tokens: jax.Array, token_types: jax.Array | None = None) -> jax.Array:
+        """Integers [batch, seq] -> [batch, seq, embed].
+
+        Args:
+          tokens: integers [batch, seq].
+          token_types: integers [batch, seq] below `num_types`; None: all 0.
+
+        Raises:
+          TypeError: tokens are not integers.
+          ValueError: not two dimensions, or longer than the model's `max_seq_len`.
+        """
+        check_tokens(tokens, max_seq_len=self.config.max_seq_len)
+        types = jnp.zeros_like(tokens) if token_types is None else token_types
+        x = self.token_embedding(tokens)
+        positions = self.position_embedding.embedding[...][None, : tokens.shape[1]]
+        x = x + self.type_embedding(types).astype(x.dtype) + positions.astype(x.dtype)
+        return constrain(self.embed_dropout(self.embed_norm(x)), RESIDUAL_DIMS)
+
+    def hidden(
+        self,
+        tokens: jax.Array,
+        attention_mask: jax.Array | None = None,
+        token_types: jax.Array | None = None,
+    ) -> jax.Array:
+        """What the layers make of tokens.
+
+        Args:
+          tokens: integers [batch, seq].
+          attention_mask: [batch, seq], 0 where a token is padding; None: there is none.
+          token_types: integers [batch, seq]; None: all 0.
+
+        Returns:
+          [batch, seq, embed]; at padding, values without a meaning.
+        """
+        visible = None if attention_mask is None else attention_mask != 0
+        start = Encoded(self.embed(tokens, token_types), visible)
+        return scan_blocks(self.blocks, start, remat=self.config.remat).hidden
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        attention_mask: jax.Array | None = None,
+        token_types: jax.Array | None = None,
+    ) -> jax.Array:
+        """Integers [batch, seq] -> logits [batch, seq, vocab] of what each token is; see `hidden`.
+
+        Raises:
+          ValueError: the model has no head for masked tokens.
+        """
+        return self.head(self.hidden(tokens, attention_mask, token_types))
+
+    def head(self, x: jax.Array) -> jax.Array:
+        """[batch, positions, embed] -> logits [batch, positions, vocab].
+
+        Raises:
+          ValueError: the model has no head for masked tokens.
+        """
+        if self.mlm_head is None:
+            raise ValueError(
+                "this BERT has no head for masked tokens (has_mlm_head=False), so it has neither "
+                "logits nor a loss; use model.hidden, model.embed_texts, or give a loss of your own"
+            )
+        return self.mlm_head(x, self.token_embedding)
+
+    def loss(self, batch: Mapping[str, Any]) -> tuple[jax.Array, jax.Array]:
+        """Cross-entropy of the masked tokens in float32, as (sum, weight).
+
+        Args:
+          batch: "tokens" [batch, seq], some of them masked; "targets", the right tokens. With
+            "positions" [batch, n], integers, logits are made at those places only and targets are
+            [batch, n], else [batch, seq]. "weights" in the shape of the targets, 0 where a place
+            does not count; "attention_mask" and "token_types" as in `hidden`.
+
+        Raises:
+          ValueError: neither positions nor weights. So are batches of text that is to be continued,
+            from which a model that sees both sides copies the next token. Or rows of several texts.
+        """
+        if "segments" in batch:
+            raise ValueError(
+                "rows hold several texts each (batch['segments'], of chats or packed text), which "
+                "a BERT does not tell apart; make batches with zerojax.data.as_masked_source"
+            )
+        if "positions" not in batch and "weights" not in batch:
+            raise ValueError(
+                f"a batch for BERT has {sorted(batch)}, but neither 'positions' nor 'weights' to "
+                "say which tokens are masked; make one with zerojax.data.as_masked_source(source, "
+                "mask_token=...), or give weights of 1 where every token counts"
+            )
+        x = self.hidden(batch["tokens"], batch.get("attention_mask"), batch.get("token_types"))
+        if "positions" in batch:
+            x = jnp.take_along_axis(x, batch["positions"][..., None], axis=1, mode="fill")
+        return next_token(self.head(x), batch["targets"], batch.get("weights"))
+
+    def pool(self, hidden: jax.Array) -> jax.Array:
+        """tanh(dense(first token)): [batch, seq, embed] -> [batch, embed].
+
+        Raises:
+          ValueError: the model has no pooler.
+        """
+        if self.pooler is None:
+            raise ValueError("this BERT has no pooler; build it with has_pooler=True")
+        return jnp.tanh(self.pooler(hidden[:, 0]))
+
+    def embed_texts(self, tokens: jax.Array, attention_mask: jax.Array | None = None) -> jax.Array:
+        """Means of the hidden states over the tokens of each text, of length 1.
+
+        That is how the models of sentence-transformers (arXiv:1908.10084) that pool by the mean
+        embed a text, all-MiniLM-L6-v2 among them.
+
+        Args:
+          tokens: integers [batch, seq].
+          attention_mask: [batch, seq], 0 for padding; None: there is none.
+
+        Returns:
+          float32 [batch, embed].
+        """
+        hidden = self.hidden(tokens, attention_mask).astype(jnp.float32)
+        mask = jnp.ones(tokens.shape, bool) if attention_mask is None else attention_mask != 0
+        counted = mask.astype(jnp.float32)[..., None]
+        mean = jnp.sum(hidden * counted, axis=1) / jnp.maximum(jnp.sum(counted, axis=1), 1.0)
+        return mean / jnp.maximum(jnp.linalg.norm(mean, axis=-1, keepdims=True), 1e-12)
+
+
+def _build_pooler(config: BertConfig, rngs: nnx.Rngs) -> Projection:
+    width = (config.embed_dim,)
+    return Projection(width, width, stddev=INIT_STDDEV, use_bias=True, rngs=rngs)
+
+
+def _add(x: jax.Array, change: jax.Array) -> jax.Array:
+    return constrain(x + change.astype(x.dtype), RESIDUAL_DIMS)

@@ -1,0 +1,528 @@
+"""Decoder: embedding, stacked blocks and head; its loss and its cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+
+from zerojax.config.expert_settings import MoEConfig
+from zerojax.models.losses import NATS_PER_TOKEN, next_token
+from zerojax.operators.chunked_loss import head_next_token
+from zerojax.operators.context import current_split
+from zerojax.tracing.stacking import scan_blocks, stack_blocks
+from zerojax.zoo.decoder_config import DecoderConfig
+from zerojax.zoo.layers import Dropout, Embedding, Mlp, Norm, Projection, constrain, in_chunks
+from zerojax.zoo.moe import EXPERT_PARAMETERS, MoE, Routing, balance_losses
+from zerojax.zoo.self_attention import Attention
+
+INIT_STDDEV = 0.02
+RESIDUAL_DIMS = ("batch", "sequence", "embed")
+TensorParallelRules = tuple[tuple[str, tuple[str | None, ...]], ...]
+
+# Megatron's cut (arXiv:1909.08053): heads and the MLP's width over `model`, one sum per sub-layer
+# after the row-parallel output; the vocabulary over `model` at both ends. Axes are those of the
+# trailing dimensions, so the rules hold for stacked and single layers.
+MEGATRON_RULES: TensorParallelRules = (
+    (r"attention/(query|key|value)/kernel$", (None, "model", None)),
+    (r"attention/(query|key|value)/bias$", ("model", None)),
+    (r"attention/(query|key)_heads_norm/(scale|bias)$", ("model", None)),
+    (r"attention/sinks$", ("model",)),
+    (r"attention/output/kernel$", ("model", None, None)),
+    (r"mlp/(shared/)?(gate|up)/kernel$", (None, "model")),
+    (r"mlp/(gate|up)/bias$", ("model",)),
+    (r"mlp/(shared/)?down/kernel$", ("model", None)),
+    (r"mlp/experts/(gate|up)$", (None, None, "model")),
+    (r"mlp/experts/down$", (None, "model", None)),
+    (r"attention/(query|key|value)/lora/b$", (None, "model", None)),
+    (r"attention/output/lora/a$", ("model", None, None)),
+    (r"mlp/(shared/)?(gate|up)/lora/b$", (None, "model")),
+    (r"mlp/(shared/)?down/lora/a$", ("model", None)),
+    (r"token_embedding/embedding$", ("model", None)),
+    (r"lm_head/kernel$", (None, "model")),
+)
+
+
+class KVCache(NamedTuple):
+    """Keys and values of every layer: [layers, batch, length, kv_heads, head_dim] each."""
+
+    keys: jax.Array
+    values: jax.Array
+
+
+class Packed(NamedTuple):
+    """What goes from layer to layer where rows hold several texts, or a part of one, or where
+    experts are counted."""
+
+    hidden: jax.Array
+    """[batch, seq, embed]."""
+    segments: jax.Array | None
+    """Integers [batch, seq]: the text of each token, negative for padding; None: all are of one."""
+    positions: jax.Array | None
+    """Integers [batch, seq]: the position of each token in its text; None: the indices."""
+    routing: Routing | None = None
+    """[layers, ...]: what routers saw of the tokens that are not padding; None: nobody asks."""
+
+
+class Block(nnx.Module):
+    """One residual layer: x + attention(norm(x)), then x + mlp(norm(x)).
+
+    Without a norm of its own a sub-layer gets `x` as it is. `attention_post_norm` and
+    `mlp_post_norm` are of what is added. With `is_parallel` both sub-layers get the norm of the
+    first, and are added at once.
+    """
+
+    def __init__(
+        self,
+        *,
+        attention_norm: Callable[[jax.Array], jax.Array] | None,
+        attention: Attention,
+        mlp_norm: Callable[[jax.Array], jax.Array] | None,
+        mlp: Mlp | MoE,
+        dropout: float,
+        rngs: nnx.Rngs,
+        mlp_chunk: int | None = None,
+        attention_post_norm: Callable[[jax.Array], jax.Array] | None = None,
+        mlp_post_norm: Callable[[jax.Array], jax.Array] | None = None,
+        is_parallel: bool = False,
+        residual_scale: float = 1.0,
+    ) -> None:
+        self.attention_norm = attention_norm
+        self.attention = attention
+        self.attention_dropout = Dropout(dropout, rngs=rngs)
+        self.mlp_norm = mlp_norm
+        self.mlp = mlp
+        self.mlp_dropout = Dropout(dropout, rngs=rngs)
+        self.mlp_chunk = mlp_chunk
+        self.attention_post_norm, self.mlp_post_norm = attention_post_norm, mlp_post_norm
+        self.is_parallel, self.residual_scale = is_parallel, residual_scale
+
+    def __call__(self, x: jax.Array | Packed, kind: jax.Array | None = None) -> jax.Array | Packed:
+        """[batch, seq, embed] -> the same shape and dtype; so of rows of several texts.
+
+        Args:
+          kind: int32 [], which of the kinds of layers this is; None: there is one.
+        """
+        if not isinstance(x, Packed):
+            return self._layer(x, kind)[0]
+        hidden, seen = self._layer(x.hidden, kind, segments=x.segments, positions=x.positions)
+        if x.routing is None:
+            return x._replace(hidden=hidden)
+        assert seen is not None, "routing is asked of a layer without experts"
+        return x._replace(hidden=hidden, routing=x.routing.push(seen))
+
+    def _layer(
+        self, x: jax.Array, kind: jax.Array | None, **texts: jax.Array | None
+    ) -> tuple[jax.Array, Routing | None]:
+        segments, seen = texts.get("segments"), None
+
+        def attend(normed: jax.Array) -> jax.Array:
+            mixed = _apply(self.attention_post_norm, self.attention(normed, kind=kind, **texts))
+            return self.attention_dropout(mixed)
+
+        def widen(normed: jax.Array) -> jax.Array:
+            nonlocal seen
+            if isinstance(self.mlp, MoE):
+                change, seen = self.mlp(normed, None if segments is None else segments >= 0)
+            elif self.mlp_chunk is None:
+                change = self.mlp(normed)
+            else:
+                change = in_chunks(self.mlp, normed, self.mlp_chunk)
+            return self.mlp_dropout(_apply(self.mlp_post_norm, change))
+
+        return self._add_both(x, attend, widen), seen
+
+    def extend(
+        self,
+        x: jax.Array,
+        cache: tuple[jax.Array, jax.Array],
+        position: jax.Array,
+        kind: jax.Array | None = None,
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        """`__call__` for new tokens after cached ones, without dropout; see `Attention.extend`."""
+
+        def attend(normed: jax.Array) -> jax.Array:
+            nonlocal cache
+            mixed, cache = self.attention.extend(normed, cache, position, kind)
+            return _apply(self.attention_post_norm, mixed)
+
+        def widen(normed: jax.Array) -> jax.Array:
+            change = self.mlp(normed)[0] if isinstance(self.mlp, MoE) else self.mlp(normed)
+            return _apply(self.mlp_post_norm, change)
+
+        return self._add_both(x, attend, widen), cache
+
+    def _add_both(
+        self,
+        x: jax.Array,
+        attend: Callable[[jax.Array], jax.Array],
+        widen: Callable[[jax.Array], jax.Array],
+    ) -> jax.Array:
+        normed = _apply(self.attention_norm, x)
+        if self.is_parallel:
+            return self._add(self._add(x, attend(normed)), widen(normed))
+        x = self._add(x, attend(normed))
+        return self._add(x, widen(_apply(self.mlp_norm, x)))
+
+    def _add(self, x: jax.Array, change: jax.Array) -> jax.Array:
+        if self.residual_scale != 1.0:
+            change = change * self.residual_scale
+        return constrain(x + change.astype(x.dtype), RESIDUAL_DIMS)
+
+
+def _apply(norm: Callable[[jax.Array], jax.Array] | None, x: jax.Array) -> jax.Array:
+    return x if norm is None else norm(x)
+
+
+class Decoder(nnx.Module):
+    """A decoder-only language model: `head(blocks(embed(tokens)))`.
+
+    `model(tokens) -> logits`, `model.loss(batch) -> (sum, weight)`. What it computes is said by the
+    switches of its configuration; `Llama` and `GPT2` are decoders by other names of theirs.
+    """
+
+    tensor_parallel_rules: ClassVar[TensorParallelRules] = MEGATRON_RULES
+    expert_parameters: ClassVar[tuple[str, ...]] = EXPERT_PARAMETERS
+    loss_unit: ClassVar[str] = NATS_PER_TOKEN
+
+    config: Any
+    """Its own sizes and settings: a `DecoderConfig`, or what makes one, with the same names for
+    sizes."""
+    position_embedding: Embedding | None = None
+    kind_of_layer: tuple[int, ...] | None = None
+    embed_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+    moe: MoEConfig | None = None
+    """Of the layers' experts; None: they have MLPs."""
+    deterministic: bool = False
+    """Set by `eval()`: what is added to the loss for training only is left out."""
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
+        self.config = config
+        self.kind_of_layer = config.pattern
+        self.embed_scale, self.logit_scale = config.embed_scale, config.logit_scale
+        self.logit_softcap = config.logit_softcap
+        self.moe = config.moe if config.moe.num_experts else None
+        self.deterministic = False
+        width = config.embed_dim
+        self.token_embedding = Embedding(config.vocab_size, width, stddev=INIT_STDDEV, rngs=rngs)
+        if config.learned_positions:
+            self.position_embedding = Embedding(
+                config.max_seq_len, width, stddev=INIT_STDDEV, rngs=rngs
+            )
+        self.embed_dropout = Dropout(config.dropout, rngs=rngs)
+        self.blocks = stack_blocks(
+            lambda layer_rngs: build_block(config, layer_rngs), config.num_layers, rngs=rngs
+        )
+        self.final_norm: Callable[[jax.Array], jax.Array] = Norm((width,), config.norm)
+        self.lm_head = build_lm_head(config, stddev=INIT_STDDEV, rngs=rngs)
+
+    def look_up(self, tokens: jax.Array, position: jax.Array | int) -> jax.Array:
+        """[batch, new] tokens -> [batch, new, embed], without dropout.
+
+        Args:
+          position: of the first token, or integers [batch, new] of all. Rotary positions act inside
+            of the attention.
+        """
+        x = self.token_embedding(tokens)
+        if self.embed_scale != 1.0:
+            x = x * jnp.asarray(self.embed_scale, x.dtype)
+        if self.position_embedding is None:
+            return x
+        if jnp.ndim(position) == 2:
+            return x + self.position_embedding(jnp.asarray(position)).astype(x.dtype)
+        positions = lax.dynamic_slice_in_dim(
+            self.position_embedding.embedding[...], position, tokens.shape[1], axis=0
+        )
+        return x + positions[None].astype(x.dtype)
+
+    def embed(self, tokens: jax.Array, positions: jax.Array | int = 0) -> jax.Array:
+        """Integers [batch, seq] -> [batch, seq, embed].
+
+        Args:
+          positions: see `look_up`.
+
+        Raises:
+          TypeError: tokens are not integers.
+          ValueError: not two dimensions, or longer than the model's `max_seq_len`.
+        """
+        check_tokens(tokens, max_seq_len=self.config.max_seq_len)
+        return constrain(self.embed_dropout(self.look_up(tokens, positions)), RESIDUAL_DIMS)
+
+    def head(self, x: jax.Array) -> jax.Array:
+        """[batch, seq, embed] -> logits [batch, seq, vocab], in the dtype of the output weights."""
+        x = self.final_norm(x)
+        logits = self.token_embedding.attend(x) if self.lm_head is None else self.lm_head(x)
+        if self.logit_scale == 1.0 and self.logit_softcap is None:
+            return logits
+        wide = logits.astype(jnp.float32) * self.logit_scale
+        cap = self.logit_softcap
+        return (wide if cap is None else cap * jnp.tanh(wide / cap)).astype(logits.dtype)
+
+    def hidden(
+        self,
+        tokens: jax.Array,
+        segments: jax.Array | None = None,
+        positions: jax.Array | None = None,
+    ) -> jax.Array:
+        """Integers [batch, seq] -> what the blocks make of them [batch, seq, embed], for `head`.
+
+        Args:
+          segments: integers [batch, seq], the text of each token where rows hold several: tokens
+            see their own text alone, and positions begin anew in each.
+          positions: integers [batch, seq] of each token in its text; None: from `segments`, or the
+            indices.
+        """
+        return self._hidden(tokens, segments, positions, None)[0]
+
+    def _hidden(
+        self,
+        tokens: jax.Array,
+        segments: jax.Array | None,
+        positions: jax.Array | None,
+        routing: Routing | None,
+    ) -> tuple[jax.Array, Routing | None]:
+        """(`hidden`, `routing` with what the layers saw)."""
+        if positions is None and segments is not None:
+            positions = positions_in_texts(segments)
+        if positions is None and routing is None:
+            return self._through_blocks(self.embed(tokens)), None
+        embedded = self.embed(tokens, 0 if positions is None else positions)
+        x = self._through_blocks(Packed(embedded, segments, positions, routing))
+        return x.hidden, x.routing
+
+    def _through_blocks(self, x: Any) -> Any:
+        return scan_blocks(
+            self.blocks, x, remat=self.config.remat, kind_of_layer=self.kind_of_layer
+        )
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Integers [batch, seq] -> logits [batch, seq, vocab] of the token that follows each."""
+        return self.head(self.hidden(tokens))
+
+    @staticmethod
+    def before_cut(batch: Mapping[str, Any]) -> dict[str, Any]:
+        """A batch of which `loss` needs only a part of each row on each device.
+
+        Made where rows are whole: the position of each token in its text, and the weights within
+        texts, which depend on the tokens around.
+
+        Args:
+          batch: as `loss` has it.
+
+        Returns:
+          "tokens", "targets", "positions" and, where the batch has them, "weights" and "segments",
+          [batch, seq] each.
+        """
+        names = ("tokens", "targets", "weights", "segments", "positions")
+        prepared = {name: batch[name] for name in names if name in batch}
+        segments = batch.get("segments")
+        if segments is not None:
+            prepared["weights"] = _weights_within_texts(segments, batch.get("weights"))
+        if "positions" not in batch and segments is not None:
+            prepared["positions"] = positions_in_texts(segments)
+        elif "positions" not in batch:
+            index = jnp.arange(batch["tokens"].shape[1], dtype=jnp.int32)
+            prepared["positions"] = jnp.broadcast_to(index, batch["tokens"].shape)
+        return prepared
+
+    def loss(self, batch: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Next-token cross-entropy in float32, as (sum, weight).
+
+        With `config.loss_chunk` logits are made for so many tokens at a time; the output weights
+        are still read once, outside of that loop.
+
+        Args:
+          batch: "tokens" and "targets", integers [batch, seq]; "weights" [batch, seq] if some
+            positions do not count; "segments", integers [batch, seq], if rows hold several texts:
+            nothing goes from one to another, and a token whose target is another text's, or that
+            is padding (a negative segment), does not count; "positions", integers [batch, seq] of
+            each token in its text, without which they are counted from the segments.
+
+        Returns:
+          (sum, weight), float32. In training mode, with experts, a third: numbers for the log, see
+          `moe.balance_losses`, whose loss times the weight is in the sum. In evaluation mode it is
+          not.
+        """
+        targets, weights = batch["targets"], batch.get("weights")
+        segments, positions = batch.get("segments"), batch.get("positions")
+        if segments is not None and current_split() is None:  # else `before_cut` made the weights
+            weights = _weights_within_texts(segments, weights)
+        counted = None
+        if self.moe is not None and not self.deterministic:
+            counted = Routing.empty(self.config.num_layers, self.moe.num_experts)
+        x, routing = self._hidden(batch["tokens"], segments, positions, counted)
+        total, weight = self._next_token(x, targets, weights)
+        if routing is None or self.moe is None:
+            return total, weight
+        added, metrics = balance_losses(routing, self.moe)
+        return total + weight * added, weight, metrics
+
+    def _next_token(
+        self, x: jax.Array, targets: jax.Array, weights: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
+        """The loss of what the blocks made of the tokens."""
+        chunk = self.config.loss_chunk
+        if chunk is None:
+            return next_token(self.head(x), targets, weights)
+        x = self.final_norm(x)
+        options = {"chunk": chunk, "scale": self.logit_scale, "softcap": self.logit_softcap}
+        if self.lm_head is None:
+            table = self.token_embedding.embedding[...]
+            return head_next_token(x, table, targets, weights, vocab_dim=0, **options)
+        kernel = self.lm_head.kernel[...]
+        return head_next_token(x, kernel, targets, weights, vocab_dim=1, **options)
+
+    def init_cache(self, batch_size: int, length: int) -> KVCache:
+        """A cache of zeros for `length` positions, in the dtype of the activations."""
+        config, dtype = self.config, self.token_embedding.embedding[...].dtype
+        head_dim = config.head_dim or config.embed_dim // config.num_heads
+        kv_heads = config.num_kv_heads or config.num_heads
+        shape = (config.num_layers, batch_size, length, kv_heads, head_dim)
+        return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+    def extend(
+        self, tokens: jax.Array, cache: KVCache, position: jax.Array
+    ) -> tuple[jax.Array, KVCache]:
+        """What the blocks make of new tokens, given the cache of the earlier ones; no dropout.
+
+        Args:
+          tokens: integers [batch, new].
+          cache: from `init_cache` or an earlier call.
+          position: i32[], number of tokens that the cache holds.
+
+        Returns:
+          (hidden states [batch, new, embed] for `head`, the longer cache).
+        """
+        graphdef, state = nnx.split(self.blocks)
+        pattern = self.kind_of_layer
+        kinds = None if pattern is None else np.asarray(pattern, np.int32)
+
+        def layer(
+            x: jax.Array, slices: tuple[nnx.State, KVCache, Any]
+        ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+            block = nnx.merge(graphdef, slices[0])
+            block.eval()  # an adapter may have dropout of its own
+            return block.extend(x, slices[1], position, slices[2])
+
+        x, longer = lax.scan(layer, self.look_up(tokens, position), (state, cache, kinds))
+        return x, KVCache(*longer)
+
+
+def positions_in_texts(segments: jax.Array) -> jax.Array:
+    """int32 [batch, seq], counted from 0 in each run of equal `segments` [batch, seq]."""
+    index = jnp.broadcast_to(jnp.arange(segments.shape[1], dtype=jnp.int32), segments.shape)
+    begins = segments[:, 1:] != segments[:, :-1]
+    begins = jnp.concatenate([jnp.ones_like(begins[:, :1]), begins], axis=1)
+    return index - lax.cummax(jnp.where(begins, index, 0), axis=1)
+
+
+def _weights_within_texts(segments: jax.Array, weights: jax.Array | None) -> jax.Array:
+    """`weights`, 0 where the next token is of another text; the last one counts as given."""
+    same = segments[:, 1:] == segments[:, :-1]
+    counts = jnp.concatenate([same, jnp.ones_like(same[:, :1])], axis=1) & (segments >= 0)
+    return counts.astype(jnp.float32) if weights is None else jnp.where(counts, weights, 0)
+
+
+def build_block(config: DecoderConfig, rngs: nnx.Rngs) -> Block:
+    """One layer of a decoder of these sizes."""
+    width, places = config.embed_dim, config.norm_places
+    # Each of the 2 * num_layers outputs added to the residual stream starts smaller, so that the
+    # stream's variance does not grow with depth (Radford et al. 2019, section 2.3).
+    output_stddev = INIT_STDDEV / (2 * config.num_layers) ** 0.5
+
+    def norm(*at: str) -> Norm | None:
+        return Norm((width,), config.norm) if places in at else None
+
+    return Block(
+        attention_norm=norm("pre", "pre_post", "parallel"),
+        attention=Attention(
+            width,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads or config.num_heads,
+            qkv_bias=config.qkv_bias,
+            output_bias=config.output_bias,
+            stddev=INIT_STDDEV,
+            output_stddev=output_stddev,
+            kinds=config.kinds,
+            pattern=config.pattern,
+            rngs=rngs,
+            head_dim=config.head_dim,
+            matmul_dtype=config.matmul_dtype,
+            implementation=config.attention,
+            layout=config.attention_layout,
+            max_seq_len=config.max_seq_len,
+            norm=config.norm,
+            query_key_norm=config.query_key_norm,
+            scale=config.attention_scale,
+            softcap=config.attention_softcap,
+            has_sinks=config.attention_sinks,
+            clip=config.clip_qkv,
+        ),
+        attention_post_norm=norm("post", "pre_post"),
+        mlp_norm=norm("pre", "pre_post"),
+        mlp=_build_mlp(config, output_stddev, rngs),
+        mlp_post_norm=norm("post", "pre_post"),
+        mlp_chunk=config.mlp_chunk,
+        dropout=config.dropout,
+        is_parallel=places == "parallel",
+        residual_scale=config.residual_scale,
+        rngs=rngs,
+    )
+
+
+def _build_mlp(config: DecoderConfig, output_stddev: float, rngs: nnx.Rngs) -> Mlp | MoE:
+    """The MLP of one layer, or its experts."""
+    if config.moe.num_experts:
+        return MoE(
+            config.embed_dim,
+            config.moe,
+            activation=config.activation,
+            stddev=INIT_STDDEV,
+            output_stddev=output_stddev,
+            rngs=rngs,
+        )
+    return Mlp(
+        config.embed_dim,
+        config.mlp_dim or 0,
+        activation=config.activation,
+        gated=config.gated,
+        use_bias=config.mlp_bias,
+        stddev=INIT_STDDEV,
+        output_stddev=output_stddev,
+        rngs=rngs,
+        matmul_dtype=config.matmul_dtype,
+    )
+
+
+def build_lm_head(config: Any, *, stddev: float, rngs: nnx.Rngs) -> Projection | None:
+    """The output weights `[embed, vocab]`, or None when the token table serves for them."""
+    if config.tie_embeddings:
+        return None
+    shapes = (config.embed_dim,), (config.vocab_size,)
+    return Projection(*shapes, stddev=stddev, use_bias=False, rngs=rngs)
+
+
+def check_tokens(tokens: jax.Array | np.ndarray, *, max_seq_len: int) -> None:
+    """Raises TypeError or ValueError for tokens that a decoder cannot take; looks at the shape."""
+    if not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise TypeError(
+            f"tokens are {tokens.dtype}, but must be integers; encode text with a tokenizer, or "
+            "cast ids with tokens.astype('int32')"
+        )
+    if tokens.ndim != 2:
+        raise ValueError(
+            f"tokens have shape {tokens.shape}, but must be [batch, seq];"
+            " write tokens[None] for a single text"
+        )
+    if tokens.shape[1] > max_seq_len:
+        raise ValueError(
+            f"tokens are {tokens.shape[1]} long, but the model takes at most"
+            f" max_seq_len={max_seq_len}; cut them or build the model with a larger max_seq_len"
+        )

@@ -1,0 +1,376 @@
+"""Settings of a decoder: sizes, and the switches in which families of models differ."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from zerojax.config.attention_layouts import BlockLayout
+from zerojax.config.checks import MAX_LAYERS, MAX_SIZE, check_finite
+from zerojax.config.display import quoted
+from zerojax.config.expert_settings import MoEConfig
+from zerojax.operators.attending import Implementation, check_implementation
+from zerojax.operators.sparse_layouts import layout_table
+from zerojax.tracing.stacking import check_remat
+from zerojax.zoo.fp8 import check_matmul_dtype
+from zerojax.zoo.layers import ACTIVATIONS, NormConfig
+from zerojax.zoo.rope import Rope, RopeScaling
+
+MLP_MULTIPLE = 128  # the default width of a gated MLP is rounded up to tiles of a matrix unit
+NORM_PLACES = ("pre", "post", "pre_post", "parallel")
+QUERY_KEY_NORMS = ("none", "head", "all")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerKind:
+    """What differs between layers of one decoder.
+
+    Attributes:
+      window: how many tokens each one sees, itself included (arXiv:2004.05150); None: all before.
+      rope: rotary positions; None: the layer knows no positions (NoPE, arXiv:2305.19466), unless
+        they are in the embedding.
+    """
+
+    window: int | None = None
+    rope: Rope | None = dataclasses.field(default_factory=Rope)
+
+    def describe(self) -> str:
+        """Words for people."""
+        seen = "all tokens before" if self.window is None else f"a window of {self.window}"
+        if self.rope is None:
+            return f"{seen}, no rotary positions"
+        scaling = "" if self.rope.scaling is None else f", {self.rope.scaling.kind}"
+        return f"{seen}, rotary base {self.rope.theta:g}{scaling}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """Sizes and switches of a decoder; `zoo.hugging_face` has those of published families.
+
+    The defaults of the switches are Llama's (arXiv:2302.13971).
+
+    Attributes:
+      vocab_size: number of token ids.
+      max_seq_len: tokens; the longest text that is taken.
+      num_layers, num_heads, embed_dim: depth, query heads, width of the residual stream.
+      num_kv_heads: key/value heads, a divisor of num_heads; None: num_heads.
+      mlp_dim: width of the MLP; None: 4 * embed_dim, or, gated, 8/3 of it in multiples of 128.
+      head_dim: features of one head; None: embed_dim / num_heads.
+      dropout: probability, on embeddings and on the output of each sub-layer.
+      tie_embeddings: the output weights are the token table.
+      norm: of the residual stream, and of query and key.
+      norm_places: "pre": before attention and MLP; "post": on what they give, before it is added
+        (OLMo 2, arXiv:2501.00656); "pre_post": both (Gemma 2, arXiv:2408.00118); "parallel": one
+        norm, from which attention and MLP both start (GPT-J, Cohere).
+      query_key_norm: "head": of each head's features (arXiv:2302.05442); "all": over all heads
+        together; "none".
+      qkv_bias, output_bias, mlp_bias: which projections have biases.
+      kinds: the kinds of layers there are.
+      pattern: for each layer the index of its kind; None: all are of the only kind.
+      attention_scale: of scores; None: head_dim^-0.5.
+      attention_softcap: scores become cap * tanh(scores / cap) (arXiv:2408.00118); None: not.
+      attention_sinks: each head has a learned score that takes part in the softmax and adds nothing
+        (gpt-oss, arXiv:2508.10925).
+      clip_qkv: query, key and value are cut to [-clip, clip] (OLMo, arXiv:2402.00838).
+      activation: of the MLP, "silu", "gelu_tanh", "gelu" or "relu".
+      gated: down(activation(gate(x)) * up(x)) (arXiv:2002.05202), else down(activation(up(x))).
+      moe: experts in place of the MLP, which are gated and have no biases; without an `expert_dim`
+        each is `mlp_dim` wide.
+      learned_positions: a table of positions is added to the tokens' vectors, as in GPT-2.
+      embed_scale: of the tokens' vectors, rounded to their dtype; residual_scale: of what attention
+        and MLP add; logit_scale: of the logits.
+      logit_softcap: as of scores, of the logits, after their scale.
+      family: model_type of the files of Hugging Face that it comes from and goes to; "": none.
+      remat: "none", "full", "attention" or "dots" (see `stacking.scan_blocks`).
+      loss_chunk: tokens whose logits `loss` holds at once; None: those of all.
+      mlp_chunk: tokens of a row whose hidden activations of the MLP a layer holds at once; None:
+        those of all.
+      matmul_dtype: "fp8" for 8-bit products in the layers (see `fp8`); None: the compute dtype.
+      attention: "auto", "xla", "chunked", "cudnn" or "mosaic_gpu" (see `zerojax.attention`).
+      attention_layout: which blocks of tokens see which, in a row of max_seq_len tokens; shorter
+        ones have a part of it (see `zerojax.attention`).
+    """
+
+    vocab_size: int
+    max_seq_len: int = 2048
+    num_layers: int = 16
+    num_heads: int = 32
+    embed_dim: int = 2048
+    num_kv_heads: int | None = None
+    mlp_dim: int | None = None
+    head_dim: int | None = None
+    dropout: float = 0.0
+    tie_embeddings: bool = False
+    norm: NormConfig = dataclasses.field(default_factory=NormConfig)
+    norm_places: Literal["pre", "post", "pre_post", "parallel"] = "pre"
+    query_key_norm: Literal["none", "head", "all"] = "none"
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    kinds: tuple[LayerKind, ...] = dataclasses.field(default_factory=lambda: (LayerKind(),))
+    pattern: tuple[int, ...] | None = None
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+    attention_sinks: bool = False
+    clip_qkv: float | None = None
+    activation: Literal["silu", "gelu_tanh", "gelu", "relu"] = "silu"
+    gated: bool = True
+    moe: MoEConfig = dataclasses.field(default_factory=MoEConfig)
+    learned_positions: bool = False
+    embed_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+    family: str = ""
+    remat: str = "none"
+    loss_chunk: int | None = None
+    mlp_chunk: int | None = None
+    matmul_dtype: str | None = None
+    attention: Implementation = "auto"
+    attention_layout: BlockLayout | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_kv_heads is None:
+            object.__setattr__(self, "num_kv_heads", self.num_heads)
+        if self.mlp_dim is None:
+            ungated = 4 * self.embed_dim
+            width = default_mlp_dim(self.embed_dim) if self.gated else ungated
+            object.__setattr__(self, "mlp_dim", width)
+        object.__setattr__(self, "moe", with_expert_dim(self.moe, self.mlp_dim))
+        for name in ("kinds", "pattern"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, None if value is None else tuple(value))
+        check_decoder_sizes(self)
+        check_experts(self)
+        self._check_switches()
+        self._check_kinds()
+
+    @property
+    def features_per_head(self) -> int:
+        """`head_dim`, also where it follows from the others."""
+        return self.head_dim or self.embed_dim // self.num_heads
+
+    @property
+    def kind_of_layer(self) -> tuple[int, ...]:
+        """`pattern`, also where all layers are of one kind."""
+        return (0,) * self.num_layers if self.pattern is None else self.pattern
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of trainable elements."""
+        return self._count(self.moe.num_experts)
+
+    @property
+    def num_active_parameters(self) -> int:
+        """How many of them a token meets: all, but for the experts that it does not go through."""
+        return self._count(self.moe.experts_per_token if self.moe.num_experts else 0)
+
+    def _count(self, num_experts: int) -> int:
+        width, mlp, head_dim = self.embed_dim, self.mlp_dim or 0, self.features_per_head
+        heads, kv_heads = self.num_heads * head_dim, (self.num_kv_heads or 0) * head_dim
+        norm = self.norm.has_scale + self.norm.has_bias
+        layer = 2 * width * (heads + kv_heads)
+        if self.moe.num_experts:
+            layer += expert_parameters(self.moe, width, num_experts)
+        else:
+            layer += (3 if self.gated else 2) * width * mlp
+        layer += self.qkv_bias * (heads + 2 * kv_heads) + self.output_bias * width
+        layer += self.mlp_bias * ((2 if self.gated else 1) * mlp + width)
+        layer += {"pre_post": 4, "parallel": 1}.get(self.norm_places, 2) * norm * width
+        normed = {"head": 2 * head_dim, "all": heads + kv_heads, "none": 0}
+        layer += norm * normed[self.query_key_norm] + self.attention_sinks * self.num_heads
+        tables = (1 if self.tie_embeddings else 2) * self.vocab_size * width
+        tables += self.learned_positions * self.max_seq_len * width
+        return self.num_layers * layer + tables + norm * width
+
+    def describe_kinds(self) -> list[str]:
+        """A sentence for each kind of layer; none where all are of one."""
+        if self.pattern is None:
+            return []
+        return [
+            f"{self.pattern.count(index)} of {self.num_layers} layers: {kind.describe()}"
+            for index, kind in enumerate(self.kinds)
+        ]
+
+    def _check_switches(self) -> None:
+        for field, known in (
+            ("norm_places", NORM_PLACES),
+            ("query_key_norm", QUERY_KEY_NORMS),
+            ("activation", tuple(ACTIVATIONS)),
+        ):
+            if getattr(self, field) not in known:
+                raise ValueError(
+                    f"{field}={getattr(self, field)!r} is unknown; use one of {', '.join(known)}"
+                )
+        for field in ("attention_scale", "attention_softcap", "clip_qkv", "logit_softcap"):
+            value = getattr(self, field)
+            if value is not None and not value > 0:
+                raise ValueError(f"{field}={value!r} must be above 0; use None for none")
+
+    def _check_kinds(self) -> None:
+        kinds, pattern = self.kinds, self.pattern
+        if not kinds or len(set(kinds)) != len(kinds):
+            raise ValueError(f"kinds={kinds!r}: name at least one kind of layer, and each once")
+        if pattern is None and len(kinds) > 1:
+            raise ValueError(
+                f"there are {len(kinds)} kinds of layers; say with pattern which of them each of "
+                f"the {self.num_layers} layers is"
+            )
+        if pattern is not None and len(pattern) != self.num_layers:
+            raise ValueError(
+                f"pattern has {len(pattern)} entries and num_layers={self.num_layers}; give one "
+                "for each layer"
+            )
+        if pattern is not None and set(pattern) != set(range(len(kinds))):
+            raise ValueError(
+                f"pattern names the kinds {sorted(set(pattern))} and there are {len(kinds)}; use "
+                f"each of the numbers from 0 to {len(kinds) - 1}"
+            )
+        ropes = [kind.rope for kind in kinds if kind.rope is not None]
+        if len({(rope.fraction, rope.interleaved) for rope in ropes}) > 1:
+            raise ValueError(
+                "layers of one decoder pair the same features: rope fraction and interleaved have "
+                "to be the same in all kinds of layers"
+            )
+        for rope in ropes:
+            rope.check(self.features_per_head)
+        for kind in kinds:
+            if kind.window is not None:
+                check_at_least_one("window", kind.window)
+
+
+def with_expert_dim(moe: MoEConfig, mlp_dim: int | None) -> MoEConfig:
+    """The same, experts being as wide as an MLP would be where nothing says how wide they are."""
+    if not moe.num_experts or moe.expert_dim is not None:
+        return moe
+    return dataclasses.replace(moe, expert_dim=mlp_dim)
+
+
+def expert_parameters(moe: MoEConfig, width: int, num_experts: int) -> int:
+    """Elements of one layer's router, of so many of its experts, and of what all tokens meet."""
+    experts = 3 * width * (moe.expert_dim or 0) * num_experts
+    return width * moe.num_experts + experts + 3 * width * moe.shared_dim
+
+
+def check_experts(config: Any) -> None:
+    """Raises ValueError for what a decoder's MLPs can do and its experts cannot.
+
+    Args:
+      config: a `DecoderConfig` or a `LlamaConfig`.
+    """
+    if not config.moe.num_experts:
+        return
+    for field, plain in (
+        ("gated", True),
+        ("mlp_bias", False),
+        ("mlp_chunk", None),
+        ("matmul_dtype", None),
+    ):
+        value = getattr(config, field, plain)
+        if value != plain:
+            raise ValueError(
+                f"{field}={value!r} with moe.num_experts={config.moe.num_experts}: experts have "
+                f"only {field}={plain!r}; use that, or a model without experts"
+            )
+
+
+def kinds_and_pattern(
+    layers: Sequence[LayerKind],
+) -> tuple[tuple[LayerKind, ...], tuple[int, ...] | None]:
+    """`DecoderConfig.kinds` and `pattern`, from the kind of each layer."""
+    kinds = tuple(dict.fromkeys(layers))
+    if len(kinds) == 1:
+        return kinds, None
+    return kinds, tuple(kinds.index(layer) for layer in layers)
+
+
+def decoder_config_of(values: Mapping[str, Any]) -> DecoderConfig:
+    """A configuration from its fields as JSON has them, as `dataclasses.asdict` gives them.
+
+    Raises:
+      TypeError, ValueError: a field that is not known, or a value that cannot be.
+    """
+
+    def rope_of(rope: Mapping[str, Any] | None) -> Rope | None:
+        if rope is None:
+            return None
+        given: dict[str, Any] = dict(rope)
+        if given.get("scaling") is not None:
+            given["scaling"] = RopeScaling(**given["scaling"])
+        return Rope(**given)
+
+    given: dict[str, Any] = dict(values)
+    if "norm" in given:
+        given["norm"] = NormConfig(**given["norm"])
+    if isinstance(given.get("moe"), Mapping):
+        given["moe"] = MoEConfig(**given["moe"])
+    if "kinds" in given:
+        given["kinds"] = tuple(
+            LayerKind(window=kind["window"], rope=rope_of(kind["rope"])) for kind in given["kinds"]
+        )
+    return DecoderConfig(**given)
+
+
+def default_mlp_dim(embed_dim: int) -> int:
+    """8/3 * embed_dim, rounded up to a multiple of `MLP_MULTIPLE`."""
+    return -(-8 * embed_dim // (3 * MLP_MULTIPLE)) * MLP_MULTIPLE
+
+
+def check_decoder_sizes(config: Any) -> None:
+    """Checks the sizes that every decoder's configuration has.
+
+    Raises:
+      ValueError: a size below 1, heads that do not divide, a dropout outside [0, 1), an unknown
+        remat name, matmul dtype or attention, a layout with more blocks than max_seq_len has, a
+        window, loss or MLP chunk below 1, or an MLP chunk with 8-bit products.
+    """
+    check_finite(config)
+    for field in ("vocab_size", "max_seq_len", "num_layers", "num_heads", "num_kv_heads"):
+        check_at_least_one(field, getattr(config, field))
+    for field in ("embed_dim", "mlp_dim"):
+        check_at_least_one(field, getattr(config, field))
+    if config.head_dim is not None:
+        check_at_least_one("head_dim", config.head_dim)
+    elif config.embed_dim % config.num_heads:
+        # Rotary positions turn pairs of a head's features.
+        unit = config.num_heads * (2 if hasattr(config, "rope_theta") else 1)
+        raise ValueError(
+            f"embed_dim={config.embed_dim} is not divisible by num_heads={config.num_heads};"
+            f" use embed_dim={-(-config.embed_dim // unit) * unit}"
+        )
+    if config.num_heads % config.num_kv_heads:
+        raise ValueError(
+            f"num_heads={config.num_heads} is not divisible by num_kv_heads={config.num_kv_heads}; "
+            f"each key/value head serves as many query heads; use num_kv_heads=1 or "
+            f"{config.num_heads}"
+        )
+    if not 0.0 <= config.dropout < 1.0:
+        raise ValueError(f"dropout={config.dropout} is not in [0, 1); use 0.0 for none")
+    check_remat(config.remat)
+    check_matmul_dtype(config.matmul_dtype)
+    check_implementation("attention", config.attention)
+    if config.attention_layout is not None:
+        layout_table(
+            config.attention_layout, num_heads=config.num_heads, num_tokens=config.max_seq_len
+        )
+    for field in ("loss_chunk", "mlp_chunk", "attention_window"):
+        if getattr(config, field, None) is not None:
+            check_at_least_one(field, getattr(config, field))
+    if config.mlp_chunk is not None and config.matmul_dtype is not None:
+        raise ValueError(
+            f"mlp_chunk={config.mlp_chunk} with matmul_dtype={config.matmul_dtype!r}: 8-bit "
+            "products are scaled by all tokens of a step; use mlp_chunk=None, or matmul_dtype=None"
+        )
+
+
+def check_at_least_one(field: str, value: Any) -> None:
+    """Raises ValueError for a size that is no whole number from 1 to the largest taken."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{field}={quoted(value)} must be a whole number of at least 1")
+    most = MAX_LAYERS if field in ("num_layers", "num_decoder_layers") else MAX_SIZE
+    if value > most:
+        raise ValueError(
+            f"{field}={quoted(value)} is above {most}, the largest that is taken; use a smaller "
+            "number"
+        )

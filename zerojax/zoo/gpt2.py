@@ -1,0 +1,116 @@
+"""GPT-2: learned positions, LayerNorm before each sub-layer, GELU, tied output embedding."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from flax import nnx
+
+from zerojax.config.attention_layouts import BlockLayout
+from zerojax.operators.attending import Implementation
+from zerojax.zoo.decoder import Decoder
+from zerojax.zoo.decoder_config import DecoderConfig, LayerKind, check_decoder_sizes
+from zerojax.zoo.layers import NormConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GPT2Config:
+    """Sizes of a GPT-2 (Radford et al. 2019); the defaults are the 124M model.
+
+    Attributes:
+      vocab_size: number of token ids.
+      max_seq_len: tokens; rows of the position table.
+      num_layers, num_heads, embed_dim: depth, attention heads, width of the residual stream.
+      mlp_dim: width of the MLP; None: 4 * embed_dim.
+      dropout: probability, on embeddings and on the output of each sub-layer. Attention
+        probabilities are not dropped, since a fused attention never holds them.
+      tie_embeddings: the output weights are the token table.
+      norm_eps: added to the variance.
+      remat: "none", "full", "attention" or "dots" (see `stacking.scan_blocks`).
+      loss_chunk: tokens whose logits `loss` holds at once; None: those of all.
+      mlp_chunk: tokens of a row whose hidden activations of the MLP a layer holds at once; None:
+        those of all.
+      matmul_dtype: "fp8" for 8-bit products in the layers (see `fp8`); None: the compute dtype.
+      attention: "auto", "xla", "chunked", "cudnn" or "mosaic_gpu" (see `zerojax.attention`).
+      attention_layout: which blocks of tokens see which, in a row of max_seq_len tokens; shorter
+        ones have a part of it (see `zerojax.attention`).
+      attention_window: how many tokens each one sees, itself included (a sliding window, Mistral's
+        `sliding_window`); None: all before it.
+    """
+
+    vocab_size: int = 50257
+    max_seq_len: int = 1024
+    num_layers: int = 12
+    num_heads: int = 12
+    embed_dim: int = 768
+    mlp_dim: int | None = None
+    dropout: float = 0.0
+    tie_embeddings: bool = True
+    norm_eps: float = 1e-5
+    remat: str = "none"
+    loss_chunk: int | None = None
+    mlp_chunk: int | None = None
+    matmul_dtype: str | None = None
+    attention: Implementation = "auto"
+    attention_layout: BlockLayout | None = None
+    attention_window: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.mlp_dim is None:
+            object.__setattr__(self, "mlp_dim", 4 * self.embed_dim)
+        check_decoder_sizes(self)
+
+    @property
+    def num_kv_heads(self) -> int:
+        """GPT-2 has one key/value head for each query head."""
+        return self.num_heads
+
+    @property
+    def head_dim(self) -> None:
+        """As wide as heads get when they share the width."""
+
+    def as_decoder(self) -> DecoderConfig:
+        """The same model by the switches of every decoder."""
+        return DecoderConfig(
+            vocab_size=self.vocab_size,
+            max_seq_len=self.max_seq_len,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            embed_dim=self.embed_dim,
+            mlp_dim=self.mlp_dim,
+            dropout=self.dropout,
+            tie_embeddings=self.tie_embeddings,
+            norm=NormConfig(kind="layer", eps=self.norm_eps, has_bias=True),
+            qkv_bias=True,
+            output_bias=True,
+            mlp_bias=True,
+            kinds=(LayerKind(window=self.attention_window, rope=None),),
+            activation="gelu_tanh",
+            gated=False,
+            learned_positions=True,
+            family="gpt2",
+            remat=self.remat,
+            loss_chunk=self.loss_chunk,
+            mlp_chunk=self.mlp_chunk,
+            matmul_dtype=self.matmul_dtype,
+            attention=self.attention,
+            attention_layout=self.attention_layout,
+        )
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of trainable elements."""
+        width, mlp = self.embed_dim, self.mlp_dim or 4 * self.embed_dim
+        attention = 4 * (width * width + width)
+        layer = attention + 2 * width * mlp + mlp + width + 4 * width
+        tables = (self.vocab_size + self.max_seq_len) * width
+        head = 0 if self.tie_embeddings else width * self.vocab_size
+        return self.num_layers * layer + tables + 2 * width + head
+
+
+class GPT2(Decoder):
+    """GPT-2. `model(tokens) -> logits`, `model.loss(batch) -> (sum, weight)`."""
+
+    def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs) -> None:
+        super().__init__(config.as_decoder(), rngs=rngs)
+        self.config = config

@@ -1,0 +1,35 @@
+"""Hugging Face checkpoints: weights and settings in both directions."""
+
+from zerojax.zoo.hugging_face.architectures import (
+    ARCHITECTURES,
+    architecture_of,
+    architecture_of_config,
+)
+from zerojax.zoo.hugging_face.config_reading import UnsupportedError
+from zerojax.zoo.hugging_face.layouts import Architecture, Leaf
+from zerojax.zoo.hugging_face.pretrained import (
+    Pretrained,
+    StoredArray,
+    arrays_in,
+    config_from_hugging_face,
+    factory_of,
+    from_hugging_face,
+)
+from zerojax.zoo.hugging_face.writing import Description, describe_model
+
+__all__ = [
+    "ARCHITECTURES",
+    "Architecture",
+    "Description",
+    "Leaf",
+    "Pretrained",
+    "StoredArray",
+    "UnsupportedError",
+    "architecture_of",
+    "architecture_of_config",
+    "arrays_in",
+    "config_from_hugging_face",
+    "describe_model",
+    "factory_of",
+    "from_hugging_face",
+]

@@ -1,0 +1,173 @@
+"""BERT in transformers' format: kernels [out, in], a masked-token head, a pooler, or both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from zerojax.zoo.bert import Bert, BertConfig
+from zerojax.zoo.hugging_face.config_reading import ConfigReading, UnsupportedError
+from zerojax.zoo.hugging_face.layouts import Architecture, Leaf
+
+_PREFIX = "bert."
+# (head for masked tokens, pooler) of each class of transformers.
+_HEADS: Mapping[str, tuple[bool, bool]] = {
+    "BertModel": (False, True),
+    "BertForMaskedLM": (True, False),
+    "BertForPreTraining": (True, True),
+}
+_EXACT_GELU = {"gelu": True, "gelu_new": False, "gelu_pytorch_tanh": False}
+
+
+def leaves(config: BertConfig) -> list[Leaf]:
+    """Every array of a model of these sizes; without a head their names have no "bert."."""
+    prefix = _PREFIX if config.has_mlm_head else ""
+    layer, block = prefix + "encoder.layer.{layer}.", "blocks/"
+    embeddings = f"{prefix}embeddings."
+    found = [
+        Leaf("token_embedding/embedding", f"{embeddings}word_embeddings.weight", "vocab embed"),
+        Leaf(
+            "position_embedding/embedding",
+            f"{embeddings}position_embeddings.weight",
+            "position embed",
+        ),
+        Leaf("type_embedding/embedding", f"{embeddings}token_type_embeddings.weight", "type embed"),
+        *_norm("embed_norm", f"{embeddings}LayerNorm"),
+    ]
+    for name in ("query", "key", "value"):
+        ours, theirs = f"{block}attention/{name}", f"{layer}attention.self.{name}"
+        dims = "(heads head_dim) embed -> embed heads head_dim"
+        found.append(Leaf(f"{ours}/kernel", f"{theirs}.weight", dims))
+        dims = "(heads head_dim) -> heads head_dim"
+        found.append(Leaf(f"{ours}/bias", f"{theirs}.bias", dims))
+    ours, theirs = f"{block}attention/output", f"{layer}attention.output.dense"
+    dims = "embed (heads head_dim) -> heads head_dim embed"
+    found += [
+        Leaf(f"{ours}/kernel", f"{theirs}.weight", dims),
+        Leaf(f"{ours}/bias", f"{theirs}.bias", "embed"),
+        *_norm(f"{block}attention_norm", f"{layer}attention.output.LayerNorm"),
+        *_dense(f"{block}mlp/up", f"{layer}intermediate.dense", "embed", "mlp"),
+        *_dense(f"{block}mlp/down", f"{layer}output.dense", "mlp", "embed"),
+        *_norm(f"{block}mlp_norm", f"{layer}output.LayerNorm"),
+    ]
+    if config.has_pooler:
+        found += _dense("pooler", f"{prefix}pooler.dense", "embed", "pooled")
+    if config.has_mlm_head:
+        head = "cls.predictions."
+        found += [
+            Leaf("mlm_head/bias", f"{head}bias", "vocab"),
+            *_dense("mlm_head/transform", f"{head}transform.dense", "embed", "turned"),
+            *_norm("mlm_head/norm", f"{head}transform.LayerNorm"),
+        ]
+    return found
+
+
+def _dense(ours: str, theirs: str, inputs: str, outputs: str) -> list[Leaf]:
+    dims = f"{outputs} {inputs} -> {inputs} {outputs}"
+    return [
+        Leaf(f"{ours}/kernel", f"{theirs}.weight", dims),
+        Leaf(f"{ours}/bias", f"{theirs}.bias", outputs),
+    ]
+
+
+def _norm(ours: str, theirs: str) -> list[Leaf]:
+    return [
+        Leaf(f"{ours}/scale", f"{theirs}.weight", "embed"),
+        Leaf(f"{ours}/bias", f"{theirs}.bias", "embed"),
+    ]
+
+
+def read_config(config: ConfigReading) -> dict[str, Any]:
+    """Sizes from config.json; the class in "architectures" says which heads there are."""
+    config.require("positions are a table here", position_embedding_type=("absolute", None))
+    config.require("every token sees both sides here", is_decoder=(False, None))
+    config.require("the head reads the token table here", tie_word_embeddings=(True, None))
+    activation = config.get("hidden_act", "gelu")
+    if activation not in _EXACT_GELU:
+        raise UnsupportedError(
+            f"config.json: hidden_act={activation!r}, but this model's MLP has a GELU; only "
+            f"{', '.join(_EXACT_GELU)} will do"
+        )
+    has_mlm_head, has_pooler = _heads(config.get("architectures") or ["BertModel"])
+    return {
+        "vocab_size": config.needed("vocab_size"),
+        "max_seq_len": config.needed("max_position_embeddings"),
+        "num_types": config.get("type_vocab_size", 2),
+        "num_layers": config.needed("num_hidden_layers"),
+        "num_heads": config.needed("num_attention_heads"),
+        "embed_dim": config.needed("hidden_size"),
+        "mlp_dim": config.needed("intermediate_size"),
+        "norm_eps": config.get("layer_norm_eps", 1e-12),
+        "exact_gelu": _EXACT_GELU[activation],
+        "has_mlm_head": has_mlm_head,
+        "has_pooler": has_pooler,
+    }
+
+
+def _heads(architectures: Any) -> tuple[bool, bool]:
+    for name in architectures:
+        if name in _HEADS:
+            return _HEADS[name]
+    raise UnsupportedError(
+        f"config.json: architectures={architectures!r}, of which this model has no head; those of "
+        f"{', '.join(_HEADS)} are built. To read the encoder alone, write "
+        '"architectures": ["BertModel"] into a copy of config.json'
+    )
+
+
+def write_config(config: BertConfig) -> dict[str, Any]:
+    """config.json from sizes, "architectures" included: which class of theirs has these heads."""
+    heads = (config.has_mlm_head, config.has_pooler)
+    # A BertModel is read without its pooler, too.
+    name = next((name for name, theirs in _HEADS.items() if theirs == heads), "BertModel")
+    return {
+        "architectures": [name],
+        "attention_probs_dropout_prob": 0.0,
+        "hidden_act": "gelu" if config.exact_gelu else "gelu_new",
+        "hidden_dropout_prob": config.dropout,
+        "hidden_size": config.embed_dim,
+        "intermediate_size": config.mlp_dim,
+        "layer_norm_eps": config.norm_eps,
+        "max_position_embeddings": config.max_seq_len,
+        "num_attention_heads": config.num_heads,
+        "num_hidden_layers": config.num_layers,
+        "pad_token_id": 0,
+        "tie_word_embeddings": True,
+        "type_vocab_size": config.num_types,
+        "vocab_size": config.vocab_size,
+    }
+
+
+BERT_ROW = Architecture(
+    model_type="bert",
+    class_name="BertForMaskedLM",
+    config_class=BertConfig,
+    build=lambda config, rngs: Bert(config, rngs=rngs),
+    leaves=leaves,
+    read=read_config,
+    write_config=write_config,
+    # Dropout is a setting of a run.
+    no_effect=(
+        "attention_probs_dropout_prob",
+        "hidden_dropout_prob",
+        "classifier_dropout",
+        "gradient_checkpointing",
+        "directionality",
+        "pooler_fc_size",
+        "pooler_num_attention_heads",
+        "pooler_num_fc_layers",
+        "pooler_size_per_head",
+        "pooler_type",
+    ),
+    prefix=_PREFIX,
+    # Numbers from 0 on, and copies of tied arrays. The head for sentence pairs has no place here;
+    # many a BertForMaskedLM's file still has it, and the pooler.
+    ignored=(
+        r"embeddings\.position_ids$",
+        r"^cls\.predictions\.decoder\.(weight|bias)$",
+        r"^cls\.seq_relationship\.",
+        r"pooler\.dense\.",
+    ),
+    # The names of norms in files that were once TensorFlow's.
+    renamed=((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias")),
+)

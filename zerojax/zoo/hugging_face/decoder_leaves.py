@@ -1,0 +1,149 @@
+"""Tensors of decoders in transformers' names, from the switches of a configuration.
+
+Kernels are [out, in], heads joined with their features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from zerojax.zoo.decoder_config import DecoderConfig
+from zerojax.zoo.hugging_face.layouts import Leaf, RowsOfTensor
+
+_BLOCK, _LAYER = "blocks/", "model.layers.{layer}."
+# By where norms are: (ours, theirs).
+_NORMS = {
+    "pre": (("attention_norm", "input_layernorm"), ("mlp_norm", "post_attention_layernorm")),
+    "post": (
+        ("attention_post_norm", "post_attention_layernorm"),
+        ("mlp_post_norm", "post_feedforward_layernorm"),
+    ),
+    "pre_post": (
+        ("attention_norm", "input_layernorm"),
+        ("attention_post_norm", "post_attention_layernorm"),
+        ("mlp_norm", "pre_feedforward_layernorm"),
+        ("mlp_post_norm", "post_feedforward_layernorm"),
+    ),
+    "parallel": (("attention_norm", "input_layernorm"),),
+}
+_QKV = (("query", "q_proj"), ("key", "k_proj"), ("value", "v_proj"))
+_KERNEL_OF_HEADS = "(heads head_dim) embed -> embed heads head_dim"
+
+
+_EXPERTS = ("mlp", {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"})
+_EXPERTS_OF_MIXTRAL = ("block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"})
+
+
+def leaves(config: DecoderConfig) -> list[Leaf]:
+    """Every array of a model of these switches, each with a tensor of its own.
+
+    Each expert of a layer has tensors of its own.
+    """
+    return _leaves(config, joined=False)
+
+
+def mixtral_leaves(config: DecoderConfig) -> list[Leaf]:
+    """As `leaves`; experts have the names of Mixtral's files."""
+    return _leaves(config, joined=False, experts=_EXPERTS_OF_MIXTRAL)
+
+
+def joined_leaves(config: DecoderConfig) -> list[Leaf]:
+    """As `leaves`; query, key and value are one tensor, and so are gate and up (Phi-3)."""
+    return _leaves(config, joined=True)
+
+
+def _leaves(
+    config: DecoderConfig, *, joined: bool, experts: tuple[str, Mapping[str, str]] = _EXPERTS
+) -> list[Leaf]:
+    found = [Leaf("token_embedding/embedding", "model.embed_tokens.weight", "vocab embed")]
+    for ours, theirs in _NORMS[config.norm_places]:
+        found += _norm(config, f"{_BLOCK}{ours}", f"{_LAYER}{theirs}", "embed")
+    found += _joined_heads(config) if joined else _heads(config)
+    found += _query_key_norms(config)
+    ours, theirs = f"{_BLOCK}attention/output", f"{_LAYER}self_attn.o_proj"
+    dims = "embed (heads head_dim) -> heads head_dim embed"
+    found.append(Leaf(f"{ours}/kernel", f"{theirs}.weight", dims))
+    if config.output_bias:
+        found.append(Leaf(f"{ours}/bias", f"{theirs}.bias", "embed"))
+    if config.attention_sinks:
+        found.append(Leaf(f"{_BLOCK}attention/sinks", f"{_LAYER}self_attn.sinks", "heads"))
+    if config.moe.num_experts:
+        found += _experts(*experts)
+    else:
+        found += _joined_mlp() if joined else _mlp(config)
+    found += _norm(config, "final_norm", "model.norm", "embed")
+    if not config.tie_embeddings:
+        found.append(Leaf("lm_head/kernel", "lm_head.weight", "vocab embed -> embed vocab"))
+    return found
+
+
+def _norm(config: DecoderConfig, ours: str, theirs: str, dims: str) -> Iterator[Leaf]:
+    if config.norm.has_scale:
+        yield Leaf(f"{ours}/scale", f"{theirs}.weight", dims)
+    if config.norm.has_bias:
+        yield Leaf(f"{ours}/bias", f"{theirs}.bias", dims)
+
+
+def _heads(config: DecoderConfig) -> Iterator[Leaf]:
+    for ours, theirs in _QKV:
+        name, tensor = f"{_BLOCK}attention/{ours}", f"{_LAYER}self_attn.{theirs}"
+        yield Leaf(f"{name}/kernel", f"{tensor}.weight", _KERNEL_OF_HEADS)
+        if config.qkv_bias:
+            dims = "(heads head_dim) -> heads head_dim"
+            yield Leaf(f"{name}/bias", f"{tensor}.bias", dims)
+
+
+def _joined_heads(config: DecoderConfig) -> Iterator[Leaf]:
+    assert not config.qkv_bias, "no family has biases in a joined tensor"
+    heads, kv_heads = config.num_heads, config.num_kv_heads or config.num_heads
+    total, first = heads + 2 * kv_heads, 0
+    for (ours, _), count in zip(_QKV, (heads, kv_heads, kv_heads), strict=True):
+        features = config.features_per_head
+        yield Leaf(
+            f"{_BLOCK}attention/{ours}/kernel",
+            f"{_LAYER}self_attn.qkv_proj.weight",
+            _KERNEL_OF_HEADS,
+            rows=RowsOfTensor(first * features, total * features),
+        )
+        first += count
+
+
+def _query_key_norms(config: DecoderConfig) -> Iterator[Leaf]:
+    names = {"head": "{}_norm", "all": "{}_heads_norm"}
+    if config.query_key_norm == "none":
+        return
+    of_all = "(heads head_dim) -> heads head_dim"
+    dims = {"head": "head_dim", "all": of_all}[config.query_key_norm]
+    for part, theirs in (("query", "q_norm"), ("key", "k_norm")):
+        ours = names[config.query_key_norm].format(part)
+        yield from _norm(config, f"{_BLOCK}attention/{ours}", f"{_LAYER}self_attn.{theirs}", dims)
+
+
+def _mlp(config: DecoderConfig) -> Iterator[Leaf]:
+    for ours in ("gate", "up"):
+        name, tensor = f"{_BLOCK}mlp/{ours}", f"{_LAYER}mlp.{ours}_proj"
+        yield Leaf(f"{name}/kernel", f"{tensor}.weight", "mlp embed -> embed mlp")
+        if config.mlp_bias:
+            yield Leaf(f"{name}/bias", f"{tensor}.bias", "mlp")
+    name, tensor = f"{_BLOCK}mlp/down", f"{_LAYER}mlp.down_proj"
+    yield Leaf(f"{name}/kernel", f"{tensor}.weight", "embed mlp -> mlp embed")
+    if config.mlp_bias:
+        yield Leaf(f"{name}/bias", f"{tensor}.bias", "embed")
+
+
+def _experts(block: str, names: Mapping[str, str]) -> Iterator[Leaf]:
+    """The router and the experts' kernels; shared experts have no place in a file yet."""
+    dims = "experts embed -> embed experts"
+    yield Leaf(f"{_BLOCK}mlp/router/kernel", f"{_LAYER}{block}.gate.weight", dims)
+    for ours, theirs in names.items():
+        tensor = f"{_LAYER}{block}.experts.{{expert}}.{theirs}.weight"
+        dims = "embed mlp -> mlp embed" if ours == "down" else "mlp embed -> embed mlp"
+        yield Leaf(f"{_BLOCK}mlp/experts/{ours}", tensor, dims)
+
+
+def _joined_mlp() -> Iterator[Leaf]:
+    for part, ours in enumerate(("gate", "up")):
+        tensor = f"{_LAYER}mlp.gate_up_proj.weight"
+        yield Leaf(f"{_BLOCK}mlp/{ours}/kernel", tensor, "(2 mlp) embed -> embed mlp", part)
+    tensor = f"{_LAYER}mlp.down_proj.weight"
+    yield Leaf(f"{_BLOCK}mlp/down/kernel", tensor, "embed mlp -> mlp embed")

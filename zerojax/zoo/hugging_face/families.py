@@ -1,0 +1,329 @@
+"""Rows of decoders that differ from Llama in switches: Mistral, Qwen, Phi-3, SmolLM3, Granite.
+
+Sources: modeling files and configuration classes of transformers 5.23.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from zerojax.zoo.decoder import Decoder
+from zerojax.zoo.decoder_config import DecoderConfig, LayerKind
+from zerojax.zoo.hugging_face import decoder_leaves
+from zerojax.zoo.hugging_face.config_reading import ConfigReading, UnsupportedError
+from zerojax.zoo.hugging_face.decoder_keys import (
+    layers_of,
+    patterned,
+    read_activation,
+    read_biases,
+    read_layer_types,
+    read_sizes,
+    types_of,
+    window_in,
+    window_of,
+    write_activation,
+    write_sizes,
+)
+from zerojax.zoo.hugging_face.layouts import Architecture, Leaf
+from zerojax.zoo.hugging_face.rope_keys import FULL, SLIDING, read_rope, write_rope
+from zerojax.zoo.rope import Rope
+
+Keys = dict[str, Any]
+
+
+def row(
+    model_type: str,
+    class_name: str,
+    read: Callable[[ConfigReading], Keys],
+    write: Callable[[DecoderConfig], Keys],
+    *,
+    leaves: Callable[[DecoderConfig], Sequence[Leaf]] = decoder_leaves.leaves,
+    no_effect: tuple[str, ...] = (),
+) -> Architecture:
+    """The row of a family.
+
+    Args:
+      model_type, class_name, leaves, no_effect: see `Architecture`.
+      read: config.json -> fields of `DecoderConfig` but for "family".
+      write: the reverse, without what every model has.
+    """
+    return Architecture(
+        model_type=model_type,
+        class_name=class_name,
+        config_class=DecoderConfig,
+        build=lambda config, rngs: Decoder(config, rngs=rngs),
+        leaves=leaves,
+        read=lambda reading: {"family": model_type, **read(reading)},
+        write_config=write,
+        no_effect=no_effect,
+        prefix="model.",
+        ignored=(r"\.rotary_emb\.inv_freq$",),
+    )
+
+
+def one_rope(config: DecoderConfig) -> Rope:
+    """The rotary positions that all layers share, or those that have some."""
+    return next(kind.rope for kind in config.kinds if kind.rope is not None)
+
+
+def plain_rope(config: ConfigReading, longest: int, theta: float = 10000.0) -> Rope:
+    """Rotary positions of all features of a head, the same in all layers."""
+    rope = read_rope(config, theta=theta, longest=longest)
+    if rope.fraction != 1.0:
+        raise UnsupportedError(
+            f"{config.where}: partial_rotary_factor is {rope.fraction}, but transformers turns all "
+            "features of a head in this model; only 1.0 will do"
+        )
+    return rope
+
+
+def uniform(config: DecoderConfig) -> Keys:
+    """Sizes and rotary positions, as most families write them."""
+    return {
+        **write_sizes(config),
+        **write_rope(one_rope(config), config.max_seq_len),
+        "hidden_act": write_activation(config),
+    }
+
+
+# --- Mistral --------------------------------------------------------------------------------------
+
+
+def _read_mistral(config: ConfigReading) -> Keys:
+    """One window for all layers (arXiv:2310.06825); 4096 where the key is missing."""
+    sizes = read_sizes(config, kv_heads=8)
+    rope = plain_rope(config, sizes["max_seq_len"])
+    return {
+        **sizes,
+        "activation": read_activation(config),
+        "kinds": (LayerKind(window=config.get("sliding_window", 4096), rope=rope),),
+    }
+
+
+def _write_mistral(config: DecoderConfig) -> Keys:
+    return {
+        **uniform(config),
+        "head_dim": config.features_per_head,
+        "sliding_window": window_in(config),
+    }
+
+
+def _read_ministral(config: ConfigReading) -> Keys:
+    """Mistral with a type for each layer, sliding where the key is missing."""
+    sizes = read_sizes(config, kv_heads=8)
+    rope = plain_rope(config, sizes["max_seq_len"])
+    window = config.get("sliding_window", 4096)
+    default = [FULL if window is None else SLIDING] * sizes["num_layers"]
+    types = read_layer_types(config, default)
+    window = window_of(config, types, window)
+    layers = [LayerKind(window=window if kind == SLIDING else None, rope=rope) for kind in types]
+    return {
+        **sizes,
+        "activation": read_activation(config),
+        **patterned(layers),
+    }
+
+
+def _write_ministral(config: DecoderConfig) -> Keys:
+    return {**_write_mistral(config), "layer_types": types_of(config)}
+
+
+# --- Qwen -----------------------------------------------------------------------------------------
+
+
+def _read_qwen2(config: ConfigReading) -> Keys:
+    """Biases of query, key and value (arXiv:2407.10671)."""
+    config.require("positions are of texts alone", use_mrope=(False, None))
+    return {**_read_qwen(config), "qkv_bias": True}
+
+
+def _read_qwen3(config: ConfigReading) -> Keys:
+    """Norms of query and key (arXiv:2505.09388); heads are of 128 features unless said."""
+    return {
+        **_read_qwen(config, head_dim=128),
+        **read_biases(config),
+        "query_key_norm": "head",
+    }
+
+
+def _read_qwen(config: ConfigReading, head_dim: int | None = None) -> Keys:
+    sizes = read_sizes(config, kv_heads=32, head_dim=head_dim)
+    rope = plain_rope(config, sizes["max_seq_len"])
+    window, first = config.get("sliding_window", 4096), config.get("max_window_layers", 28)
+    if not config.get("use_sliding_window", False):
+        window = None
+    count = sizes["num_layers"]
+    default = [SLIDING if window is not None and n >= first else FULL for n in range(count)]
+    types = read_layer_types(config, default)
+    window = window_of(config, types, window)
+    layers = [LayerKind(window=window if kind == SLIDING else None, rope=rope) for kind in types]
+    return {**sizes, "activation": read_activation(config), **patterned(layers)}
+
+
+def _write_qwen(config: DecoderConfig) -> Keys:
+    types, window = types_of(config), window_in(config)
+    return {
+        **uniform(config),
+        "layer_types": types,
+        # Of layers from this one on, where a reader does not know layer_types.
+        "max_window_layers": types.index(SLIDING) if SLIDING in types else config.num_layers,
+        "sliding_window": window,
+        "use_sliding_window": window is not None,
+    }
+
+
+def _write_qwen3(config: DecoderConfig) -> Keys:
+    return {
+        **_write_qwen(config),
+        "attention_bias": config.qkv_bias,
+        "head_dim": config.features_per_head,
+    }
+
+
+# --- Phi-3 and Phi-4 ------------------------------------------------------------------------------
+
+
+def _read_phi3(config: ConfigReading) -> Keys:
+    """Joined projections, a part of the features turns (arXiv:2404.14219, arXiv:2503.01743)."""
+    sizes = read_sizes(config, eps=1e-5)
+    config.require("dropout is a setting of a run", resid_pdrop=(0.0,), embd_pdrop=(0.0,))
+    absent = {"attention_bias": (False,), "mlp_bias": (False,), "lm_head_bias": (False,)}
+    config.require("projections have no biases", **absent)
+    config.require("all layers are alike", full_attn_mod=(1,), interpolate_factor=(1,))
+    original = config.get("original_max_position_embeddings", 4096)
+    values = {**(config.get("rope_parameters") or {}), **(config.get("rope_scaling") or {})}
+    kind = values.get("rope_type") or values.get("type") or "default"
+    if kind in ("su", "yarn", "longrope"):  # three names of one thing, in files of all ages
+        values |= {"rope_type": "longrope", "original_max_position_embeddings": original}
+    elif kind != "default":
+        raise UnsupportedError(
+            f"{config.where}: rotary positions of type {kind!r}, but this model has default or "
+            "longrope ones"
+        )
+    inner = ConfigReading({**config.values, "rope_parameters": values, "rope_scaling": None})
+    rope = read_rope(inner, longest=sizes["max_seq_len"])
+    config.asked |= inner.asked
+    return {
+        **sizes,
+        "activation": read_activation(config),
+        "kinds": (LayerKind(window=config.get("sliding_window"), rope=rope),),
+    }
+
+
+def _write_phi3(config: DecoderConfig) -> Keys:
+    rope = one_rope(config)
+    scaling = rope.scaling
+    original = config.max_seq_len if scaling is None else scaling.original_max_seq_len
+    return {
+        **uniform(config),
+        "original_max_position_embeddings": original,
+        "partial_rotary_factor": rope.fraction,
+        "sliding_window": window_in(config),
+    }
+
+
+# --- SmolLM3 --------------------------------------------------------------------------------------
+
+
+def _read_smollm3(config: ConfigReading) -> Keys:
+    """No rotary positions in each fourth layer (huggingface.co/blog/smollm3)."""
+    sizes = read_sizes(config, kv_heads=4, tied=True)
+    rope = plain_rope(config, sizes["max_seq_len"], theta=2e6)
+    count, interval = sizes["num_layers"], config.get("no_rope_layer_interval", 4)
+    turns = config.get("no_rope_layers")
+    if turns is None:
+        turns = [int((layer + 1) % interval != 0) for layer in range(count)]
+    if len(turns) < count or not set(turns) <= {0, 1}:
+        raise UnsupportedError(
+            f"{config.where}: no_rope_layers is {turns!r}, not a 0 or 1 for each of {count} layers"
+        )
+    window = config.get("sliding_window")
+    if not config.get("use_sliding_window", False):
+        window = None
+    default = [SLIDING if window is not None and not turn else FULL for turn in turns[:count]]
+    types = read_layer_types(config, default)
+    window = window_of(config, types, window)
+    layers = [
+        LayerKind(window=window if kind == SLIDING else None, rope=rope if turn else None)
+        for kind, turn in zip(types, turns[:count], strict=True)
+    ]
+    return {
+        **sizes,
+        "activation": read_activation(config),
+        **read_biases(config, mlp=True),
+        **patterned(layers),
+    }
+
+
+def _write_smollm3(config: DecoderConfig) -> Keys:
+    window = window_in(config)
+    return {
+        **uniform(config),
+        "attention_bias": config.qkv_bias,
+        "layer_types": types_of(config),
+        "mlp_bias": config.mlp_bias,
+        "no_rope_layer_interval": 4,
+        "no_rope_layers": [int(kind.rope is not None) for kind in layers_of(config)],
+        "sliding_window": window,
+        "use_sliding_window": window is not None,
+    }
+
+
+# --- Granite --------------------------------------------------------------------------------------
+
+
+def _read_granite(config: ConfigReading) -> Keys:
+    """Four factors (arXiv:2407.13739)."""
+    sizes = read_sizes(config)
+    rope = plain_rope(config, sizes["max_seq_len"])
+    return {
+        **sizes,
+        **read_biases(config, mlp=True),
+        "activation": read_activation(config),
+        "kinds": (LayerKind(rope=rope),),
+        "embed_scale": float(config.get("embedding_multiplier", 1.0)),
+        "residual_scale": float(config.get("residual_multiplier", 1.0)),
+        "attention_scale": float(config.get("attention_multiplier", 1.0)),
+        "logit_scale": 1.0 / float(config.get("logits_scaling", 1.0)),
+    }
+
+
+def _write_granite(config: DecoderConfig) -> Keys:
+    scale = config.attention_scale
+    return {
+        **uniform(config),
+        "attention_bias": config.qkv_bias,
+        "attention_multiplier": config.features_per_head**-0.5 if scale is None else scale,
+        "embedding_multiplier": config.embed_scale,
+        "logits_scaling": 1.0 / config.logit_scale,
+        "mlp_bias": config.mlp_bias,
+        "residual_multiplier": config.residual_scale,
+    }
+
+
+ROWS: Mapping[str, Architecture] = {
+    found.model_type: found
+    for found in (
+        row("mistral", "MistralForCausalLM", _read_mistral, _write_mistral),
+        row("ministral", "MinistralForCausalLM", _read_ministral, _write_ministral),
+        row("qwen2", "Qwen2ForCausalLM", _read_qwen2, _write_qwen),
+        row("qwen3", "Qwen3ForCausalLM", _read_qwen3, _write_qwen3),
+        row(
+            "phi3",
+            "Phi3ForCausalLM",
+            _read_phi3,
+            _write_phi3,
+            leaves=decoder_leaves.joined_leaves,
+        ),
+        row(
+            "smollm3",
+            "SmolLM3ForCausalLM",
+            _read_smollm3,
+            _write_smollm3,
+            no_effect=("max_window_layers", "pretraining_tp"),
+        ),
+        row("granite", "GraniteForCausalLM", _read_granite, _write_granite),
+    )
+}
+"""model_type -> row."""

@@ -1,0 +1,172 @@
+"""Rows of Gemma: scales around 1, four norms a layer, soft-caps, windows between full layers.
+
+Sources: arXiv:2403.08295, arXiv:2408.00118, arXiv:2503.19786, and transformers 5.23.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from zerojax.zoo.decoder_config import DecoderConfig, LayerKind
+from zerojax.zoo.hugging_face.config_reading import ConfigReading
+from zerojax.zoo.hugging_face.decoder_keys import (
+    every_nth_full,
+    patterned,
+    read_activation,
+    read_biases,
+    read_layer_types,
+    read_sizes,
+    types_of,
+    window_in,
+    window_of,
+    write_activation,
+    write_sizes,
+)
+from zerojax.zoo.hugging_face.families import Keys, plain_rope, row, uniform
+from zerojax.zoo.hugging_face.layouts import Architecture
+from zerojax.zoo.hugging_face.rope_keys import FULL, SLIDING, read_ropes, write_ropes, write_scaling
+from zerojax.zoo.layers import NormConfig
+
+_TANH = "gelu_pytorch_tanh"
+_THETA = {FULL: 1e6, SLIDING: 1e4}
+
+
+def _sizes(config: ConfigReading, *, kv_heads: int) -> Keys:
+    """What all three have: scaled embeddings, tied, heads of 256 features, norms around 1."""
+    sizes = read_sizes(config, kv_heads=kv_heads, head_dim=256, tied=True)
+    return {
+        **sizes,
+        **read_biases(config),
+        "norm": NormConfig(eps=sizes["norm"].eps, scale_offset=1.0),
+        "embed_scale": float(sizes["embed_dim"]) ** 0.5,
+    }
+
+
+def _written(config: DecoderConfig) -> Keys:
+    return {
+        "attention_bias": config.qkv_bias,
+        "head_dim": config.features_per_head,
+        "hidden_act": write_activation(config),
+        "hidden_activation": write_activation(config),
+    }
+
+
+def _read_gemma(config: ConfigReading) -> Keys:
+    """ "gelu" means its tanh form in this model's files, as transformers reads them."""
+    sizes = _sizes(config, kv_heads=16)
+    rope = plain_rope(config, sizes["max_seq_len"])
+    activation = read_activation(config, default=_TANH)
+    config.require("hidden_act says the activation", hidden_activation=(None, "gelu", _TANH))
+    return {
+        **sizes,
+        "activation": "gelu_tanh" if activation == "gelu" else activation,
+        "kinds": (LayerKind(rope=rope),),
+    }
+
+
+def _write_gemma(config: DecoderConfig) -> Keys:
+    return {**uniform(config), **_written(config)}
+
+
+def _read_gemma2(config: ConfigReading) -> Keys:
+    sizes = _sizes(config, kv_heads=4)
+    rope = plain_rope(config, sizes["max_seq_len"])
+    count = sizes["num_layers"]
+    types = read_layer_types(config, [FULL if n % 2 else SLIDING for n in range(count)])
+    window = window_of(config, types, config.get("sliding_window", 4096))
+    layers = [LayerKind(window=window if kind == SLIDING else None, rope=rope) for kind in types]
+    return {
+        **sizes,
+        **_capped(config, attention=50.0, final=30.0),
+        **patterned(layers),
+    }
+
+
+def _capped(config: ConfigReading, *, attention: float | None, final: float | None) -> Keys:
+    """The norms, the scale and the soft-caps that Gemma 2 and 3 have."""
+    config.get("hidden_act")  # hidden_activation says it
+    return {
+        "activation": read_activation(config, "hidden_activation", _TANH),
+        "norm_places": "pre_post",
+        "attention_scale": float(config.get("query_pre_attn_scalar", 256)) ** -0.5,
+        "attention_softcap": config.get("attn_logit_softcapping", attention),
+        "logit_softcap": config.get("final_logit_softcapping", final),
+    }
+
+
+def _write_gemma2(config: DecoderConfig) -> Keys:
+    return {**uniform(config), **_written(config), **_write_capped(config)}
+
+
+def _write_capped(config: DecoderConfig) -> Keys:
+    return {
+        "attn_logit_softcapping": config.attention_softcap,
+        "final_logit_softcapping": config.logit_softcap,
+        "layer_types": types_of(config),
+        "query_pre_attn_scalar": _scalar(config),
+        "sliding_window": window_in(config),
+    }
+
+
+def _scalar(config: DecoderConfig) -> float:
+    """What scores are divided by the root of, a whole number where it is one."""
+    scale = config.attention_scale or config.features_per_head**-0.5
+    value = scale**-2
+    return round(value) if abs(value - round(value)) < 1e-9 * value else value
+
+
+def _read_gemma3(config: ConfigReading) -> Keys:
+    """Norms of query and key; windows and full layers turn by bases of their own."""
+    sizes = _sizes(config, kv_heads=4)
+    # transformers reads the first and never uses it: what a value should do is not known.
+    config.require("scores are not capped in this model", attn_logit_softcapping=(None,))
+    config.asked.add("_sliding_window_pattern")
+    period = config.get("sliding_window_pattern", config.values.get("_sliding_window_pattern", 6))
+    types = read_layer_types(config, every_nth_full(sizes["num_layers"], period))
+    window = window_of(config, types, config.get("sliding_window", 4096))
+    ropes = read_ropes(
+        config, theta=_THETA, longest=sizes["max_seq_len"], local_key="rope_local_base_freq"
+    )
+    layers = [
+        LayerKind(window=window if kind == SLIDING else None, rope=ropes[kind]) for kind in types
+    ]
+    return {
+        **sizes,
+        **_capped(config, attention=None, final=None),
+        "query_key_norm": "head",
+        **patterned(layers),
+    }
+
+
+def _write_gemma3(config: DecoderConfig) -> Keys:
+    ropes: dict[str, Any] = {
+        FULL if kind.window is None else SLIDING: kind.rope for kind in config.kinds
+    }
+    # Those of the type that no layer has are its bases in the class, so that a reader finds both.
+    default = read_ropes(
+        ConfigReading({}), theta=_THETA, longest=config.max_seq_len, local_key=None
+    )
+    ropes = {**default, **ropes}
+    return {
+        **write_sizes(config),
+        **_written(config),
+        **_write_capped(config),
+        "max_position_embeddings": config.max_seq_len,
+        # The first three are for transformers 4, the last one for 5.
+        "rope_theta": ropes[FULL].theta,
+        "rope_local_base_freq": ropes[SLIDING].theta,
+        "rope_scaling": write_scaling(ropes[FULL]),
+        "rope_parameters": write_ropes(ropes),
+    }
+
+
+ROWS: Mapping[str, Architecture] = {
+    found.model_type: found
+    for found in (
+        row("gemma", "GemmaForCausalLM", _read_gemma, _write_gemma),
+        row("gemma2", "Gemma2ForCausalLM", _read_gemma2, _write_gemma2),
+        row("gemma3_text", "Gemma3ForCausalLM", _read_gemma3, _write_gemma3),
+    )
+}
+"""model_type -> row."""

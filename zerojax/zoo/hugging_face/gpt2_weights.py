@@ -1,0 +1,109 @@
+"""GPT-2 in transformers' format: one projection for query, key and value, kernels [in, out]."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zerojax.zoo.gpt2 import GPT2, GPT2Config
+from zerojax.zoo.hugging_face.config_reading import ConfigReading
+from zerojax.zoo.hugging_face.layouts import Architecture, Leaf
+
+
+def leaves(config: GPT2Config) -> list[Leaf]:
+    """Every array of a model of these sizes."""
+    layer, block = "transformer.h.{layer}.", "blocks/"
+    qkv = ("query", "key", "value")
+    found = [
+        Leaf("token_embedding/embedding", "transformer.wte.weight", "vocab embed"),
+        Leaf("position_embedding/embedding", "transformer.wpe.weight", "position embed"),
+    ]
+    for ours, theirs in (("attention_norm", "ln_1"), ("mlp_norm", "ln_2")):
+        found.append(Leaf(f"{block}{ours}/scale", f"{layer}{theirs}.weight", "embed"))
+        found.append(Leaf(f"{block}{ours}/bias", f"{layer}{theirs}.bias", "embed"))
+    for part, ours in enumerate(qkv):
+        kernel, bias = (f"{block}attention/{ours}/{x}" for x in ("kernel", "bias"))
+        dims = "embed (3 heads head_dim) -> embed heads head_dim"
+        found.append(Leaf(kernel, f"{layer}attn.c_attn.weight", dims, part))
+        dims = "(3 heads head_dim) -> heads head_dim"
+        found.append(Leaf(bias, f"{layer}attn.c_attn.bias", dims, part))
+    dims = "(heads head_dim) embed -> heads head_dim embed"
+    found += [
+        Leaf(f"{block}attention/output/kernel", f"{layer}attn.c_proj.weight", dims),
+        Leaf(f"{block}attention/output/bias", f"{layer}attn.c_proj.bias", "embed"),
+        Leaf(f"{block}mlp/up/kernel", f"{layer}mlp.c_fc.weight", "embed mlp"),
+        Leaf(f"{block}mlp/up/bias", f"{layer}mlp.c_fc.bias", "mlp"),
+        Leaf(f"{block}mlp/down/kernel", f"{layer}mlp.c_proj.weight", "mlp embed"),
+        Leaf(f"{block}mlp/down/bias", f"{layer}mlp.c_proj.bias", "embed"),
+        Leaf("final_norm/scale", "transformer.ln_f.weight", "embed"),
+        Leaf("final_norm/bias", "transformer.ln_f.bias", "embed"),
+    ]
+    if not config.tie_embeddings:
+        found.append(Leaf("lm_head/kernel", "lm_head.weight", "vocab embed -> embed vocab"))
+    return found
+
+
+def read_config(config: ConfigReading) -> dict[str, Any]:
+    """Sizes from config.json; the names are those of the GPT-2 of 2019."""
+    config.require(
+        "this model's MLP has the tanh form of GELU",
+        activation_function=("gelu_new", "gelu_pytorch_tanh"),
+    )
+    config.require("scores are divided by the root of the head's width", scale_attn_weights=(True,))
+    config.require("layers have the same scale", scale_attn_by_inverse_layer_idx=(False, None))
+    # An array of 2019 in two names; the first is the one that transformers reads.
+    positions, older = config.get("n_positions"), config.get("n_ctx")
+    return {
+        "vocab_size": config.needed("vocab_size"),
+        "max_seq_len": positions or older or config.needed("n_positions"),
+        "num_layers": config.needed("n_layer"),
+        "num_heads": config.needed("n_head"),
+        "embed_dim": config.needed("n_embd"),
+        "mlp_dim": config.get("n_inner"),
+        "norm_eps": config.get("layer_norm_epsilon", 1e-5),
+        "tie_embeddings": config.get("tie_word_embeddings", True),
+    }
+
+
+def write_config(config: GPT2Config) -> dict[str, Any]:
+    """config.json from sizes; it says what dropout ours has, attention's is none."""
+    return {
+        "activation_function": "gelu_new",
+        "attn_pdrop": 0.0,
+        "embd_pdrop": config.dropout,
+        "layer_norm_epsilon": config.norm_eps,
+        "n_ctx": config.max_seq_len,
+        "n_embd": config.embed_dim,
+        "n_head": config.num_heads,
+        "n_inner": config.mlp_dim,
+        "n_layer": config.num_layers,
+        "n_positions": config.max_seq_len,
+        "resid_pdrop": config.dropout,
+        "tie_word_embeddings": config.tie_embeddings,
+        "vocab_size": config.vocab_size,
+    }
+
+
+GPT2_ROW = Architecture(
+    model_type="gpt2",
+    class_name="GPT2LMHeadModel",
+    config_class=GPT2Config,
+    build=lambda config, rngs: GPT2(config, rngs=rngs),
+    leaves=leaves,
+    read=read_config,
+    write_config=write_config,
+    # Dropout is a setting of a run, and scores are in float32 either way.
+    no_effect=(
+        "attn_pdrop",
+        "embd_pdrop",
+        "resid_pdrop",
+        "reorder_and_upcast_attn",
+        "summary_activation",
+        "summary_first_dropout",
+        "summary_proj_to_labels",
+        "summary_type",
+        "summary_use_proj",
+    ),
+    prefix="transformer.",
+    # Causal masks, which early versions saved as if they were weights.
+    ignored=(r"\.attn\.(masked_)?bias$",),
+)

@@ -1,0 +1,216 @@
+"""Rows of mixtures of experts: Mixtral, OLMoE, Qwen3-MoE.
+
+Sources: arXiv:2401.04088, arXiv:2409.02060, arXiv:2505.09388, and transformers 5.23. Their files
+have a tensor for each expert of each layer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from zerojax.config.expert_settings import MoEConfig
+from zerojax.zoo.decoder_config import DecoderConfig, LayerKind
+from zerojax.zoo.hugging_face import decoder_leaves
+from zerojax.zoo.hugging_face.config_reading import ConfigReading, UnsupportedError
+from zerojax.zoo.hugging_face.decoder_keys import (
+    read_activation,
+    read_biases,
+    read_sizes,
+    window_in,
+)
+from zerojax.zoo.hugging_face.families import Keys, plain_rope, row, uniform
+from zerojax.zoo.hugging_face.layouts import Architecture
+
+_WHEN_ON = "router_aux_loss_coef"
+"""Read where "output_router_logits" says that the loss has it; else it changes nothing."""
+
+
+def _read_experts(
+    config: ConfigReading,
+    *,
+    number: int,
+    chosen: int,
+    width: int,
+    balance: float,
+    renormalize: bool,
+) -> Keys:
+    """What all three have.
+
+    Args:
+      number, chosen, balance: transformers' defaults of the class.
+      width: of one expert.
+      renormalize: whether the scores of the chosen experts are divided by their sum.
+    """
+    names = ("num_experts", "num_local_experts")  # transformers 4 and 5 name it differently
+    given = {name: config.get(name) for name in names if config.has(name)}
+    if len(set(given.values())) > 1:
+        raise UnsupportedError(
+            f"{config.where}: {' and '.join(f'{k}={x!r}' for k, x in given.items())} are two names "
+            "of one number; leave one out"
+        )
+    is_balanced = bool(config.get("output_router_logits", False))
+    moe = MoEConfig(
+        num_experts=next(iter(given.values()), number),
+        experts_per_token=config.get("num_experts_per_tok", chosen),
+        expert_dim=width,
+        renormalize=renormalize,
+        balance="hugging_face",
+        balance_weight=float(config.get(_WHEN_ON, balance)) if is_balanced else 0.0,
+    )
+    return {"moe": moe}
+
+
+def _write_experts(config: DecoderConfig) -> Keys:
+    moe = config.moe
+    is_balanced = moe.balance == "hugging_face" and moe.weight_of_balance > 0
+    return {
+        "num_experts_per_tok": moe.experts_per_token,
+        "output_router_logits": is_balanced,
+        **({_WHEN_ON: moe.weight_of_balance} if is_balanced else {}),
+    }
+
+
+# --- Mixtral --------------------------------------------------------------------------------------
+
+
+def _read_mixtral(config: ConfigReading) -> Keys:
+    """Scores of the chosen experts are divided by their sum; one window for all layers, or none."""
+    sizes = read_sizes(config, kv_heads=8, eps=1e-5)
+    config.require("the router is given no noise", router_jitter_noise=(0.0, None))
+    rope = plain_rope(config, sizes["max_seq_len"], theta=1e6)
+    width = sizes["mlp_dim"]
+    defaults = {"number": 8, "chosen": 2, "balance": 0.001}
+    return {
+        **sizes,
+        **_read_experts(config, width=width, renormalize=True, **defaults),
+        "activation": read_activation(config),
+        "kinds": (LayerKind(window=config.get("sliding_window"), rope=rope),),
+    }
+
+
+def _write_mixtral(config: DecoderConfig) -> Keys:
+    return {
+        **uniform(config),
+        **_write_experts(config),
+        "intermediate_size": config.moe.expert_dim,
+        "num_local_experts": config.moe.num_experts,
+        "router_jitter_noise": 0.0,
+        "sliding_window": window_in(config),
+    }
+
+
+# --- OLMoE ----------------------------------------------------------------------------------------
+
+
+def _read_olmoe(config: ConfigReading) -> Keys:
+    """Norms over all heads of query and key, cuts after them."""
+    sizes = read_sizes(config, eps=1e-5)
+    of_head = sizes["embed_dim"] // sizes["num_heads"]
+    config.require("heads share the width of the model", head_dim=(None, of_head))
+    rope = plain_rope(config, sizes["max_seq_len"])
+    width, renormalize = sizes["mlp_dim"], bool(config.get("norm_topk_prob", False))
+    defaults = {"number": 64, "chosen": 8, "balance": 0.01}
+    return {
+        **sizes,
+        **read_biases(config),
+        **_read_experts(config, width=width, renormalize=renormalize, **defaults),
+        "head_dim": None,
+        "query_key_norm": "all",
+        "clip_qkv": config.get("clip_qkv"),
+        "activation": read_activation(config),
+        "kinds": (LayerKind(rope=rope),),
+    }
+
+
+def _write_olmoe(config: DecoderConfig) -> Keys:
+    written = {
+        **uniform(config),
+        **_write_experts(config),
+        "attention_bias": config.qkv_bias,
+        "clip_qkv": config.clip_qkv,
+        "intermediate_size": config.moe.expert_dim,
+        "norm_topk_prob": config.moe.renormalize,
+        "num_experts": config.moe.num_experts,
+    }
+    written.pop("head_dim", None)
+    return written
+
+
+# --- Qwen3-MoE ------------------------------------------------------------------------------------
+
+
+def _read_qwen3_moe(config: ConfigReading) -> Keys:
+    """Norms of query and key; "intermediate_size" is of layers without experts, and there are none.
+
+    A window is of all layers here, as transformers computes it.
+    """
+    sizes = read_sizes(config, kv_heads=4)
+    everywhere = {"decoder_sparse_step": (1,), "mlp_only_layers": ([], None)}
+    config.require("all layers have experts", **everywhere)
+    rope = plain_rope(config, sizes["max_seq_len"])
+    window = config.get("sliding_window", 4096)
+    width = config.get("moe_intermediate_size", 768)
+    renormalize = bool(config.get("norm_topk_prob", False))
+    defaults = {"number": 128, "chosen": 8, "balance": 0.001}
+    if not config.get("use_sliding_window", False):
+        window = None
+    return {
+        **sizes,
+        **read_biases(config),
+        **_read_experts(config, width=width, renormalize=renormalize, **defaults),
+        "query_key_norm": "head",
+        "activation": read_activation(config),
+        "kinds": (LayerKind(window=window, rope=rope),),
+    }
+
+
+def _write_qwen3_moe(config: DecoderConfig) -> Keys:
+    window = window_in(config)
+    return {
+        **uniform(config),
+        **_write_experts(config),
+        "attention_bias": config.qkv_bias,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": config.moe.expert_dim,
+        "norm_topk_prob": config.moe.renormalize,
+        "num_experts": config.moe.num_experts,
+        "sliding_window": window,
+        "use_sliding_window": window is not None,
+    }
+
+
+ROWS: Mapping[str, Architecture] = {
+    found.model_type: found
+    for found in (
+        row(
+            "mixtral",
+            "MixtralForCausalLM",
+            _read_mixtral,
+            _write_mixtral,
+            leaves=decoder_leaves.mixtral_leaves,
+            no_effect=(_WHEN_ON,),
+        ),
+        row("olmoe", "OlmoeForCausalLM", _read_olmoe, _write_olmoe, no_effect=(_WHEN_ON,)),
+        row(
+            "qwen3_moe",
+            "Qwen3MoeForCausalLM",
+            _read_qwen3_moe,
+            _write_qwen3_moe,
+            no_effect=(_WHEN_ON, "max_window_layers"),
+        ),
+    )
+}
+"""model_type -> row."""
+
+
+def as_mixtral(config: Any) -> DecoderConfig:
+    """A Llama with experts as the Mixtral that it is.
+
+    Args:
+      config: a `LlamaConfig`.
+    """
+    given = config.as_decoder()
+    return dataclasses.replace(given, family="mixtral", mlp_dim=given.moe.expert_dim)

@@ -1,0 +1,149 @@
+"""Llama: RMSNorm, rotary positions, grouped key/value heads, SwiGLU, no biases."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from flax import nnx
+
+from zerojax.config.attention_layouts import BlockLayout
+from zerojax.config.expert_settings import MoEConfig
+from zerojax.operators.attending import Implementation
+from zerojax.zoo.decoder import Decoder
+from zerojax.zoo.decoder_config import (
+    DecoderConfig,
+    LayerKind,
+    check_decoder_sizes,
+    check_experts,
+    default_mlp_dim,
+    with_expert_dim,
+)
+from zerojax.zoo.layers import NormConfig
+from zerojax.zoo.rope import Rope, RopeScaling
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LlamaConfig:
+    """Sizes of a Llama-style decoder (arXiv:2302.13971, arXiv:2307.09288).
+
+    Attributes:
+      vocab_size: number of token ids.
+      max_seq_len: tokens; rotary positions need no table, so this only bounds what is accepted.
+      num_layers, num_heads, embed_dim: depth, query heads, width of the residual stream.
+      num_kv_heads: key/value heads, a divisor of num_heads; None: num_heads.
+      mlp_dim: width of the gated MLP; None: 8/3 * embed_dim rounded up to a multiple of 128, which
+        has about the parameters of an ungated MLP of 4 * embed_dim.
+      head_dim: features of one head, even; None: embed_dim / num_heads.
+      dropout: probability, on embeddings and on the output of each sub-layer.
+      tie_embeddings: the output weights are the token table.
+      rope_theta: base of the rotary wavelengths.
+      rope_scaling: how they are stretched to longer texts; None: not. "dynamic" takes a text of the
+        cache's length, so that all keys in a cache turn alike (transformers turns new ones by
+        another base than old ones).
+      norm_eps: added to the mean square.
+      remat: "none", "full", "attention" or "dots" (see `stacking.scan_blocks`).
+      loss_chunk: tokens whose logits `loss` holds at once; None: those of all.
+      mlp_chunk: tokens of a row whose hidden activations of the MLP a layer holds at once; None:
+        those of all.
+      matmul_dtype: "fp8" for 8-bit products in the layers (see `fp8`); None: the compute dtype.
+      attention: "auto", "xla", "chunked", "cudnn" or "mosaic_gpu" (see `zerojax.attention`).
+      attention_layout: which blocks of tokens see which, in a row of max_seq_len tokens; shorter
+        ones have a part of it (see `zerojax.attention`).
+      moe: experts in place of the MLP (arXiv:2401.04088); without an `expert_dim` each is `mlp_dim`
+        wide.
+      attention_window: how many tokens each one sees, itself included (a sliding window, Mistral's
+        `sliding_window`); None: all before it.
+    """
+
+    vocab_size: int
+    max_seq_len: int = 2048
+    num_layers: int = 16
+    num_heads: int = 32
+    embed_dim: int = 2048
+    num_kv_heads: int | None = None
+    mlp_dim: int | None = None
+    head_dim: int | None = None
+    dropout: float = 0.0
+    tie_embeddings: bool = False
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    norm_eps: float = 1e-5
+    remat: str = "none"
+    loss_chunk: int | None = None
+    mlp_chunk: int | None = None
+    matmul_dtype: str | None = None
+    attention: Implementation = "auto"
+    attention_layout: BlockLayout | None = None
+    attention_window: int | None = None
+    moe: MoEConfig = dataclasses.field(default_factory=MoEConfig)
+
+    def __post_init__(self) -> None:
+        if self.num_kv_heads is None:
+            object.__setattr__(self, "num_kv_heads", self.num_heads)
+        if self.mlp_dim is None:
+            object.__setattr__(self, "mlp_dim", default_mlp_dim(self.embed_dim))
+        object.__setattr__(self, "moe", with_expert_dim(self.moe, self.mlp_dim))
+        check_decoder_sizes(self)
+        check_experts(self)
+        if self.features_per_head % 2 or self.features_per_head < 1:
+            origin = (
+                f"embed_dim={self.embed_dim} / num_heads={self.num_heads} ="
+                f" {self.features_per_head}"
+                if self.head_dim is None
+                else f"head_dim={self.head_dim}"
+            )
+            raise ValueError(
+                f"{origin} is odd, but rotary positions turn pairs of features; use"
+                f" head_dim={2 * (max(self.features_per_head, 0) // 2 + 1)}"
+            )
+        if self.rope_theta <= 1.0:
+            raise ValueError(f"rope_theta={self.rope_theta} must be above 1; 10000.0 is usual")
+
+    @property
+    def features_per_head(self) -> int:
+        """`head_dim`, also where it follows from the others."""
+        return self.head_dim or self.embed_dim // self.num_heads
+
+    def as_decoder(self) -> DecoderConfig:
+        """The same model by the switches of every decoder."""
+        rope = Rope(theta=self.rope_theta, scaling=self.rope_scaling)
+        return DecoderConfig(
+            vocab_size=self.vocab_size,
+            max_seq_len=self.max_seq_len,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            embed_dim=self.embed_dim,
+            num_kv_heads=self.num_kv_heads,
+            mlp_dim=self.mlp_dim,
+            head_dim=self.head_dim,
+            dropout=self.dropout,
+            tie_embeddings=self.tie_embeddings,
+            norm=NormConfig(eps=self.norm_eps),
+            kinds=(LayerKind(window=self.attention_window, rope=rope),),
+            family="llama",
+            remat=self.remat,
+            loss_chunk=self.loss_chunk,
+            mlp_chunk=self.mlp_chunk,
+            matmul_dtype=self.matmul_dtype,
+            attention=self.attention,
+            attention_layout=self.attention_layout,
+            moe=self.moe,
+        )
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of trainable elements."""
+        return self.as_decoder().num_parameters
+
+    @property
+    def num_active_parameters(self) -> int:
+        """How many of them a token meets: all, but for the experts that it does not go through."""
+        return self.as_decoder().num_active_parameters
+
+
+class Llama(Decoder):
+    """A Llama-style decoder. `model(tokens) -> logits`, `model.loss(batch) -> (sum, weight)`."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs) -> None:
+        super().__init__(config.as_decoder(), rngs=rngs)
+        self.config = config

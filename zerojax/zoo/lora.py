@@ -1,0 +1,249 @@
+"""Low-rank adapters of projections (LoRA, arXiv:2106.09685): added, merged, removed.
+
+An adapter is computed as (x A) B, so neither the forward nor the backward pass ever holds the
+product A B, which has the shape of the kernel. Only merging makes it, one kernel at a time.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from zerojax.config.checks import names_keywords
+from zerojax.config.sections import LoraConfig
+from zerojax.tracing import trees
+from zerojax.tracing.stacking import stack_blocks
+from zerojax.zoo.layers import Dropout, Projection
+from zerojax.zoo.moe import GatedExperts, Router
+
+A_SUFFIX, B_SUFFIX, KERNEL_SUFFIX = "/lora/a", "/lora/b", "/kernel"
+"""Ends of the names of an adapter's parameters, and of the kernel that it belongs to."""
+
+
+class LowRank(nnx.Module):
+    """x -> scale * (x A) B, from the last dimensions of its input (`in_shape`) to `out_shape`.
+
+    B starts as zeros, so that a model with new adapters computes what it did without; A is uniform
+    in +-1/sqrt(inputs).
+    """
+
+    def __init__(
+        self,
+        in_shape: tuple[int, ...],
+        out_shape: tuple[int, ...],
+        config: LoraConfig,
+        *,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.num_inputs = len(in_shape)
+        self.scale = config.scale
+        bound = math.prod(in_shape) ** -0.5
+        shape = (*in_shape, config.rank)
+        self.a = nnx.Param(
+            jax.random.uniform(rngs.params(), shape, jnp.float32, minval=-bound, maxval=bound)
+        )
+        self.b = nnx.Param(jnp.zeros((config.rank, *out_shape), jnp.float32))
+        self.dropout = Dropout(config.dropout, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., *in_shape] -> [..., *out_shape], in the dtype of A."""
+        a, b = self.a[...], self.b[...]
+        x = self.dropout(x).astype(a.dtype)
+        first = x.ndim - self.num_inputs
+        dims = tuple(range(first, x.ndim)), tuple(range(self.num_inputs))
+        narrow = self.scale * lax.dot_general(x, a, (dims, ((), ())))
+        return lax.dot_general(narrow, b, (((first,), (0,)), ((), ())))
+
+
+@names_keywords()
+def add_lora(model: Any, config: LoraConfig, *, seed: int = 0) -> Any:
+    """The model with an adapter beside every projection that the configuration targets.
+
+    Train it with `freeze=config.freeze`, so that only adapters get gradients and optimizer state.
+    Adapters are for the projections of zerojax's own models, and for models built of them; a model
+    of stock Flax layers has `flax.nnx.LoRALinear` for the same.
+
+    >>> import zerojax
+    >>> from flax import nnx
+    >>> config = zerojax.zoo.GPT2Config(vocab_size=64, num_layers=2, num_heads=2, embed_dim=8)
+    >>> model = zerojax.zoo.GPT2(config, rngs=nnx.Rngs(0))
+    >>> lora = zerojax.LoraConfig(rank=4, targets=("attention/(query|value)",))
+    >>> with_adapters = zerojax.add_lora(model, lora)
+    >>> with_adapters.blocks.attention.query.lora.a.shape
+    (2, 8, 4)
+
+    Args:
+      model: an `nnx.Module`, which stays as it is and shares its arrays with the result; a factory
+        `rngs -> nnx.Module`; or a pretrained model.
+      config: of rank 1 or more.
+      seed: of the adapters of a module; a factory draws them from its own `rngs`, after all else.
+
+    Returns:
+      The kind of thing that was given.
+
+    Raises:
+      ValueError: rank 0, targets that match no projection, or one that cannot have an adapter.
+      TypeError: nothing that makes an `nnx.Module`.
+    """
+    if config.rank < 1:
+        raise ValueError("LoraConfig.rank=0 means no adapters; give it a rank, such as rank=8")
+    if isinstance(model, nnx.Module):
+        copy = nnx.clone(model, graph=True)
+        return _insert(copy, config, nnx.Rngs(seed))
+    if callable(adapted := getattr(model, "with_lora", None)):
+        return adapted(config)
+    if not callable(model):
+        raise TypeError(
+            f"cannot add adapters to a {type(model).__name__}: give an nnx.Module, or a factory "
+            "rngs -> nnx.Module"
+        )
+
+    def factory(rngs: nnx.Rngs) -> nnx.Module:
+        made = model(rngs)
+        if not isinstance(made, nnx.Module):
+            raise TypeError(
+                f"cannot add adapters to a {type(made).__name__}: give an nnx.Module, or a factory "
+                "rngs -> nnx.Module"
+            )
+        return _insert(made, config, rngs)
+
+    return factory
+
+
+@names_keywords()
+def merge_lora(model: Any) -> Any:
+    """The module without adapters, their products added to the kernels in float32.
+
+    Args:
+      model: an `nnx.Module` with adapters, which stays as it is.
+
+    Returns:
+      A module of the same class, with kernels of the same dtype; it computes what `model` computes
+      without dropout, up to the rounding of sums in another order.
+
+    Raises:
+      ValueError: there is no adapter in it.
+    """
+    merged = nnx.clone(model, graph=True)
+    adapted = [part for _, part in _projections(merged) if isinstance(part.lora, LowRank)]
+    if not adapted:
+        raise ValueError(
+            f"{type(model).__name__} has no adapters to merge; zerojax.add_lora adds them"
+        )
+    for projection in adapted:
+        kernel, lora = projection.kernel, projection.lora
+        assert isinstance(lora, LowRank)
+        kernel[...] = merged_kernel(kernel[...], lora.a[...], lora.b[...], lora.scale)
+        projection.lora = nnx.data(None)
+    return merged
+
+
+def merged_kernel(kernel: Any, a: Any, b: Any, scale: float) -> Any:
+    """kernel + scale * A B, of one projection or of stacked ones; of NumPy arrays on the host.
+
+    Args:
+      kernel: [*stack, *inputs, *outputs]; a: [*stack, *inputs, rank]; b: [*stack, rank, *outputs].
+      scale: `LoraConfig.scale`.
+
+    Returns:
+      An array of the kernel's shape and dtype; the sum is in float32.
+    """
+    stack = a.ndim + b.ndim - 2 - kernel.ndim
+    rank = b.shape[stack]
+    lead = kernel.shape[:stack]
+    left = a.astype("float32").reshape(*lead, -1, rank)
+    right = b.astype("float32").reshape(*lead, rank, -1)
+    if isinstance(kernel, jax.Array):
+        product = jnp.matmul(left, right, precision=lax.Precision.HIGHEST)
+    else:
+        product = left @ right
+    return (kernel.astype("float32") + scale * product.reshape(kernel.shape)).astype(kernel.dtype)
+
+
+def adapted_kernels(names: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """{name of a kernel: names of its A and B}, among the names of parameters."""
+    bases = [name.removesuffix(A_SUFFIX) for name in names if name.endswith(A_SUFFIX)]
+    return {base + KERNEL_SUFFIX: (base + A_SUFFIX, base + B_SUFFIX) for base in bases}
+
+
+def adapter_names(names: Iterable[str]) -> frozenset[str]:
+    """Those among the names of parameters that are an adapter's."""
+    return frozenset(x for pair in adapted_kernels(names).values() for x in pair)
+
+
+def _projections(model: nnx.Module) -> Iterator[tuple[str, Projection]]:
+    """Every projection by name, in the model's order."""
+    for path, node in nnx.iter_graph(model):
+        if isinstance(node, Projection):
+            yield trees.path_name(path), node
+
+
+def _insert(model: nnx.Module, config: LoraConfig, rngs: nnx.Rngs) -> nnx.Module:
+    """The same object, with adapters."""
+    projections = dict(_projections(model))
+    if not projections:
+        raise ValueError(
+            f"{type(model).__name__} has none of zerojax's projections to put adapters beside; "
+            "build it with flax.nnx.LoRALinear in place of nnx.Linear, and train it with "
+            f"freeze=({r'^(?!.*/lora_[ab]$)'!r},)"
+        )
+    _check_experts(model, projections, config)
+    chosen = trees.match_names(projections, config.targets, option="LoraConfig.targets")
+    for name in sorted(chosen):
+        projection = projections[name]
+        _check_free(name, projection)
+        projection.lora = nnx.data(_build(projection, config, rngs))
+    return model
+
+
+def _check_experts(model: nnx.Module, projections: Iterable[str], config: LoraConfig) -> None:
+    """Refuses targets that match experts and nothing else: their kernels are no projections."""
+    experts = [
+        trees.path_name(path)
+        for path, node in nnx.iter_graph(model)
+        if isinstance(node, GatedExperts | Router)
+    ]
+    names = tuple(projections)
+    for pattern in config.targets:
+        found = [name for name in experts if re.search(pattern, name)]
+        if found and not any(re.search(pattern, name) for name in names):
+            raise ValueError(
+                f"LoraConfig.targets: {pattern!r} matches {found[0]}, and experts and their router "
+                "have no adapters yet; leave it out: targets=('attention/',)"
+            )
+
+
+def _check_free(name: str, projection: Projection) -> None:
+    if projection.lora is not None:
+        raise ValueError(f"{name} has an adapter already; call zerojax.merge_lora(model) first")
+    if name.rsplit(trees.SEPARATOR, 1)[-1] == "lm_head":
+        raise ValueError(
+            "lm_head takes no adapter: the loss reads its kernel without calling it, in chunks; "
+            r"name targets inside of the layers, such as 'blocks/.*'"
+        )
+
+
+def _build(projection: Projection, config: LoraConfig, rngs: nnx.Rngs) -> LowRank:
+    shape, num_inputs = projection.kernel.shape, projection.num_inputs
+    stack = len(shape) - num_inputs - projection.num_outputs
+    ins, outs = shape[stack : stack + num_inputs], shape[stack + num_inputs :]
+
+    def build(rngs: nnx.Rngs) -> LowRank:
+        return LowRank(ins, outs, config, rngs=rngs)
+
+    for size in reversed(shape[:stack]):
+        build = _stacked(build, size)
+    return build(rngs)
+
+
+def _stacked(
+    build: Callable[[nnx.Rngs], LowRank], num_layers: int
+) -> Callable[[nnx.Rngs], LowRank]:
+    return lambda rngs: stack_blocks(build, num_layers, rngs=rngs)
