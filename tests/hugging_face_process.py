@@ -85,7 +85,7 @@ def main(folder: str, out: str, zero: str, model_axis: str) -> None:
     )
     forget_peak()
     before, read_before = rss(), bytes_read()
-    trainer = Trainer(plan, replan=lambda mesh_config: plan)
+    trainer = Trainer(plan)
     jax.block_until_ready(trainer.state)
     found = {
         "counted": pretrained.folder.bytes_read,

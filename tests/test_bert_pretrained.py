@@ -18,7 +18,8 @@ from tests import bert_weights as tiny
 from zerojax.config import MeshConfig
 from zerojax.data import load_tokenizer, read_text
 from zerojax.plan.device_mesh import make_mesh
-from zerojax.plan.make import make_plan, plan_options
+from zerojax.plan.inputs import plan_options
+from zerojax.plan.make import make_plan
 from zerojax.training.hugging_face_export import to_hugging_face
 from zerojax.training.trainer import Trainer
 from zerojax.zoo import BertConfig
@@ -141,7 +142,7 @@ def trainer_of(pretrained: Any, *, rows: int = 8, **mesh: Any) -> Trainer:
         precision="fp32",
         **plan_options(settings),
     )
-    return Trainer(plan, replan=lambda mesh_config: plan)
+    return Trainer(plan)
 
 
 def assert_round_trip(folder: Path, out: Path, wanted: dict[str, np.ndarray], **mesh: Any) -> None:

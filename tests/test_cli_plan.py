@@ -84,7 +84,7 @@ def settings(*words: str) -> RunConfig:
 def test_it_plans_what_train_would_run(words, monkeypatch):
     config = settings("precision=bf16", *words)  # here are CPUs, whose default is another one
     seen = []
-    monkeypatch.setattr(run_file, "open_run", lambda files, plan, **rest: seen.append(plan))
+    monkeypatch.setattr(run_file, "open_run", lambda spec, plan: seen.append(plan))
     monkeypatch.setattr(run_file, "fit", lambda run: None)
     monkeypatch.setattr(Path, "mkdir", lambda *_, **__: None)
     run_file.run_from_config(config)
@@ -98,7 +98,7 @@ def test_it_plans_what_train_would_run(words, monkeypatch):
 
 def test_a_run_file_without_precision_has_that_of_its_devices_and_says_so(monkeypatch):
     seen = []
-    monkeypatch.setattr(run_file, "open_run", lambda files, plan, **rest: seen.append(plan))
+    monkeypatch.setattr(run_file, "open_run", lambda spec, plan: seen.append(plan))
     monkeypatch.setattr(run_file, "fit", lambda run: None)
     monkeypatch.setattr(Path, "mkdir", lambda *_, **__: None)
     run_file.run_from_config(settings())

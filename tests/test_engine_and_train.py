@@ -17,7 +17,6 @@ from flax import nnx
 
 import zerojax
 from zerojax.training import entry
-from zerojax.training.deepspeed import engine as engines
 from zerojax.training.deepspeed.engine import Engine
 
 ROWS, WIDTH = 48, 16
@@ -125,9 +124,7 @@ def planned(way, model, config, monkeypatch, tmp_path):
         raise Stopped
 
     monkeypatch.setattr(entry, "open_run", stop)
-    monkeypatch.setattr(Engine, "_make_state", stop)
-    monkeypatch.setattr(engines, "build_step", lambda plan: None)
-    monkeypatch.setattr(engines, "build_evaluation", lambda plan: None)
+    monkeypatch.setattr(Engine, "_begin", lambda self, runner: stop(runner.plan))
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps(config))
     try:

@@ -135,7 +135,7 @@ def test_a_call_is_waited_for_even_where_nothing_is_under_way(monkeypatch):
         codes.append(code)
         has_ended.set()
 
-    monkeypatch.setattr(guard._watchdog, "_end", end)
+    monkeypatch.setattr(guard.watchdog, "_end", end)
     with guard.during("waiting for data"):
         assert has_ended.wait(120)
     guard.close()
@@ -146,7 +146,7 @@ def test_threads_end_with_an_engine_that_is_never_closed():
     guard = Guard(WatchConfig(step_timeout=60.0, long_timeout=60.0), None)
     with guard.during("in step 1"):
         guard.begun(1, jnp.zeros(()))
-    watching, stopping = guard._watchdog._thread, guard._watchdog._stopping
+    watching, stopping = guard.watchdog._thread, guard.watchdog._stopping
     assert watching.is_alive()
     del guard
     assert stopping.wait(60)

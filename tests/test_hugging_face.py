@@ -17,7 +17,8 @@ from zerojax.config import MeshConfig, OptimizerConfig
 from zerojax.parallel.initialization import fill_on_devices, init_state
 from zerojax.parallel.reshard import to_canonical
 from zerojax.plan.device_mesh import make_mesh
-from zerojax.plan.make import make_plan, plan_options
+from zerojax.plan.inputs import plan_options
+from zerojax.plan.make import make_plan
 from zerojax.training.checkpointing import end_state, model_of
 from zerojax.zoo.hugging_face import UnsupportedError, from_hugging_face
 

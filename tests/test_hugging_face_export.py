@@ -30,7 +30,7 @@ from zerojax.training.run_file import (
     tokenizer_spec,
     vocab_size_of,
 )
-from zerojax.training.run_lifecycle import DESCRIPTION_FILE
+from zerojax.training.run_folder import DESCRIPTION_FILE
 from zerojax.training.trainer import Trainer
 from zerojax.zoo.hugging_face import UnsupportedError, describe_model, from_hugging_face
 from zerojax.zoo.hugging_face.writing import merging, outgoing
@@ -41,7 +41,7 @@ BATCH = {"tokens": TOKENS, "targets": np.roll(TOKENS, -1, 1)}
 
 
 def trainer_of(plan) -> Trainer:
-    return Trainer(plan, replan=lambda mesh_config: plan)
+    return Trainer(plan)
 
 
 def read_all(folder) -> dict[str, np.ndarray]:

@@ -11,7 +11,7 @@ import pytest
 
 import zerojax
 from zerojax.config import RunConfig, load
-from zerojax.plan.make import plan_options
+from zerojax.plan.inputs import plan_options
 from zerojax.runtime.memory import Room
 from zerojax.training import run_file
 

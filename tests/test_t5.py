@@ -118,7 +118,7 @@ def test_files_come_out_as_they_went_in(case, tmp_path):
     folder = write_folder(tmp_path / "in", case)
     rows = {name: values % 21 for name, values in batch(0).items() if name != "weights"}
     plan = make_plan(from_hugging_face(folder), make_mesh({"data": 8}), example_batch=rows, zero=3)
-    trainer = Trainer(plan, replan=lambda mesh_config: plan)
+    trainer = Trainer(plan)
     zerojax.to_hugging_face(trainer, tmp_path / "out")
     found, wanted = load_file(tmp_path / "out" / "model.safetensors"), tensors_of(case)
     assert found.keys() == wanted.keys()

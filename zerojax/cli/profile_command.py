@@ -146,7 +146,7 @@ def profile(config: RunConfig, steps: int, *, as_json: bool) -> int:
     from zerojax.forecasting.profiling import draw, profile_dict
     from zerojax.runtime.distributed import join_processes
     from zerojax.training.run_file import run_from_config
-    from zerojax.training.run_lifecycle import OFFLOAD_FOLDER
+    from zerojax.training.run_spec import OFFLOAD_FOLDER
 
     if config.cpu_devices is not None:
         run_one_program_at_a_time()

@@ -16,9 +16,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax import models, optim, tracing
-from zerojax.config import MeshConfig, as_mesh_config
-from zerojax.config.checks import as_patterns, check_whole_number, names_keywords
-from zerojax.config.recognition import is_deepspeed
+from zerojax.config import MeshConfig
+from zerojax.config.checks import as_patterns, names_keywords
 from zerojax.models.losses import split_result
 from zerojax.operators.attention_choice import attention_planned_for
 from zerojax.optim.precision import Precision, as_precision, default_precision
@@ -28,7 +27,7 @@ from zerojax.plan.compiler_options import choose_options
 from zerojax.plan.context_split import check_context, plan_context
 from zerojax.plan.counts import describe_constants
 from zerojax.plan.decisions import Decisions, ProgramChoices, TracedLoss
-from zerojax.plan.device_mesh import COMPILER_AXES, DATA, DATA_AXES, EXPERT, STAGE
+from zerojax.plan.device_mesh import COMPILER_AXES, DATA_AXES, EXPERT, STAGE
 from zerojax.plan.eight_bits import describe_wire
 from zerojax.plan.expert_axis import check_expert_axis, plan_experts
 from zerojax.plan.explain import explain_parameter
@@ -38,6 +37,7 @@ from zerojax.plan.gradient_wire import (
     describe_gradient_wire,
     with_gradient_wire,
 )
+from zerojax.plan.inputs import MESH_OPTIONS, PlanInputs, plan_options, resolve_mesh
 from zerojax.plan.kept_parts import with_kept_parts
 from zerojax.plan.layer_stacks import Stacks, row_layout, row_placement, row_structs
 from zerojax.plan.loss_checks import (
@@ -115,28 +115,6 @@ from zerojax.tracing.rolling import find_lists
 from zerojax.tracing.unrolling import describe_unrolled
 
 Tree = Any
-_MESH_OPTIONS = (
-    "rules",
-    "persistence_threshold",
-    "reduce_bucket_size",
-    "allgather_bucket_size",
-    "sequence_sharding",
-    "context_parallel",
-    "roll",
-    "roll_remat",
-    "unroll",
-    "kernels",
-    "tune",
-    "offload",
-    "wire",
-    "lookup",
-    "node",
-    "pipeline_schedule",
-    "partition",
-    "stash",
-    "deterministic",
-    "virtual_shards",
-)
 _ELSEWHERE = {
     axis: "sizes are the mesh's: zerojax.make_plan(model, zerojax.make_mesh({"
     f'"{axis}": ...}}), ...)'
@@ -166,6 +144,12 @@ class Plan(Decisions):
         """
         return explain_parameter(self, name)
 
+    @property
+    def inputs(self) -> PlanInputs:
+        """Inputs of the plan, which can be planned on another mesh."""
+        assert isinstance(self.remake, _Remake)
+        return self.remake.inputs
+
     def describe(self) -> str:
         """Returns the plan in one line."""
         return plan_line(self)
@@ -193,7 +177,7 @@ def require_plan(plan: Any, taker: str) -> Plan:
     return plan
 
 
-@names_keywords(also=_MESH_OPTIONS, elsewhere=_ELSEWHERE)
+@names_keywords(also=MESH_OPTIONS, elsewhere=_ELSEWHERE)
 def make_plan(
     model: tracing.ModelLike,
     mesh: Mesh | AbstractMesh | MeshConfig | Mapping[str, Any] | None,
@@ -238,8 +222,7 @@ def make_plan(
     Raises:
       ValueError, TypeError: with the value, the limit and the remedy.
     """
-    check_whole_number("num_microbatches", num_microbatches, 1)
-    given = _Given(
+    inputs = PlanInputs(
         model=model,
         example_batch=example_batch,
         loss=loss,
@@ -251,24 +234,13 @@ def make_plan(
         freeze=as_patterns("freeze", freeze),
         steps=steps,
     )
-    settings, mesh = _resolve_mesh(mesh, zero, mesh_options)
-    return _make(settings, mesh, given)
+    return plan_of(inputs, mesh, zero=zero, **mesh_options)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Given:
-    """Arguments of `make_plan` that are the same on every mesh."""
-
-    model: tracing.ModelLike
-    example_batch: Tree
-    loss: tracing.Loss | None
-    optimizer: Any
-    precision: Precision | str | None
-    reduce_dtype: str | None
-    accumulate_dtype: str | None
-    num_microbatches: int | None
-    freeze: tuple[str, ...]
-    steps: int | None
+def plan_of(inputs: PlanInputs, mesh: Any, *, zero: int | None = None, **mesh_options: Any) -> Plan:
+    """Plans a run; `mesh`, `zero` and `mesh_options` as in `make_plan`."""
+    settings, mesh = resolve_mesh(mesh, zero, mesh_options)
+    return _make(settings, mesh, inputs)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -295,16 +267,16 @@ class _Seen:
     trace: tracing.ModelTrace
 
 
-def _make(settings: MeshConfig, mesh: Mesh | AbstractMesh, given: _Given) -> Plan:
+def _make(settings: MeshConfig, mesh: Mesh | AbstractMesh, inputs: PlanInputs) -> Plan:
     with attention_planned_for(mesh, COMPILER_AXES):
-        return _make_traced(settings, mesh, given)
+        return _make_traced(settings, mesh, inputs)
 
 
-def _make_traced(settings: MeshConfig, mesh: Mesh | AbstractMesh, given: _Given) -> Plan:
-    task, *reasons = _resolve(settings, mesh, given)
+def _make_traced(settings: MeshConfig, mesh: Mesh | AbstractMesh, inputs: PlanInputs) -> Plan:
+    task, *reasons = _resolve(settings, mesh, inputs)
     seen = _trace(task)
     task = dataclasses.replace(task, optimizer=task.optimizer.on_tree_of(task.model))
-    wishes = Wishes(settings=settings, mesh=mesh, freeze=given.freeze, tx=task.optimizer.tx)
+    wishes = Wishes(settings=settings, mesh=mesh, freeze=inputs.freeze, tx=task.optimizer.tx)
     has_lists = bool(find_lists(sorted(seen.params)))
     rolling = (
         choose_rolling(task.model, seen.trace, seen.params, wishes) if has_lists else Rolling()
@@ -313,30 +285,30 @@ def _make_traced(settings: MeshConfig, mesh: Mesh | AbstractMesh, given: _Given)
     needs_loop = works_with_loops_alone(settings, mesh)
     if rolling.model is None:
         try:
-            return _decide(task, seen, rolling, given, reasons)
+            return _decide(task, seen, rolling, inputs, reasons)
         except ValueError as error:
             if needs_loop and rolling.reasons:
                 raise ValueError(f"{error}. In this model {'; '.join(rolling.reasons)}") from error
             raise
     try:
         rolled = _trace_rolled(task, seen, rolling)
-        return _decide(*rolled, rolling, given, reasons)
+        return _decide(*rolled, rolling, inputs, reasons)
     except Exception as error:
         try:
-            return _decide(task, seen, rolling.given_up(error), given, reasons)
+            return _decide(task, seen, rolling.given_up(error), inputs, reasons)
         except Exception as unrolled:
             # Both fail: where the settings need a loop, report why there is none.
             raise (error if needs_loop else unrolled) from None
 
 
 def _decide(
-    task: _Task, seen: _Seen, rolling: Rolling, given: _Given, why: Sequence[Sequence[str]]
+    task: _Task, seen: _Seen, rolling: Rolling, inputs: PlanInputs, why: Sequence[Sequence[str]]
 ) -> Plan:
     """Returns the plan of a traced model, as the user wrote it or rolled."""
     settings, mesh, (why_defaults, why_microbatches) = task.settings, task.mesh, why
     names = rolling.stacks
     context, why_context = plan_context(settings, mesh, seen.trace, seen.microbatch)
-    placement, layout, stacked = _place(task, seen, given.freeze, names)
+    placement, layout, stacked = _place(task, seen, inputs.freeze, names)
     traced, why_traced, rules = _examine_loss(task, seen, placement)
     tx = fit_stacks(optim.fit_optimizer(task.optimizer.tx, task.precision), names)
     check_elementwise(settings, tx)
@@ -370,6 +342,7 @@ def _decide(
         traced=traced,
         program=program,
         reasons=(
+            *inputs.reasons,
             *describe_choices(settings, mesh, task.precision, placement),
             *why_defaults,
             *describe_deterministic(settings, task.num_microbatches),
@@ -404,7 +377,7 @@ def _decide(
             *describe_matrices(tx, stored, placement, mesh),
             *describe_options(program.options, program.dropped),
         ),
-        remake=_Remake(settings=settings, given=given),
+        remake=_Remake(settings=settings, inputs=inputs),
     )
 
 
@@ -438,29 +411,29 @@ def _describe_sent(
 
 
 def _resolve(
-    settings: MeshConfig, mesh: Mesh | AbstractMesh, given: _Given
+    settings: MeshConfig, mesh: Mesh | AbstractMesh, inputs: PlanInputs
 ) -> tuple[_Task, list[str], list[str]]:
     """Returns (the task, reasons of the precision, reasons of the number of microbatches)."""
     if isinstance(mesh, Mesh):
         check_joined()
-    internal = models.as_model(given.model)
-    check_expert_axis(settings, mesh, given.precision)
-    check_lookup(settings, mesh, given.precision)
-    check_context(settings, mesh, internal, given.loss)
-    loss = models.as_loss(given.loss, internal, given.example_batch)
-    precision, why_precision = given.precision, []
+    internal = models.as_model(inputs.model)
+    check_expert_axis(settings, mesh, inputs.precision)
+    check_lookup(settings, mesh, inputs.precision)
+    check_context(settings, mesh, internal, inputs.loss)
+    loss = models.as_loss(inputs.loss, internal, inputs.example_batch)
+    precision, why_precision = inputs.precision, []
     if precision is None:
         platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else None
         precision, why = default_precision(platform)
         why_precision.append(why)
     precision = as_precision(
-        precision, reduce_dtype=given.reduce_dtype, accumulate_dtype=given.accumulate_dtype
+        precision, reduce_dtype=inputs.reduce_dtype, accumulate_dtype=inputs.accumulate_dtype
     )
-    optimizer = optim.build_optimizer(given.optimizer, given.steps)
+    optimizer = optim.build_optimizer(inputs.optimizer, inputs.steps)
     check_one_bit(settings, mesh, precision, optimizer.tx)
-    batch = abstract(given.example_batch)
+    batch = abstract(inputs.example_batch)
     check_codes(settings, mesh, precision, reads_lazily=internal.reads_lazily)
-    number = check_deterministic(settings, mesh, precision, given.num_microbatches)
+    number = check_deterministic(settings, mesh, precision, inputs.num_microbatches)
     number, why_number = choose_microbatches(number, mesh, batch)
     check_batch(batch, mesh, number)
     task = _Task(
@@ -624,21 +597,16 @@ def _abstract_batch(task: _Task) -> Tree:
     )
 
 
-def plan_options(settings: MeshConfig) -> dict[str, Any]:
-    """Returns the `make_plan` options for an existing mesh: all but sizes and stage."""
-    return {name: getattr(settings, name) for name in _MESH_OPTIONS}
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Remake:
     """Implementation of `Decisions.remake`."""
 
     settings: MeshConfig
-    given: _Given
+    inputs: PlanInputs
 
     def __call__(self, mesh: Mesh | AbstractMesh) -> Plan:
         options = plan_options(self.settings)
-        return _make(*_resolve_mesh(mesh, self.settings.zero, options), self.given)
+        return _make(*resolve_mesh(mesh, self.settings.zero, options), self.inputs)
 
 
 def with_slices(plan: Plan, elements: int) -> Plan:
@@ -672,27 +640,3 @@ def with_slices(plan: Plan, elements: int) -> Plan:
         reasons=tuple(told.get(reason, reason) for reason in plan.reasons),
         remake=dataclasses.replace(plan.remake, settings=settings),
     )
-
-
-def _resolve_mesh(
-    mesh: Any, zero: int | None, options: Mapping[str, Any]
-) -> tuple[MeshConfig, Mesh | AbstractMesh]:
-    """Returns the options with their sizes resolved, and the mesh itself."""
-    if isinstance(mesh, (Mesh, AbstractMesh)):
-        if isinstance(mesh, Mesh):
-            mesh = meshes.normalise_mesh(mesh)
-        else:
-            mesh = meshes.normalise_abstract_mesh(mesh)
-        settings = MeshConfig(**{axis: mesh.shape.get(axis, 1) for axis in meshes.AXES}, **options)
-    else:
-        if isinstance(mesh, Mapping) and is_deepspeed(mesh):
-            raise TypeError(
-                "mesh is a DeepSpeed configuration, which zerojax.train and zerojax.initialize "
-                "take; its plan is zerojax.initialize(model, config, example_batch=batch).plan"
-            )
-        settings = dataclasses.replace(as_mesh_config(mesh), **options)
-        mesh = meshes.make_mesh(settings)
-    settings = dataclasses.replace(settings, data=mesh.shape[DATA])
-    if zero is not None:
-        settings = dataclasses.replace(settings, zero=zero)
-    return settings, mesh

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +26,6 @@ from zerojax.config import (
 from zerojax.config.checks import check_folder, names_keywords
 from zerojax.config.loader import user_path
 from zerojax.data import (
-    Feed,
     RowSource,
     TokenSource,
     as_feed,
@@ -38,29 +38,24 @@ from zerojax.data.tokenizer import Tokenizer
 from zerojax.models.losses import NATS_PER_TOKEN, LossWithUnit, next_token_of_call
 from zerojax.optim.precision import Precision
 from zerojax.plan import device_mesh as meshes
-from zerojax.plan.counts import tokens_per_step
-from zerojax.plan.make import Plan, make_plan
+from zerojax.plan.inputs import PlanInputs
+from zerojax.plan.make import Plan
 from zerojax.runtime.distributed import join_processes
-from zerojax.training import deepspeed
+from zerojax.training.ds_config_arguments import DsConfigArguments, check_plan
 from zerojax.training.process_agreement import divide_batches
-from zerojax.training.run_lifecycle import (
+from zerojax.training.run_lifecycle import fit, open_run
+from zerojax.training.run_record import LossKind, RunNotes, TextData
+from zerojax.training.run_spec import (
     CHECKPOINT_FOLDER,
-    PLANNING,
-    Run,
-    RunFiles,
+    RunSpec,
     absolute,
     absolute_parts,
     external_checkpoints,
-    fit,
-    open_run,
-    print_if_slow,
+    plan_run,
     rows_of_process,
-    with_disk_folder,
 )
-from zerojax.training.run_record import LossKind, RunNotes, TextData
 from zerojax.training.train_arguments import Arguments, LoopSettings, checked
 from zerojax.training.trainer import Callback, Trainer
-from zerojax.training.tuning import tune
 from zerojax.training.validation import check_validation
 
 DEFAULT_STEPS = 200
@@ -201,56 +196,35 @@ def train(
         callbacks=callbacks,
         seed=seed,
     )
-    given = _normalise(arguments)
-    plan = _plan_run(given)
-    run = _open_run(plan, given)
-    return fit(run)
+    spec = spec_of(arguments)
+    is_given = arguments.batches is not None or arguments.data is not None
+    with _saying_where_batches_come_from(is_given=is_given):
+        plan = plan_run(spec)
+    return fit(open_run(spec, plan))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Given:
-    """Validated inputs of a run, with every default resolved.
+def spec_of(arguments: Arguments) -> RunSpec:
+    """Returns the resolved description of a run from the arguments of `train`.
 
-    Attributes:
-      arguments: checked, with a ds_config translated and the resolved model, loss, steps,
-        checkpoint and validation.
-      feed: the batches; none is consumed yet.
-      example_batch: shapes and dtypes of the first global batch.
-      loss_kind: kind of the loss in the run's record.
-      text: description of the text in the run's record; None if no text was read here.
-      tokenizer: of the text.
-      folder: of the run; None: nothing is written.
-      files: folder for state offloaded to disk; None if there is none.
+    Raises:
+      ValueError, TypeError: an argument is invalid, or arguments contradict each other.
     """
-
-    arguments: Arguments
-    feed: Feed
-    example_batch: Any
-    loss_kind: LossKind
-    text: TextData | None
-    tokenizer: Tokenizer | None
-    folder: Path | None
-    files: Path | None
-
-
-def _normalise(arguments: Arguments) -> _Given:
-    """Checks the arguments, translates a ds_config, and resolves batches, loss and folders."""
     arguments = dataclasses.replace(arguments, model=models.as_model(arguments.model))
     arguments = checked(arguments)
     default_steps, why_steps = None, ""
     if arguments.steps is None:
         batches, default_steps, why_steps = _default_steps(arguments.batches)
         arguments = dataclasses.replace(arguments, batches=batches)
-    arguments = deepspeed.as_arguments(arguments, default_steps=default_steps)
+    ds_config = DsConfigArguments.of(arguments, default_steps=default_steps)
+    if ds_config is not None:
+        arguments = ds_config.fill(arguments)
     mesh = _as_mesh(arguments.mesh_config)
-    unit = _rows_that_divide(mesh, arguments)
-    is_text = arguments.batches is None
-    plain, loss_kind = _loss(arguments.model, arguments.loss, is_text=is_text)
-    loss = arguments.with_layout(plain)
-    if loss is not plain:  # the layout is not recorded in the run folder
-        loss_kind = "own"
+    loss, loss_kind = _loss(
+        arguments.model, arguments.loss, is_text=arguments.batches is None, ds_config=ds_config
+    )
     text, tokenizer = None, None
-    if is_text:
+    if arguments.batches is None:
+        unit = _rows_that_divide(mesh, arguments)
         arguments, text, tokenizer = _with_text(arguments, unit)
     elif arguments.data is not None:
         raise ValueError("both batches and data were given; pass one of them")
@@ -258,112 +232,69 @@ def _normalise(arguments: Arguments) -> _Given:
     feed = as_feed(arguments.batches, rows=rows_of_process(arguments.batches, mesh))
     example, why_rows = divide_batches(feed, mesh)
     arguments = dataclasses.replace(arguments, reasons=(*arguments.reasons, *why_rows))
-    rows = [leaf.shape[0] for leaf in jax.tree.leaves(example) if leaf.shape]
-    arguments = arguments.with_rows(rows[0] if rows else None)
+    if ds_config is not None:
+        rows = [leaf.shape[0] for leaf in jax.tree.leaves(example) if leaf.shape]
+        arguments = ds_config.with_rows(arguments, rows[0] if rows else None)
     steps, reasons = arguments.steps, arguments.reasons
     if steps is None and default_steps is not None:
         steps, reasons = default_steps, (*reasons, f"steps={default_steps}: {why_steps}")
     checkpoint = _as_checkpoint(arguments.checkpoint)
     folder = _run_folder(arguments.run_dir, checkpoint)
-    return _Given(
-        arguments=dataclasses.replace(
-            arguments, loss=loss, steps=steps, checkpoint=checkpoint, reasons=reasons
-        ),
-        feed=feed,
-        example_batch=example,
-        loss_kind=loss_kind,
-        text=text,
-        tokenizer=tokenizer,
-        folder=folder,
-        files=folder if folder is not None else _beside_checkpoints(checkpoint),
-    )
-
-
-def _plan_run(given: _Given) -> Plan:
-    """Returns the plan of the run on the mesh of the arguments."""
-    arguments = given.arguments
-    mesh_config = arguments.mesh_config
-    is_given = given.text is None or arguments.data is not None
-    with (
-        _saying_where_batches_come_from(is_given=is_given),
-        print_if_slow(arguments.log, PLANNING),
-    ):
-        if isinstance(mesh_config, Mapping):
-            mesh_config = as_mesh_config(mesh_config)
-        plan = _replan_of(given)(mesh_config)
-    arguments.check_plan(plan)
-    return plan
-
-
-def _replan_of(given: _Given) -> Callable[[Any], Plan]:
-    """Returns a function from a mesh or its settings to a plan; it keeps no batches alive."""
-    arguments, files = given.arguments, given.files
-    model, watch, exact = arguments.model, arguments.watch, {}
-    if arguments.deterministic is not None:
-        exact["deterministic"] = arguments.deterministic
-    options = {
-        "example_batch": given.example_batch,
-        "loss": arguments.loss,
-        "optimizer": arguments.optimizer,
-        "precision": arguments.precision,
-        "reduce_dtype": arguments.reduce_dtype,
-        "accumulate_dtype": arguments.accumulate_dtype,
-        "num_microbatches": arguments.num_microbatches,
-        "freeze": arguments.freeze,
-        "steps": arguments.steps,
-    }
-
-    def replan(mesh_config: Any) -> Plan:
-        plan = make_plan(model, with_disk_folder(mesh_config, files), **options, **exact)
-        return tune(plan, watch=watch)
-
-    return replan
-
-
-def _open_run(plan: Plan, given: _Given) -> Run:
-    """Opens the run with its files and loop settings."""
-    arguments, folder = given.arguments, given.folder
+    log, mesh_config = arguments.log or LogConfig(), arguments.mesh_config
+    exact = arguments.deterministic
     batches = arguments.batches
-    log, checkpoint = arguments.log or LogConfig(), arguments.checkpoint
-    files = RunFiles(
+    return RunSpec(
+        inputs=PlanInputs(
+            model=arguments.model,
+            example_batch=example,
+            loss=loss,
+            optimizer=arguments.optimizer,
+            precision=arguments.precision,
+            reduce_dtype=arguments.reduce_dtype,
+            accumulate_dtype=arguments.accumulate_dtype,
+            num_microbatches=arguments.num_microbatches,
+            freeze=arguments.freeze,
+            steps=steps,
+        ),
+        mesh=mesh_config if isinstance(mesh_config, Mesh) else as_mesh_config(mesh_config),
+        mesh_options={} if exact is None else {"deterministic": exact},
+        feed=feed,
+        validation=arguments.validation,
+        seed=arguments.seed,
+        loop=_loop_settings(arguments, log, checkpoint),
         folder=folder,
+        offload_folder=folder if folder is not None else _beside_checkpoints(checkpoint),
         log=log,
-        watch=arguments.watch or WatchConfig(),
+        watch=arguments.watch,
         checkpoint=checkpoint,
-        config={
-            "seed": arguments.seed,
-            "steps": arguments.steps,
-            "zero": plan.zero,
-            "mesh": to_dict(plan.settings),
-        },
-        reasons=arguments.reasons,
-        steps=arguments.steps,
-        tokens_per_step=tokens_per_step(plan),
+        settings_of=functools.partial(_settings_in_folder, arguments.seed, steps),
+        reasons=reasons,
         notes=RunNotes(
-            loss=given.loss_kind,
-            data=given.text,
+            loss=loss_kind,
+            data=text,
             eval_batches=arguments.eval_batches,
             checkpoints=external_checkpoints(checkpoint.path if checkpoint else None, folder),
-            tokenizer=given.tokenizer,
+            tokenizer=tokenizer,
             template=batches.template if isinstance(batches, RowSource) else None,
         ),
+        **({} if ds_config is None else {"check_plan": check_plan}),
     )
-    loop_settings = LoopSettings(
+
+
+def _settings_in_folder(seed: int, steps: int | None, plan: Plan) -> dict[str, Any]:
+    return {"seed": seed, "steps": steps, "zero": plan.zero, "mesh": to_dict(plan.settings)}
+
+
+def _loop_settings(
+    arguments: Arguments, log: LogConfig, checkpoint: CheckpointConfig | None
+) -> LoopSettings:
+    return LoopSettings(
         log_every=log.every,
         eval_every=arguments.eval_every,
         eval_batches=arguments.eval_batches,
         save_every=checkpoint.every if checkpoint else 500,
         save_on_exit=checkpoint.save_on_exit if checkpoint else True,
         callbacks=arguments.callbacks,
-    )
-    return open_run(
-        files,
-        plan,
-        replan=_replan_of(given),
-        loop_settings=loop_settings,
-        feed=given.feed,
-        seed=arguments.seed,
-        validation=arguments.validation,
     )
 
 
@@ -448,18 +379,27 @@ def _saying_where_batches_come_from(*, is_given: bool) -> Iterator[None]:
 
 
 def _loss(
-    model: tracing.Model, loss: tracing.Loss | None, *, is_text: bool
+    model: tracing.Model,
+    loss: tracing.Loss | None,
+    *,
+    is_text: bool,
+    ds_config: DsConfigArguments | None,
 ) -> tuple[tracing.Loss | None, LossKind]:
     """Returns (loss to minimise, its kind for the record); None: the model's own loss method.
 
     For text and a model without a loss method: next-token cross-entropy of `model(tokens)`.
     """
-    if loss is not None:
-        return loss, "own"
-    target = getattr(model, "template", None) or model.source
-    if callable(getattr(target, "loss", None)) or not is_text:
-        return None, "model"
-    return LossWithUnit(next_token_of_call, NATS_PER_TOKEN), "next_token"
+    kind: LossKind = "own"
+    if loss is None:
+        target = getattr(model, "template", None) or model.source
+        kind = "model" if callable(getattr(target, "loss", None)) or not is_text else "next_token"
+        if kind == "next_token":
+            loss = LossWithUnit(next_token_of_call, NATS_PER_TOKEN)
+    if ds_config is None:
+        return loss, kind
+    with_layout = ds_config.with_layout(model, loss)
+    # The run folder does not record the layout.
+    return with_layout, kind if with_layout is loss else "own"
 
 
 def _default_steps(batches: Any) -> tuple[Any, int | None, str]:

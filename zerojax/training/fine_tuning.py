@@ -31,7 +31,8 @@ from zerojax.data.text_set import TextSet, is_text_set
 from zerojax.data.tokens import is_token_path
 from zerojax.runtime.user_files import replace_text
 from zerojax.training.run_file import plan_from_config, tokenizer_spec
-from zerojax.training.run_lifecycle import CHECKPOINT_FOLDER, CONFIG_FILE
+from zerojax.training.run_folder import CONFIG_FILE
+from zerojax.training.run_spec import CHECKPOINT_FOLDER
 from zerojax.zoo import DecoderConfig, GPT2Config, LlamaConfig
 from zerojax.zoo.hugging_face import Pretrained, from_hugging_face
 

@@ -37,7 +37,7 @@ from zerojax.data.tokenizer import TEMPLATE_FILE, hugging_face_json, load_tokeni
 from zerojax.optim import Weights, check_weights
 from zerojax.optim.weight_codes import WeightCodes
 from zerojax.parallel.reshard import model_parts
-from zerojax.training.run_lifecycle import DESCRIPTION_FILE, TOKENIZER_FILE
+from zerojax.training.run_folder import DESCRIPTION_FILE, TOKENIZER_FILE
 from zerojax.zoo.hugging_face.folder import CONFIG, read_json
 from zerojax.zoo.hugging_face.peft import write_adapter
 from zerojax.zoo.hugging_face.safetensors import SHARD_BYTES, write_files

@@ -27,14 +27,15 @@ from zerojax.optim.precision import Precision
 from zerojax.parallel.reshard import from_model_parts, model_parts
 from zerojax.parallel.step import build_evaluation
 from zerojax.plan import device_mesh as meshes
-from zerojax.plan.make import Plan, make_plan, plan_options
+from zerojax.plan.inputs import plan_options
+from zerojax.plan.make import Plan, make_plan
 from zerojax.plan.state import as_seed
 from zerojax.plan.weight_wire import DELTA_BITS
 from zerojax.runtime import bounded_json
 from zerojax.tracing import trees
 from zerojax.training.checkpointing import folder_of, model_of, read_parts
 from zerojax.training.evaluation import mean_loss
-from zerojax.training.run_lifecycle import CHECKPOINT_FOLDER, CONFIG_FILE, TOKENIZER_FILE
+from zerojax.training.run_folder import CONFIG_FILE, TOKENIZER_FILE
 from zerojax.training.run_record import (
     RECORD_FILE,
     RunRecord,
@@ -42,6 +43,7 @@ from zerojax.training.run_record import (
     check_record,
     read_record,
 )
+from zerojax.training.run_spec import CHECKPOINT_FOLDER
 from zerojax.training.validation import each_batch
 from zerojax.zoo.decoder import Decoder
 from zerojax.zoo.generation import continue_text

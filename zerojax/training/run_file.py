@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,37 +15,34 @@ from zerojax.config.checks import names_keywords
 from zerojax.config.loader import user_path
 from zerojax.data import RowSource, array_names, as_feed, as_source
 from zerojax.data.text_set import is_text_set, read_text_sidecar
-from zerojax.data.tokenizer import Tokenizer, as_tokenizer, bpe_size
+from zerojax.data.tokenizer import as_tokenizer, bpe_size
 from zerojax.data.tokens import is_token_path, open_tokens
 from zerojax.hardware.gpus import Gpu
 from zerojax.optim.precision import Precision, as_precision, default_precision
 from zerojax.plan import device_mesh as meshes
-from zerojax.plan.counts import tokens_per_step
 from zerojax.plan.host_budget import check_host_memory, host_bytes
-from zerojax.plan.make import Plan, make_plan, plan_options
+from zerojax.plan.inputs import PlanInputs, plan_options
+from zerojax.plan.make import Plan, plan_of
+from zerojax.plan.state import abstract
 from zerojax.runtime.distributed import join_processes
 from zerojax.runtime.memory import SPARE, least_room
 from zerojax.runtime.start_clock import phase
 from zerojax.runtime.user_files import not_for_everybody
 from zerojax.tracing.trees import format_bytes
-from zerojax.training.run_lifecycle import (
+from zerojax.training.run_folder import TOKENIZER_FILE
+from zerojax.training.run_lifecycle import fit, open_run
+from zerojax.training.run_record import RunNotes, TextData
+from zerojax.training.run_spec import (
     CHECKPOINT_FOLDER,
-    PLANNING,
-    TOKENIZER_FILE,
-    RunFiles,
+    RunSpec,
     absolute,
     absolute_parts,
     external_checkpoints,
-    fit,
-    open_run,
-    print_if_slow,
+    plan_run,
     rows_of_process,
-    with_disk_folder,
 )
-from zerojax.training.run_record import RunNotes, TextData
 from zerojax.training.train_arguments import LoopSettings
 from zerojax.training.trainer import Trainer
-from zerojax.training.tuning import tune
 from zerojax.zoo import add_lora, build_model
 from zerojax.zoo.hugging_face import (
     Pretrained,
@@ -75,11 +73,25 @@ def run_from_config(
             'with zerojax.config.load(zerojax.RunConfig, "FILE.yaml")'
         )
     join_processes()
-    asked, config = config.mesh, config.on_devices(jax.device_count())
+    mesh, config = config.mesh, config.on_devices(jax.device_count())
     _check_devices(config)
+    spec = _spec_of(config, _why_other_mesh(mesh, config.mesh), resume_hint)
+    plan = plan_run(spec)
+    _make_folder(Path(config.run_dir))
+    return fit(open_run(spec, plan))
+
+
+def _spec_of(config: RunConfig, why_mesh: Sequence[str], resume_hint: str) -> RunSpec:
+    """Opens the data of a run file and returns the resolved description of the run.
+
+    Args:
+      config: with the mesh of the devices of this machine.
+      why_mesh: log lines about a mesh that differs from the file's.
+      resume_hint: as in `run_from_config`.
+    """
     folder = Path(config.run_dir)
     with phase("data"):
-        train_source, validation, tokenizer = as_source(
+        source, validation, tokenizer = as_source(
             config.data.mixture or config.data.path,
             tokenizer=tokenizer_spec(config),
             seq_len=config.data.seq_len,
@@ -90,41 +102,58 @@ def run_from_config(
             pack=config.data.pack,
             long_texts=config.data.long_texts,
         )
-    vocab_size = _vocab_size_of_data(config, train_source)
-
-    def replan(mesh_config: Any) -> Plan:
-        mesh_config = with_disk_folder(mesh_config, folder)
-        platform = jax.devices()[0].platform
-        batch = train_source.batch(0)
-        plan = _make_plan(config, mesh_config, batch, vocab_size, platform=platform)
-        return tune(plan, watch=config.watch)
-
-    with print_if_slow(config.log, PLANNING), phase("planning"):
-        plan = replan(config.mesh)
-    files = _files_of(config, plan, vocab_size, train_source, tokenizer)
-    files = dataclasses.replace(
-        files, reasons=(*files.reasons, *_why_other_mesh(asked, config.mesh))
-    )
-    loop_settings = LoopSettings(
-        log_every=config.log.every,
-        eval_every=config.eval_every,
-        eval_batches=config.eval_batches,
-        save_every=config.checkpoint.every,
-        save_on_exit=config.checkpoint.save_on_exit,
-        resume_hint=resume_hint,
-    )
-    feed = as_feed(train_source, rows=rows_of_process(train_source, plan.mesh))
-    _make_folder(folder)
-    run = open_run(
-        files,
-        plan,
-        replan=replan,
-        loop_settings=loop_settings,
-        feed=feed,
-        seed=config.seed,
+    vocab_size = _vocab_size_of_data(config, source)
+    rows = rows_of_process(source, meshes.make_mesh(config.mesh))
+    batch = abstract(source.batch(0))
+    inputs = _inputs_of(config, batch, vocab_size, jax.devices()[0].platform)
+    checkpoint = config.checkpoint
+    if checkpoint.path is None:
+        checkpoint = dataclasses.replace(checkpoint, path=str(folder / CHECKPOINT_FOLDER))
+    model_config = dataclasses.replace(config.model, vocab_size=vocab_size)
+    return RunSpec(
+        inputs=inputs,
+        mesh=config.mesh,
+        feed=as_feed(source, rows=rows),
         validation=validation,
+        seed=config.seed,
+        loop=LoopSettings(
+            log_every=config.log.every,
+            eval_every=config.eval_every,
+            eval_batches=config.eval_batches,
+            save_every=checkpoint.every,
+            save_on_exit=checkpoint.save_on_exit,
+            resume_hint=resume_hint,
+        ),
+        folder=folder,
+        offload_folder=folder,
+        log=config.log,
+        watch=config.watch,
+        checkpoint=checkpoint,
+        settings_of=lambda plan: to_dict(
+            dataclasses.replace(config, mesh=plan.settings, model=model_config)
+        ),
+        reasons=(
+            *_pretrained_reasons(config, inputs.model),
+            source.describe(),
+            *_elastic_reasons(config),
+            *why_mesh,
+        ),
+        notes=RunNotes(
+            loss="model",
+            data=TextData(
+                path=absolute(config.data.path),
+                seq_len=config.data.seq_len,
+                validation_fraction=config.data.validation_fraction,
+                pack=config.data.pack,
+                mixture=absolute_parts(config.data.mixture),
+                long_texts=config.data.long_texts,
+            ),
+            eval_batches=config.eval_batches,
+            checkpoints=external_checkpoints(checkpoint.path, folder),
+            tokenizer=tokenizer,
+            template=source.template,
+        ),
     )
-    return fit(run)
 
 
 def _check_devices(config: RunConfig) -> None:
@@ -177,51 +206,6 @@ def _vocab_size_of_data(config: RunConfig, source: RowSource) -> int:
     return vocab_size
 
 
-def _files_of(
-    config: RunConfig,
-    plan: Plan,
-    vocab_size: int,
-    source: RowSource,
-    tokenizer: Tokenizer | None,
-) -> RunFiles:
-    """Returns the files that the run writes."""
-    folder = Path(config.run_dir)
-    model_config = dataclasses.replace(config.model, vocab_size=vocab_size)
-    resolved = dataclasses.replace(config, mesh=plan.settings, model=model_config)
-    checkpoint = config.checkpoint
-    if checkpoint.path is None:
-        checkpoint = dataclasses.replace(checkpoint, path=str(folder / CHECKPOINT_FOLDER))
-    return RunFiles(
-        folder=folder,
-        log=config.log,
-        watch=config.watch,
-        checkpoint=checkpoint,
-        config=to_dict(resolved),
-        reasons=(
-            *_pretrained_reasons(config, plan),
-            source.describe(),
-            *_elastic_reasons(config),
-        ),
-        steps=config.steps,
-        tokens_per_step=tokens_per_step(plan),
-        notes=RunNotes(
-            loss="model",
-            data=TextData(
-                path=absolute(config.data.path),
-                seq_len=config.data.seq_len,
-                validation_fraction=config.data.validation_fraction,
-                pack=config.data.pack,
-                mixture=absolute_parts(config.data.mixture),
-                long_texts=config.data.long_texts,
-            ),
-            eval_batches=config.eval_batches,
-            checkpoints=external_checkpoints(checkpoint.path, folder),
-            tokenizer=tokenizer,
-            template=source.template,
-        ),
-    )
-
-
 def _make_folder(folder: Path) -> None:
     """Creates the run folder, on process 0."""
     if jax.process_index() != 0:
@@ -235,13 +219,13 @@ def _make_folder(folder: Path) -> None:
         ) from None
 
 
-def _pretrained_reasons(config: RunConfig, plan: Plan) -> list[str]:
+def _pretrained_reasons(config: RunConfig, model: Any) -> list[str]:
     """Returns log lines about pretrained weights, if the run starts from such."""
-    if not isinstance(plan.model, Pretrained):
+    if not isinstance(model, Pretrained):
         return []
     spec = tokenizer_spec(config)
     known = [] if spec == config.data.tokenizer else [f"data.tokenizer: that of {spec}"]
-    return [plan.model.describe(), *known]
+    return [model.describe(), *known]
 
 
 def tokenizer_spec(config: RunConfig) -> str:
@@ -322,33 +306,26 @@ def _why_other_mesh(asked: MeshConfig, mesh: MeshConfig) -> list[str]:
     ]
 
 
-def _make_plan(
-    config: RunConfig,
-    mesh: Any,
-    batch: Any,
-    vocab_size: int,
-    *,
-    platform: str | None,
-    **options: Any,
-) -> Plan:
-    """Returns the plan of a run file.
+def _inputs_of(config: RunConfig, batch: Any, vocab_size: int, platform: str | None) -> PlanInputs:
+    """Returns the inputs of planning.
 
     Args:
+      config: the settings.
+      batch: a global batch, as structs.
+      vocab_size: of the data.
       platform: JAX platform of the devices; None if the devices are not on this machine.
     """
-    precision, reasons = _precision(config, platform)
-    plan = make_plan(
-        _model_of(config.model, vocab_size),
-        mesh,
+    precision, why_precision = _precision(config, platform)
+    return PlanInputs(
+        model=_model_of(config.model, vocab_size),
         example_batch=batch,
         optimizer=config.optimizer,
         precision=precision,
         num_microbatches=config.num_microbatches,
         freeze=(*config.freeze, *config.model.lora.freeze),
         steps=config.steps,
-        **options,
+        reasons=tuple(why_precision),
     )
-    return dataclasses.replace(plan, reasons=(*reasons, *plan.reasons))
 
 
 def _precision(config: RunConfig, platform: str | None) -> tuple[Precision, list[str]]:
@@ -397,15 +374,9 @@ def plan_from_config(
         name: jax.ShapeDtypeStruct(shape, jnp.float32 if name == "weights" else jnp.int32)
         for name in names
     }
-    return _make_plan(
-        config,
-        mesh,
-        batch,
-        vocab_size_of(config),
-        platform=jax.devices()[0].platform if is_here else None,
-        zero=config.mesh.zero,
-        **plan_options(config.mesh),
-    )
+    platform = jax.devices()[0].platform if is_here else None
+    inputs = _inputs_of(config, batch, vocab_size_of(config), platform)
+    return plan_of(inputs, mesh, zero=config.mesh.zero, **plan_options(config.mesh))
 
 
 def _check_pieces(config: RunConfig, shards: int) -> None:

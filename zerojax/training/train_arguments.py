@@ -14,15 +14,11 @@ from typing import Any
 
 from zerojax.config import CheckpointConfig, LogConfig, WatchConfig
 from zerojax.config.checks import MAX_SIZE, check_kind, check_whole_number
-from zerojax.plan.make import Plan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Arguments:
     """The arguments of `train`, under the same names.
-
-    A ds_config is represented by a subclass: its settings fill the fields at construction, and the
-    methods apply what can only be known later.
 
     Attributes:
       model: as passed by the user; later a `tracing.Model`.
@@ -54,22 +50,6 @@ class Arguments:
     callbacks: Any
     seed: int
     reasons: tuple[str, ...] = ()
-
-    def with_layout(self, loss: Any) -> Any:
-        """Returns the loss, with an attention layout if the arguments set one."""
-        return loss
-
-    def with_rows(self, rows: int | None) -> Arguments:
-        """Returns the arguments for batches with `rows` rows.
-
-        Args:
-          rows: rows of the global batch; None if the batches have no rows.
-        """
-        del rows
-        return self
-
-    def check_plan(self, plan: Plan) -> None:
-        """Raises if the plan contradicts the arguments; called once the model is planned."""
 
 
 def checked(arguments: Arguments) -> Arguments:

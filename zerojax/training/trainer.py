@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
 import jax
@@ -17,27 +17,18 @@ import jax
 from zerojax.checkpoint import Checkpointer, CheckpointError, named_step
 from zerojax.checkpoint.base_weights import BaseWeights
 from zerojax.checkpoint.store import StoreError
-from zerojax.data import Feed, RowSource, as_feed, local_rows, one_pass, prefetch, shard_batch
+from zerojax.data import Feed, RowSource, as_feed, local_rows, one_pass, prefetch
 from zerojax.hardware.local_devices import device_memory
 from zerojax.optim import EMA, EmaState, Weights
-from zerojax.parallel.reshard import reshard_state, with_weights
-from zerojax.parallel.step import build_evaluation, build_step
-from zerojax.plan.host_budget import check_offload
+from zerojax.parallel.reshard import with_weights
 from zerojax.plan.make import Plan
 from zerojax.runtime.distributed import PeerLostError, is_peer_loss
-from zerojax.runtime.memory import TRAINING_STEP, allocating_for
 from zerojax.runtime.preemption import Interrupted, StopRequest
 from zerojax.runtime.watchdog import Watchdog
 from zerojax.training.checkpointing import (
     as_begun,
     end_state,
-    first_state,
-    folder_of,
-    model_of,
-    optimizer_state_of,
-    restore_state,
     save_state,
-    what_differs,
 )
 from zerojax.training.evaluation import NoWeightError, mean_loss, of_ema
 from zerojax.training.loop_notes import (
@@ -48,13 +39,12 @@ from zerojax.training.loop_notes import (
     say_if_short,
     say_unsaved,
 )
-from zerojax.training.metrics import RunLog
 from zerojax.training.metrics.stragglers import DATA, EVAL, SAVE
 from zerojax.training.process_agreement import divide_batches
-from zerojax.training.process_times import LoopClock
-from zerojax.training.reporting import Metrics, Reports, compare_peak, with_names
-from zerojax.training.resumed_settings import NEXT_RATE, next_rate, settings_that_differ
-from zerojax.training.train_arguments import LoopSettings
+from zerojax.training.reporting import Metrics, compare_peak
+from zerojax.training.resumed_settings import NEXT_RATE, next_rate
+from zerojax.training.run_spec import RunSpec
+from zerojax.training.step_runner import StepRunner
 from zerojax.training.validation import Filler
 
 Callback = Callable[["Trainer", Metrics], Any]
@@ -62,8 +52,16 @@ CALLBACKS = "callbacks"
 """Key of the callbacks' states in a checkpoint's configuration."""
 
 
-class Trainer:
+class Trainer(StepRunner):
     """A training run with its state. Created by `zerojax.train`.
+
+    Args:
+      plan: of the run, on devices of this machine.
+      spec: description of the run that `plan` was made from; None: the inputs of the plan, without
+        log and validation data.
+      checkpointer: of the run's checkpoints; the newest is restored if there is one.
+      watchdog: supervises the run; None: no limits.
+      base: frozen weights that checkpoints leave out.
 
     Attributes:
       plan: the current plan (changes with `reshard`).
@@ -81,33 +79,18 @@ class Trainer:
     def __init__(
         self,
         plan: Plan,
+        spec: RunSpec | None = None,
         *,
-        replan: Callable[[Any], Plan],
-        seed: int = 0,
-        loop_settings: LoopSettings | None = None,
-        open_log: Callable[[Plan, int, int | None], RunLog] | None = None,
         checkpointer: Checkpointer | None = None,
-        config: Mapping[str, Any] | None = None,
-        validation: RowSource | Iterable[Any] | None = None,
         watchdog: Watchdog | None = None,
         base: BaseWeights | None = None,
     ) -> None:
-        self.plan = plan
-        self.loop_settings = loop_settings or LoopSettings()
-        self.state: Any = None
-        self.num_steps = 0
-        self.metrics: Metrics = {}
-        self.history: list[Metrics] = []
+        super().__init__(plan, spec, watchdog=watchdog)
+        self.loop_settings = self._spec.loop
         self.evaluations: list[Metrics] = []
         self.evaluation_names: frozenset[str] = frozenset()
-        self._replan = replan
-        self._open_log = open_log
-        self._log: RunLog | None = None
-        self._notes: list[str] = []
         self._checkpointer = checkpointer
-        self._config = dict(config or {})
-        self._validation = validation
-        self._data_state: dict[str, Any] | None = None
+        self._validation = self._spec.validation
         self._feed: tuple[Any, Feed] | None = None
         self._epochs: dict[str, int] = {}
         self._saved_step: int | None = None
@@ -115,27 +98,17 @@ class Trainer:
         self._base_of_state: BaseWeights | None = None
         """The frozen weights of this state that come from the pretrained folder."""
         self._said_unsaved = False
-        self._clock = LoopClock()
         self._stop: StopRequest | None = None
-        self._watchdog = watchdog or Watchdog()
-        self._reports = self._new_reports()
-        self._build()
         latest = None if checkpointer is None else checkpointer.usable_step()
-        first = first_state(plan, seed, latest)
-        if first is None:
-            self.restore()  # instead of a new state, so that two states never live together
-        else:
-            self.state, self._data_state = first
+        if self.begin(latest):
             self._base_of_state = None if base is None else as_begun(base, plan, self.state)
-            self.num_steps = int(self.state["step"])
             self._saved_step = latest if self.num_steps == latest else None
-            self._reports = self._new_reports()
+        else:
+            self.restore()  # instead of a new state, so that two states never live together
 
     def _build(self) -> None:
-        self.jitted_step, self._step_was_called = build_step(self.plan), False
-        self._evaluate, self._evaluate_was_called = build_evaluation(self.plan), False
+        super()._build()
         self._filler = Filler(self.plan)
-        self._watchdog.plan_changed()
 
     def __repr__(self) -> str:
         loss = self.metrics.get("loss")
@@ -144,34 +117,6 @@ class Trainer:
         return f"Trainer({', '.join(parts)}, {self.plan.describe()}, {saved})"
 
     # --- stepping ---------------------------------------------------------------------------------
-
-    def step(self, batch: Any) -> dict[str, jax.Array]:
-        """Takes one step on a host batch; returns metrics on the devices (`float(...)` waits)."""
-        return self._step_on_devices(self._place(self.plan, batch))
-
-    def _place(self, plan: Plan, batch: Any) -> Any:
-        return shard_batch(plan, batch, vocab_size=plan.vocab_size)
-
-    def _new_reports(self) -> Reports:
-        skipped = 0 if self.state is None else int(self.state["skipped"])
-        limit, finished = self.loop_settings.max_skipped, self._watchdog.finished
-        return Reports(limit, skipped=skipped, clock=self._clock, finished=finished)
-
-    @allocating_for(TRAINING_STEP)
-    def _step_on_devices(self, batch: Any, data_state: Any = None) -> dict[str, jax.Array]:
-        if disk := self.state.get("disk"):
-            disk.data_state = data_state
-        first = not self._step_was_called
-        what = f"{'compiling, or ' * first}in step {self.num_steps + 1}"
-        compiling = self._compiling("the training step") if first else contextlib.nullcontext()
-        with compiling, self._clock.stepping(), self._watchdog.during(what, is_long=first):
-            self.state, metrics = self.jitted_step(self.state, batch)
-        self._step_was_called = True
-        self.num_steps += 1
-        return metrics
-
-    def _compiling(self, what: str) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self._log is None else self._log.compiling(what)
 
     def fit(self, batches: Any, steps: int | None = None) -> Self:
         """Trains until the whole run has consumed `steps` batches, or the batches end.
@@ -202,8 +147,7 @@ class Trainer:
                 with self._watchdog.during("in a step"):
                     while self._fit_plan(feed, steps, stop):
                         pass
-                    self._report()
-                    self._reports.settle(self.plan, self._log)
+                    self.finish_reports()
                 stop.step_over()
                 if not stop.is_due:
                     self._check_trained(*before)
@@ -238,24 +182,19 @@ class Trainer:
     @contextlib.contextmanager
     def _logging(self, steps: int | None) -> Iterator[None]:
         """Opens the run's log for the block."""
-        if self._open_log is None:
-            yield
-            return
-        self._log = self._open_log(self.plan, self.num_steps, steps)
-        notes, self._notes = self._notes, []
-        for text in (*(self._checkpointer.take_notes() if self._checkpointer else ()), *notes):
-            self._log.message(text)
+        if self._checkpointer is not None:
+            self._notes = [*self._checkpointer.take_notes(), *self._notes]
+        self.open_log(steps)
         try:
             yield
         except BaseException as error:
             kind = "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
             text = str(error) or type(error).__name__
-            self._log.event(kind, self.num_steps, text, say=False, error=type(error).__name__)
+            if self._log is not None:
+                self._log.event(kind, self.num_steps, text, say=False, error=type(error).__name__)
             raise
         finally:
-            log, self._log = self._log, None
-            log.end(self.num_steps, self._clock.take()[0])
-            log.close()
+            self.close_log()
 
     @contextlib.contextmanager
     def _failing_well(self) -> Iterator[None]:
@@ -322,22 +261,17 @@ class Trainer:
         with prefetch(feed, put=functools.partial(self._place, plan)) as incoming:
             while (steps is None or self.num_steps < steps) and not stop.due():
                 try:
-                    with self._clock.during(DATA), self._watchdog.during("waiting for data"):
+                    with self.clock.during(DATA), self._watchdog.during("waiting for data"):
                         batch, data_state = next(incoming)
                 except StopIteration:
                     say_if_short(self._log, self.num_steps, steps)
                     return False
                 metrics = self._step_on_devices(batch, data_state)
                 self._data_state = data_state
-                self._reports.follow(plan, self.num_steps, metrics, self._log)
-                done = self._report()
                 last = self.num_steps == steps
-                if (
-                    self.num_steps % self.loop_settings.log_every == 0
-                    or self.num_steps == 1
-                    or last
-                ):
-                    self._reports.hold(plan, self.num_steps, metrics)
+                is_reported = self._is_due("log_every") or self.num_steps == 1 or last
+                done = self.follow(metrics, is_reported=is_reported)
+                if is_reported:
                     say_epochs(self._log, self.num_steps, self._epochs, feed.epochs(data_state))
                 done = self._evaluate_and_save_if_due(last) or done
                 if done:
@@ -424,21 +358,6 @@ class Trainer:
         found = (getattr(callback, name, None) for callback in self.loop_settings.callbacks)
         return [method for method in found if callable(method)]
 
-    def _untimed(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self._log is None else self._log.untimed()
-
-    def _report(self) -> bool:
-        """Reads the metrics of an earlier step; returns True if a callback ends the run."""
-        values = self._reports.read(self.plan, self._log)
-        if values is None:
-            return False
-        values = with_names(self.plan, values)
-        self.metrics = values
-        self.history.append(values)
-        with self._watchdog.during("in a callback", is_long=True):
-            # A list: every callback is called, also after one that ends the run.
-            return True in [callback(self, values) for callback in self.loop_settings.callbacks]
-
     # --- evaluation -------------------------------------------------------------------------------
 
     def evaluate(
@@ -472,9 +391,9 @@ class Trainer:
         leave_out = self._say_left_out if batches is None else None
         batches = self._validation if batches is None else batches
         default = self.loop_settings.eval_batches
-        self._reports.wait(self.plan)
+        self.wait()
         options = {"is_long": not self._evaluate_was_called, "is_apart": True}
-        with self._clock.during(EVAL), self._watchdog.during("evaluating", **options):
+        with self.clock.during(EVAL), self._watchdog.during("evaluating", **options):
             evaluate = self._evaluate_one
             return mean_loss(
                 evaluate,
@@ -499,12 +418,6 @@ class Trainer:
             shown = {name: value for name, value in found.items() if name != "weight"}
             self._log.write_eval(self.num_steps, shown)
 
-    def _evaluate_one(self, state: Any, batch: Any) -> Any:
-        self._watchdog.alive()  # the batch before this one was read back
-        first, self._evaluate_was_called = not self._evaluate_was_called, True
-        with self._compiling("the evaluation") if first else contextlib.nullcontext():
-            return self._evaluate(state, batch)
-
     # --- saving, moving, handing over -------------------------------------------------------------
 
     def save(self) -> None:
@@ -514,14 +427,14 @@ class Trainer:
         self._reports.wait(self.plan)
         saving, self._saved_step = self.num_steps, None
         rate = next_rate(self.plan, saving - int(self.state["skipped"]))
-        config = {**self._config, **({} if rate is None else {NEXT_RATE: rate})}
+        config = {**self._settings, **({} if rate is None else {NEXT_RATE: rate})}
         about = {"data_state": self._data_state or {}, "config": config}
         about["plan"] = self.plan.as_dict()
         if states := {name: callback.state() for name, callback in self._stateful().items()}:
             config[CALLBACKS] = states
         what = f"saving step {saving}"
         watched = self._watchdog.during(what, is_long=True)
-        with self._clock.during(SAVE), watched, self._unhurried():
+        with self.clock.during(SAVE), watched, self._unhurried():
             base = self._base_of_state
             save_state(
                 self._checkpointer, self.plan, self.state, step=saving, about=about, base=base
@@ -571,11 +484,6 @@ class Trainer:
             self._checkpointer.keep_step(name, self.num_steps, about)
         return self.num_steps
 
-    def say(self, text: str) -> None:
-        """Writes a line to the run's log; does nothing outside of the training loop."""
-        if self._log is not None:
-            self._log.message(text)
-
     def _stateful(self) -> dict[str, Any]:
         """Returns {name in a checkpoint: callback} of the callbacks that have a state."""
         found: dict[str, Any] = {}
@@ -601,73 +509,25 @@ class Trainer:
         if isinstance(step, str):
             step = named_step(self._checkpointer.kept_steps(), step)
         self._checkpointer.wait()  # the save in flight may still read the files of this state
-        # Raises before the current state is dropped.
-        self._checkpointer.check_step(step, pretrained=folder_of(self.plan))
-        at_start = self.state is None
-        end_state(self.state)
-        self.state = None
-        with self._watchdog.during("reading a checkpoint", is_long=True):
-            restored, self.state = restore_state(
-                self._checkpointer, self.plan, step, at_start=at_start
-            )
-        self.num_steps = restored.step
-        is_saved = restored.step in self._checkpointer.steps()
-        self._saved_step = restored.step if is_saved else None
-        self._data_state = restored.data_state or None
-        self._notes += what_differs(self.plan, restored)
-        self._notes += settings_that_differ(self.plan, restored, self._config)
+        restored = self.restore_from(self._checkpointer, step)
         self._base_of_state = None if self._base is None else self._base.as_read(restored.base)
         if self._base is not None and self._base_of_state is None:
             self._notes.append(
                 f"step {restored.step} holds frozen weights, and later steps will, too: it is not "
                 "known whether they equal those in the pretrained folder"
             )
-        self._reports = self._new_reports()
         states = restored.config.get(CALLBACKS, {})
         for name, callback in self._stateful().items():
             if name in states:
                 callback.load_state(states[name])
+        self._saved_step = self.num_steps if self.num_steps in self._checkpointer.steps() else None
         return self
 
-    def reshard(self, mesh_config: Any) -> Self:
-        """Changes the ZeRO stage or mesh during a run, without a restart.
-
-        Args:
-          mesh_config: as in `zerojax.train`; the batch stays the same.
-        """
-        self._report()
-        plan = self._replan(mesh_config)
-        check_offload(plan)
+    def _release_files(self) -> None:
         if (disk := self.state.get("disk")) and disk.store.is_durable:
-            self.save()  # the old files are deleted before those of the new plan are complete
+            self.save()
             if self._checkpointer is not None:
                 self._checkpointer.wait()
-        self.state = reshard_state(self.plan, plan, self.state, data_state=self._data_state)
-        self.plan = plan
-        self._build()
-        if self._log is not None:
-            self._log.message(f"step {self.num_steps}: resharded to {plan.describe()}")
-        return self
-
-    def to_model(self, *, weights: Weights = "trained") -> Any:
-        """Returns the trained model in the user's form: `nnx.Module`, linen variables or a tree.
-
-        Every process gets unsharded arrays, so the model must fit on one device.
-
-        Args:
-          weights: "ema" returns the averaged weights, in float32.
-
-        Raises:
-          ValueError: the run keeps no EMA.
-        """
-        return model_of(self.plan, self.state, weights)
-
-    def optimizer_state(self) -> Any:
-        """Returns the optimizer state in optax's form, with the model's own tree, not padded.
-
-        For example, to read an average that your own optax transformation keeps.
-        """
-        return optimizer_state_of(self.plan, self.state)
 
     def close(self) -> None:
         """Waits until the last checkpoint is on disk, and closes files. May be called twice."""

@@ -5,7 +5,6 @@ from zerojax.training.deepspeed.mesh_keys import check_rules
 from zerojax.training.deepspeed.translating import (
     Ported,
     Source,
-    as_arguments,
     explain,
     translate,
     warn_of,
@@ -18,7 +17,6 @@ __all__ = [
     "Ported",
     "Source",
     "Translation",
-    "as_arguments",
     "check_rules",
     "explain",
     "explanation",

@@ -15,34 +15,24 @@ import numpy as np
 from zerojax import models, optim, tracing
 from zerojax.checkpoint import Checkpointer
 from zerojax.config import MeshConfig, WatchConfig
-from zerojax.config.checks import names_keywords
+from zerojax.config.checks import as_patterns, names_keywords
 from zerojax.config.loader import user_path
-from zerojax.data import abstract_global, shard_batch
+from zerojax.data import abstract_global
 from zerojax.forecasting.out_of_memory import explaining_memory
 from zerojax.models.given_arrays import as_arrays, check_arrays
 from zerojax.optim import Weights
-from zerojax.parallel.initialization import init_state
-from zerojax.parallel.reshard import reshard_state
-from zerojax.parallel.step import build_evaluation, build_step
 from zerojax.plan import device_mesh as meshes
 from zerojax.plan.host_budget import check_offload
-from zerojax.plan.make import Plan, make_plan
-from zerojax.plan.state import TrainState
+from zerojax.plan.inputs import PlanInputs
+from zerojax.plan.make import Plan
 from zerojax.runtime.distributed import join_processes
 from zerojax.runtime.folder_lock import Hold
 from zerojax.runtime.kept_programs import keep_programs
-from zerojax.runtime.memory import TRAINING_STEP, allocating_for
 from zerojax.training import deepspeed
-from zerojax.training.checkpointing import (
-    end_state,
-    model_of,
-    restore_state,
-    what_differs,
-)
+from zerojax.training.checkpointing import end_state
 from zerojax.training.deepspeed.attention_keys import with_layout
 from zerojax.training.deepspeed.engine_absent import AbsentMethods
 from zerojax.training.deepspeed.engine_guard import Guard, close_at_exit
-from zerojax.training.deepspeed.engine_journal import Journal
 from zerojax.training.deepspeed.engine_queries import EngineQueries
 from zerojax.training.deepspeed.engine_tags import (
     check_tag,
@@ -52,10 +42,14 @@ from zerojax.training.deepspeed.engine_tags import (
     save_tagged,
 )
 from zerojax.training.deepspeed.expert_keys import check_router
-from zerojax.training.metrics.stragglers import DATA, EVAL, SAVE
-from zerojax.training.run_lifecycle import with_disk_folder
-from zerojax.training.tuning import tune
+from zerojax.training.ds_config_arguments import check_plan
+from zerojax.training.metrics.stragglers import DATA, SAVE
+from zerojax.training.reporting import Metrics
+from zerojax.training.run_spec import RunSpec, plan_run, with_disk_folder
+from zerojax.training.step_runner import StepRunner
+from zerojax.training.train_arguments import LoopSettings
 
+_DEFAULT_EVERY = 10
 _AXES = "axes are in the configuration: tensor_parallel.autotp_size and pipeline.stages"
 _DATA = (
     "hand each batch to engine.train_batch(batch), or micro-batches of a loader: "
@@ -205,19 +199,16 @@ class Engine(EngineQueries, AbsentMethods):
         run_dir: Path | None,
         seed: int,
     ) -> None:
-        self._settings = with_disk_folder(translation.mesh, run_dir)
-        super().__init__(translation, meshes.make_mesh(self._settings))
+        self._mesh_settings = with_disk_folder(translation.mesh, run_dir)
+        super().__init__(translation, meshes.make_mesh(self._mesh_settings))
         check_router(model, translation.router)
         loss = with_layout(model, loss, translation.attention_layout)
         self._model, self._loss, self._freeze, self._seed = model, loss, freeze, seed
         self._ported, self._steps, self._run_dir = ported, steps, run_dir
         self._source: Path | None = None
         self._holds: set[Hold] = set()  # locks of the folders into which this process saves
-        self._watch, self._guard = watch, Guard(watch, run_dir)
-        self._journal = Journal(translation, run_dir, steps, self._guard.finished)
-        self._called: set[str] = set()
-        self._step: Any = None
-        self._evaluate: Any = None
+        self._guard = Guard(watch, run_dir)
+        self._watch = watch
         close_at_exit(self)
 
     # --- stepping ---------------------------------------------------------------------------------
@@ -241,27 +232,20 @@ class Engine(EngineQueries, AbsentMethods):
           FloatingPointError: loss or gradients stayed non-finite.
         """
         batch = self._take(batch, data_iter)
-        plan, step = self.prepare(batch), self.global_steps + 1
-        in_step = allocating_for(TRAINING_STEP)
-        with self._calling("in step", step), self._explaining(plan), in_step:
-            placed = shard_batch(plan, batch, vocab_size=plan.vocab_size)
-            with self._journal.clock.stepping():
-                self.state, self.metrics = self._step(self.state, placed)
-            self.global_steps = step
-            self._guard.begun(step, self.metrics["loss"])
-            self._journal.follow(plan, step, self.metrics)
+        runner = self._prepared(batch)
+        with self._guard.supervising(), self._explaining(runner.plan):
+            self.metrics = runner.step(batch)
+            self._guard.begun(runner.num_steps, self.metrics["loss"])
+            runner.follow(self.metrics, is_reported=runner.num_steps % self._report_every == 0)
         return self.metrics["loss"]
 
     @names_keywords()
     def eval_batch(self, batch: Any = None, *, data_iter: Iterator[Any] | None = None) -> Any:
         """Returns a global batch's mean loss in evaluation mode; arguments as `train_batch`."""
         batch = self._take(batch, data_iter)
-        plan, step = self.prepare(batch), self.global_steps
-        timed, evaluating = self._journal.clock.during(EVAL), allocating_for("an evaluation")
-        what = "evaluating after step"
-        with timed, self._calling(what, step), self._explaining(plan), evaluating:
-            placed = shard_batch(plan, batch, vocab_size=plan.vocab_size)
-            sums = self._evaluate(self.state, placed)
+        runner = self._prepared(batch)
+        with self._guard.supervising(), self._explaining(runner.plan):
+            sums = runner.eval_step(batch)
             loss = sums["loss"] / sums["weight"]
             self._guard.follow(loss)
         return loss
@@ -271,20 +255,38 @@ class Engine(EngineQueries, AbsentMethods):
 
         `train_batch` and `eval_batch` call this with their first batch.
         """
+        return self._prepared(example_batch).plan
+
+    def _prepared(self, example_batch: Any) -> StepRunner:
         example = _taken(example_batch)
-        if self.plan is None:
+        if self._runner is None:
             self._settle_rows(example)
         self._check_rows(example)
-        if self.plan is None:
+        if self._runner is None:
             with self._guard.during("planning, and making the state", is_long=True):
-                plan = self._make_plan(self._settings, abstract_global(example, self.mesh))
-                if (said := keep_programs()) is not None:
-                    self._journal.say(said)
+                spec = self._spec_of(abstract_global(example, self.mesh))
+                plan = plan_run(spec)
+                cache = keep_programs()
                 check_offload(plan)
-                self._step, self._evaluate = build_step(plan), build_evaluation(plan)
-                self._make_state(plan)
-                self.plan = plan
-        return self.plan
+                runner = StepRunner(plan, spec, watchdog=self._guard.watchdog)
+                with self._explaining(plan):
+                    self._begin(runner)
+                self._runner = runner
+                if self._run_dir is not None:
+                    runner.open_log(self._steps)
+                for text in (*([] if cache is None else [cache]), *runner.take_notes()):
+                    self._say(text)
+        return self._runner
+
+    def _begin(self, runner: StepRunner) -> None:
+        """Makes a new state, or reads that of the loaded checkpoint."""
+        source, self._source = self._source, None
+        self.metrics = {}
+        if source is None:
+            runner.begin()
+            return
+        with Checkpointer(source) as checkpointer:
+            runner.restore_from(checkpointer, may_be_durable=False)
 
     def reshard(self, mesh_config: MeshConfig | Mapping[str, Any]) -> Self:
         """Changes ZeRO stage or mesh between two steps; batch, optimizer and counters stay.
@@ -296,37 +298,26 @@ class Engine(EngineQueries, AbsentMethods):
         Raises:
           ValueError: there is no state yet, or it is in durable files.
         """
-        if self.plan is None or self.state is None:
+        if self._runner is None or self.state is None:
             raise ValueError(f"{_NO_STATE}; before that, change the configuration")
         if (disk := self.state.get("disk")) and disk.store.is_durable:
             raise ValueError(
                 "the state is in durable files, which belong to one mesh; save_checkpoint, "
                 "initialize another engine with the other mesh, and load_checkpoint"
             )
-        with self._guard.during("changing the mesh", is_long=True), self._explaining(self.plan):
-            self._journal.wait(self.plan)
-            settings = with_disk_folder(mesh_config, self._run_dir)
-            plan = self._make_plan(settings, self.plan.abstract_batch)
-            check_offload(plan)
-            self.state = reshard_state(self.plan, plan, self.state)
-            self.plan, self.mesh = plan, meshes.make_mesh(plan.settings)
-            self._settings = plan.settings
+        plan = self._runner.plan
+        with self._guard.during("changing the mesh", is_long=True), self._explaining(plan):
+            plan = self._runner.reshard(mesh_config).plan
+            self.mesh, self._mesh_settings = meshes.make_mesh(plan.settings), plan.settings
             self.translation = dataclasses.replace(self.translation, mesh=plan.settings)
-            self._step, self._evaluate = build_step(plan), build_evaluation(plan)
-            self._called.clear()
-            self._guard.plan_changed()
         return self
-
-    def _calling(self, what: str, step: int) -> contextlib.AbstractContextManager[None]:
-        """Supervises a step or an evaluation in the block; the first of each compiles."""
-        is_first = what not in self._called
-        self._called.add(what)
-        text = f"{'compiling, or ' * is_first}{what} {step}"
-        return self._guard.during(text, is_long=is_first, is_apart=what != "in step")
 
     def _take(self, batch: Any, data_iter: Iterator[Any] | None) -> Any:
         parts = self.gradient_accumulation_steps()
-        with self._journal.clock.during(DATA), self._guard.during("waiting for data"):
+        clock = (
+            contextlib.nullcontext() if self._runner is None else self._runner.clock.during(DATA)
+        )
+        with clock, self._guard.during("waiting for data"):
             return as_batch(batch, data_iter, parts)
 
     def _settle_rows(self, example: Any) -> None:
@@ -350,50 +341,56 @@ class Engine(EngineQueries, AbsentMethods):
             f"shards); pass {high - low} rows from each process"
         )
 
-    def _make_plan(self, settings: Any, batch: Any) -> Plan:
-        """Returns the plan for global batches of these shapes."""
-        found = self.translation
-        plan = make_plan(
-            self._model,
-            settings,
-            example_batch=batch,
-            loss=self._loss,
-            optimizer=found.optimizer,
-            precision=found.precision,
-            num_microbatches=found.num_microbatches,
-            freeze=self._freeze,
-            steps=self._steps,
+    def _spec_of(self, batch: Any) -> RunSpec:
+        """Returns the description of the run, for global batches of these shapes."""
+        says = self.translation
+        return RunSpec(
+            inputs=PlanInputs(
+                model=self._model,
+                example_batch=batch,
+                loss=self._loss,
+                optimizer=says.optimizer,
+                precision=says.precision,
+                num_microbatches=says.num_microbatches,
+                freeze=as_patterns("freeze", self._freeze),
+                steps=self._steps,
+            ),
+            mesh=self._mesh_settings,
+            seed=self._seed,
+            loop=LoopSettings(callbacks=(self._print_report,)),
+            folder=self._run_dir,
+            offload_folder=self._run_dir,
+            log=None if self._run_dir is None else says.log,
+            watch=self._watch,
+            settings_of=lambda plan: dict(says.resolved),
+            reasons=tuple(says.reasons),
+            check_plan=check_plan,
         )
-        deepspeed.check_rules(plan.settings, plan.users_placement.leaves)
-        return tune(plan, watch=self._watch)
 
-    def _make_state(self, plan: Plan) -> None:
-        end_state(self.state)
-        self.state = None  # so that two states never live together
-        with self._explaining(plan):
-            self.state, notes = self._first_state(plan)
-        state = self.state
-        self.global_steps, self.metrics = int(state["step"]), {}
-        self._called.clear()
-        self._guard.plan_changed()
-        self._journal.begin(plan, self.global_steps, int(state["skipped"]))
-        for text in notes:
-            self._journal.say(text)
+    @property
+    def _report_every(self) -> int:
+        if self._run_dir is not None:
+            return self.translation.log.every
+        return self.translation.steps_per_print or _DEFAULT_EVERY
 
-    def _first_state(self, plan: Plan) -> tuple[TrainState, list[str]]:
-        """Returns (a new state or that of the loaded checkpoint, lines for the log)."""
-        source, self._source = self._source, None
-        if source is None:
-            return init_state(plan, self._seed), []
-        with Checkpointer(source) as checkpointer:
-            restored, state = restore_state(checkpointer, plan)
-        return state, what_differs(plan, restored)
+    def _print_report(self, runner: StepRunner, values: Metrics) -> None:
+        """Prints the line of a report if `steps_per_print` is set and no log prints it."""
+        if runner.has_log or self.translation.steps_per_print is None:
+            return
+        if jax.process_index() == 0:
+            print(_line(values, runner.plan.traced.metric_names), flush=True)
+
+    def _say(self, text: str) -> None:
+        """Writes a line to the log; without a log, process 0 prints it."""
+        if self._runner is not None and self._runner.has_log:
+            self._runner.say(text)
+        elif jax.process_index() == 0:
+            print(text, flush=True)
 
     def _explaining(self, plan: Plan) -> contextlib.AbstractContextManager[None]:
         """Explains out-of-memory errors in the block by the memory use of the plan."""
-        return explaining_memory(
-            lambda: (plan, self.state, self.global_steps, self._step), self._run_dir
-        )
+        step = None if self._runner is None else self._runner.jitted_step
+        return explaining_memory(lambda: (plan, self.state, self.global_steps, step), self._run_dir)
 
     @property
     def is_open(self) -> bool:
@@ -412,9 +409,13 @@ class Engine(EngineQueries, AbsentMethods):
 
     def _close(self, *, is_broken: bool) -> None:
         try:
-            if self.plan is not None:
+            if self._runner is not None:
                 with self._guard.during("waiting for the last step"):
-                    self._journal.close(self.plan, self.global_steps, is_broken=is_broken)
+                    try:
+                        if not is_broken:
+                            self._runner.finish_reports()
+                    finally:
+                        self._runner.close_log()
         finally:
             self._guard.close()
             end_state(self.state)
@@ -476,22 +477,23 @@ class Engine(EngineQueries, AbsentMethods):
         """
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         check_tag(tag)
-        if self.plan is None or self.state is None:
+        if self._runner is None or self.state is None:
             raise ValueError(
                 f"{_NO_STATE}; call save_checkpoint after it, or give initialize an example_batch"
             )
         what = f"saving step {self.global_steps}"
-        with self._journal.clock.during(SAVE), self._guard.during(what, is_long=True):
-            self._journal.wait(self.plan)
+        plan = self._runner.plan
+        with self._runner.clock.during(SAVE), self._guard.during(what, is_long=True):
+            self._runner.wait()
             if (held := hold_tags(user_path(save_dir))) is not None:
                 self._holds.add(held)
             save_tagged(
                 user_path(save_dir),
                 tag,
-                self.plan,
+                plan,
                 self.state,
                 client_state=client_state or {},
-                description=self.plan.as_dict(),
+                description=plan.as_dict(),
                 make_latest=save_latest,
             )
         self._guard.saved(self.global_steps)
@@ -522,9 +524,12 @@ class Engine(EngineQueries, AbsentMethods):
             with Checkpointer(found) as checkpointer:
                 checkpointer.check_step()
                 metadata = checkpointer.metadata(checkpointer.usable_step())
-            self.global_steps, self._source = metadata.step, found
-            if self.plan is not None:
-                self._make_state(self.plan)
+            self._source, self._loaded_step = found, metadata.step
+            if self._runner is not None:
+                with self._explaining(self._runner.plan):
+                    self._begin(self._runner)
+                for text in self._runner.take_notes():
+                    self._say(text)
         self._guard.saved(metadata.step)
         return str(found), client_state_of(metadata.config)
 
@@ -536,9 +541,9 @@ class Engine(EngineQueries, AbsentMethods):
         Args:
           weights: "ema" returns the averaged weights, if optimizer=zerojax.with_ema.
         """
-        if self.plan is None or self.state is None:
+        if self._runner is None or self.state is None:
             raise ValueError(_NO_STATE)
-        return model_of(self.plan, self.state, weights)
+        return self._runner.to_model(weights=weights)
 
 
 def as_batch(batch: Any, data_iter: Iterator[Any] | None, num_microbatches: int) -> Any:
@@ -587,3 +592,12 @@ def _taken(batch: Any) -> Any:
     batch = as_arrays(batch)
     check_arrays(batch)
     return jax.tree.map(lambda leaf: leaf if hasattr(leaf, "shape") else np.asarray(leaf), batch)
+
+
+def _line(values: Metrics, own: Sequence[str]) -> str:
+    rate = f", lr=[{values['learning_rate']:.6g}]" if "learning_rate" in values else ""
+    return (
+        f"step={int(values['step'])}, skipped={int(values['num_skipped'])}{rate}, "
+        f"loss={values['loss']:.6g}, grad_norm={values['grad_norm']:.6g}"
+        + "".join(f", {name}={values[name]:.6g}" for name in own)
+    )

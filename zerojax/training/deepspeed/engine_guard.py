@@ -42,12 +42,13 @@ class Guard:
       is_broken: whether a device error or non-finite numbers occurred since the last successful
         step; then nothing more should be read from the devices.
       is_open: whether supervision is running.
+      watchdog: entered while supervision is running.
     """
 
     def __init__(self, watch: WatchConfig | None, folder: Path | None) -> None:
         self.is_broken = False
         self._under_way = _UnderWay()
-        self._watchdog = Watchdog(
+        self.watchdog = Watchdog(
             watch or WatchConfig(),
             folder=folder,
             process=jax.process_index(),
@@ -57,15 +58,15 @@ class Guard:
         )
         self._open, self.is_open = contextlib.ExitStack(), False
         # Loops may never close their engine: the threads end when it is collected.
-        weakref.finalize(self, _end, self._watchdog, self._under_way)
+        weakref.finalize(self, _end, self.watchdog, self._under_way)
 
     def open(self) -> None:
         """Starts supervision; does nothing if it is already running."""
         if self.is_open:
             return
         self.is_open = True
-        self._open.enter_context(self._watchdog)
-        self._open.enter_context(self._watchdog.during("in a step"))
+        self._open.enter_context(self.watchdog)
+        self._open.enter_context(self.watchdog.during("in a step"))
 
     def close(self) -> None:
         """Ends supervision. May be called twice; the next call of the loop starts it again."""
@@ -79,11 +80,20 @@ class Guard:
         Raises:
           PeerLostError: another process has ended.
         """
+        with self.supervising(), self.watchdog.during(what, is_long=is_long, is_apart=is_apart):
+            yield
+
+    @contextlib.contextmanager
+    def supervising(self) -> Iterator[None]:
+        """Supervises a call of the loop that names its activity to the watchdog itself.
+
+        Raises:
+          PeerLostError: another process has ended.
+        """
         self.open()
         with self._under_way.calling():
             try:
-                with self._watchdog.during(what, is_long=is_long, is_apart=is_apart):
-                    yield
+                yield
             except Exception as error:
                 if isinstance(error, FloatingPointError | jax.errors.JaxRuntimeError):
                     self.is_broken = True
@@ -103,14 +113,6 @@ class Guard:
     def saved(self, step: int) -> None:
         """Registers a saved checkpoint."""
         self._under_way.saved.append(step)
-
-    def plan_changed(self) -> None:
-        """Resets the known duration of steps."""
-        self._watchdog.plan_changed()
-
-    def finished(self, step: int) -> None:
-        """Registers that the results of a step are available."""
-        self._watchdog.finished(step)
 
 
 class _UnderWay:

@@ -16,6 +16,7 @@ from zerojax.plan import device_mesh as meshes
 from zerojax.plan.make import Plan
 from zerojax.plan.state import TrainState
 from zerojax.training import deepspeed
+from zerojax.training.step_runner import StepRunner
 
 
 class ConfigQueries:
@@ -141,18 +142,29 @@ class EngineQueries(ConfigQueries):
     """The queries of an engine that need its plan or state.
 
     Attributes:
-      plan: of the run; None before the first batch.
-      state: the current state; None before the first batch.
-      global_steps: batches consumed, including those before a resume.
       metrics: of the last step, still on the devices; {} before the first.
     """
 
     def __init__(self, translation: deepspeed.Translation, mesh: Mesh) -> None:
         super().__init__(translation, mesh)
-        self.plan: Plan | None = None
-        self.state: TrainState | None = None
-        self.global_steps = 0
+        self._runner: StepRunner | None = None
+        self._loaded_step = 0
         self.metrics: Mapping[str, jax.Array] = {}
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the run; None before the first batch."""
+        return None if self._runner is None else self._runner.plan
+
+    @property
+    def state(self) -> TrainState | None:
+        """The current state; None before the first batch."""
+        return None if self._runner is None else self._runner.state
+
+    @property
+    def global_steps(self) -> int:
+        """Number of batches consumed, including those before a resume."""
+        return self._loaded_step if self._runner is None else self._runner.num_steps
 
     def get_lr(self) -> list[float]:
         """Returns the learning rate of the next update, in a list as DeepSpeed does.

@@ -12,16 +12,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
-
-from zerojax import models, optim, tracing
 from zerojax.config import ConfigError, LogConfig, MeshConfig
 from zerojax.config.checks import warn_user
 from zerojax.config.display import cut, quoted
 from zerojax.config.loader import user_path
-from zerojax.config.recognition import is_deepspeed
-from zerojax.plan.make import Plan
-from zerojax.training.deepspeed.attention_keys import layout_of, with_layout
+from zerojax.training.deepspeed.attention_keys import layout_of
 from zerojax.training.deepspeed.auto_values import Auto
 from zerojax.training.deepspeed.batch_keys import (
     TRAIN,
@@ -32,13 +27,12 @@ from zerojax.training.deepspeed.batch_keys import (
     settle_elastic,
 )
 from zerojax.training.deepspeed.ds_config import File, read
-from zerojax.training.deepspeed.expert_keys import check_experts_of_mesh, check_router, router_of
+from zerojax.training.deepspeed.expert_keys import check_experts_of_mesh, router_of
 from zerojax.training.deepspeed.key_schema import KeyNotes, as_kind
-from zerojax.training.deepspeed.mesh_keys import check_rules, mesh_of
+from zerojax.training.deepspeed.mesh_keys import mesh_of
 from zerojax.training.deepspeed.optimizer_keys import update_of
 from zerojax.training.deepspeed.precision_keys import precision_of
 from zerojax.training.deepspeed.translation import Given, Line, Translation
-from zerojax.training.train_arguments import Arguments
 
 Source = str | Path | Mapping[str, Any]
 _TAGS = ("WARN", "IGNORE", "FAIL")
@@ -256,100 +250,6 @@ def warn_of(translation: Translation) -> None:
     """Emits the warnings of a configuration."""
     for text in translation.warnings:
         warn_user(f"{translation.source}: {text}")
-
-
-def as_arguments(arguments: Arguments, *, default_steps: int | None) -> Arguments:
-    """Translates a ds_config that was passed in place of the mesh into arguments of `train`.
-
-    Args:
-      arguments: checked, with the model as a `tracing.Model`; returned unchanged if there is no
-        ds_config.
-      default_steps: of the run if neither the call nor the file sets a number.
-
-    Raises:
-      ConfigError: as `translate`.
-      TypeError: the optimizer is not an optimizer.
-    """
-    source = _source_of(arguments.mesh_config)
-    if source is None:
-        return arguments
-    optim.check_optimizer(arguments.optimizer)
-    given = Given(
-        optimizer=arguments.optimizer,
-        precision=arguments.precision,
-        reduce_dtype=arguments.reduce_dtype,
-        accumulate_dtype=arguments.accumulate_dtype,
-        num_microbatches=arguments.num_microbatches,
-        global_batch_size=arguments.global_batch_size,
-        steps=arguments.steps,
-        default_steps=default_steps,
-        log=arguments.log,
-        hidden_size=models.width_of(arguments.model),
-    )
-    ported = Ported(source, jax.device_count(), given)
-    says = ported.translate()
-    changes = _said(says) | {"mesh_config": says.mesh, "global_batch_size": says.train_batch_size}
-    if arguments.steps is None and says.total_steps is not None:
-        reason = f"steps={says.total_steps}: the schedule of {says.source} is made for so many"
-        changes |= {"steps": says.total_steps, "reasons": (*arguments.reasons, reason)}
-    if arguments.run_dir == "auto" and arguments.checkpoint is None:
-        changes["run_dir"] = says.run_dir or arguments.run_dir
-    return PortedArguments(**(vars(arguments) | changes), ported=ported)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PortedArguments(Arguments):
-    """Arguments of `train` that come partly from a ds_config.
-
-    Attributes:
-      ported: the file, which resolves batch sizes once the rows are known.
-    """
-
-    ported: Ported
-
-    def with_layout(self, loss: tracing.Loss | None) -> tracing.Loss | None:
-        """Returns the loss with the file's attention layout.
-
-        Raises:
-          ConfigError: the model's layout or router differs from the file's.
-        """
-        says = self.ported.translate()
-        check_router(self.model, says.router)
-        return with_layout(self.model, loss, says.attention_layout)
-
-    def with_rows(self, rows: int | None) -> Arguments:
-        """Returns the arguments for batches with `rows` rows; emits the file's warnings.
-
-        Raises:
-          ConfigError: `rows` differs from train_batch_size.
-        """
-        says = self.ported.with_rows(rows)
-        warn_of(says)
-        reasons = (*self.reasons, *says.warnings, *says.reasons)
-        return dataclasses.replace(self, **_said(says), reasons=reasons)
-
-    def check_plan(self, plan: Plan) -> None:
-        """Raises ConfigError if a rule of the file matches no parameter."""
-        check_rules(plan.settings, plan.users_placement.leaves)
-
-
-def _source_of(mesh_config: Any) -> Source | None:
-    """Returns the second argument of `train` if it is a DeepSpeed configuration, else None."""
-    if isinstance(mesh_config, Mapping):
-        return mesh_config if is_deepspeed(mesh_config) else None
-    return mesh_config if isinstance(mesh_config, (str, Path)) else None
-
-
-def _said(says: Translation) -> dict[str, Any]:
-    """Returns the arguments that a file sets; its precision includes the accumulation dtypes."""
-    return {
-        "optimizer": says.optimizer,
-        "precision": says.precision,
-        "reduce_dtype": None,
-        "accumulate_dtype": None,
-        "num_microbatches": says.num_microbatches,
-        "log": says.log,
-    }
 
 
 def log_of(file: File, given: Given) -> tuple[LogConfig, Path | None]:

@@ -1,0 +1,99 @@
+"""Defines the inputs of planning that are the same on every mesh, and resolves mesh options."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jax.sharding import AbstractMesh, Mesh
+
+from zerojax import tracing
+from zerojax.config import MeshConfig, as_mesh_config
+from zerojax.config.checks import as_patterns, check_whole_number
+from zerojax.config.recognition import is_deepspeed
+from zerojax.optim.precision import Precision
+from zerojax.plan import device_mesh as meshes
+from zerojax.plan.device_mesh import DATA
+
+Tree = Any
+MESH_OPTIONS = (
+    "rules",
+    "persistence_threshold",
+    "reduce_bucket_size",
+    "allgather_bucket_size",
+    "sequence_sharding",
+    "context_parallel",
+    "roll",
+    "roll_remat",
+    "unroll",
+    "kernels",
+    "tune",
+    "offload",
+    "wire",
+    "lookup",
+    "node",
+    "pipeline_schedule",
+    "partition",
+    "stash",
+    "deterministic",
+    "virtual_shards",
+)
+"""Fields of `MeshConfig` that `make_plan` takes as keywords: all but sizes and ZeRO stage."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanInputs:
+    """Inputs of planning that are the same on every mesh; other attributes as in `make_plan`.
+
+    Attributes:
+      reasons: one sentence for each default that was chosen before planning; the plan has them.
+
+    Raises:
+      ValueError: the number of microbatches or a pattern of `freeze` is invalid.
+    """
+
+    model: tracing.ModelLike
+    example_batch: Tree
+    loss: tracing.Loss | None = None
+    optimizer: Any = None
+    precision: Precision | str | None = None
+    reduce_dtype: str | None = None
+    accumulate_dtype: str | None = None
+    num_microbatches: int | None = None
+    freeze: tuple[str, ...] = ()
+    steps: int | None = None
+    reasons: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_whole_number("num_microbatches", self.num_microbatches, 1)
+        object.__setattr__(self, "freeze", as_patterns("freeze", self.freeze))
+
+
+def plan_options(settings: MeshConfig) -> dict[str, Any]:
+    """Returns the `make_plan` options for an existing mesh: all but sizes and stage."""
+    return {name: getattr(settings, name) for name in MESH_OPTIONS}
+
+
+def resolve_mesh(
+    mesh: Any, zero: int | None, options: Mapping[str, Any]
+) -> tuple[MeshConfig, Mesh | AbstractMesh]:
+    """Returns the options with their sizes resolved, and the mesh itself."""
+    if isinstance(mesh, (Mesh, AbstractMesh)):
+        if isinstance(mesh, Mesh):
+            mesh = meshes.normalise_mesh(mesh)
+        else:
+            mesh = meshes.normalise_abstract_mesh(mesh)
+        settings = MeshConfig(**{axis: mesh.shape.get(axis, 1) for axis in meshes.AXES}, **options)
+    else:
+        if isinstance(mesh, Mapping) and is_deepspeed(mesh):
+            raise TypeError(
+                "mesh is a DeepSpeed configuration, which zerojax.train and zerojax.initialize "
+                "take; its plan is zerojax.initialize(model, config, example_batch=batch).plan"
+            )
+        settings = dataclasses.replace(as_mesh_config(mesh), **options)
+        mesh = meshes.make_mesh(settings)
+    settings = dataclasses.replace(settings, data=mesh.shape[DATA])
+    if zero is not None:
+        settings = dataclasses.replace(settings, zero=zero)
+    return settings, mesh

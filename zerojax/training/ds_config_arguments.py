@@ -1,0 +1,122 @@
+"""Fills arguments of `zerojax.train` from a DeepSpeed configuration that replaces the mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from zerojax import models, optim, tracing
+from zerojax.config.recognition import is_deepspeed
+from zerojax.plan.make import Plan
+from zerojax.training import deepspeed
+from zerojax.training.deepspeed.attention_keys import with_layout
+from zerojax.training.deepspeed.expert_keys import check_router
+from zerojax.training.train_arguments import Arguments
+
+
+@dataclasses.dataclass(frozen=True)
+class DsConfigArguments:
+    """A ds_config that was passed to `train`, together with the call's own values.
+
+    Attributes:
+      config: the file and the call's values.
+      translation: its settings, before the rows of a batch are known.
+    """
+
+    config: deepspeed.Ported
+    translation: deepspeed.Translation
+
+    @classmethod
+    def of(cls, arguments: Arguments, *, default_steps: int | None) -> DsConfigArguments | None:
+        """Translates the ds_config of a call; returns None if there is none.
+
+        Args:
+          arguments: checked, with the model as a `tracing.Model`.
+          default_steps: of the run if neither the call nor the file sets a number.
+
+        Raises:
+          ConfigError: as `deepspeed.translate`.
+          TypeError: the optimizer is not an optimizer.
+        """
+        source = _source_of(arguments.mesh_config)
+        if source is None:
+            return None
+        optim.check_optimizer(arguments.optimizer)
+        given = deepspeed.Given(
+            optimizer=arguments.optimizer,
+            precision=arguments.precision,
+            reduce_dtype=arguments.reduce_dtype,
+            accumulate_dtype=arguments.accumulate_dtype,
+            num_microbatches=arguments.num_microbatches,
+            global_batch_size=arguments.global_batch_size,
+            steps=arguments.steps,
+            default_steps=default_steps,
+            log=arguments.log,
+            hidden_size=models.width_of(arguments.model),
+        )
+        config = deepspeed.Ported(source, jax.device_count(), given)
+        return cls(config, config.translate())
+
+    def fill(self, arguments: Arguments) -> Arguments:
+        """Returns the arguments with the settings of the file, before the batches are known."""
+        says = self.translation
+        changes = _settings_of(says)
+        changes |= {"mesh_config": says.mesh, "global_batch_size": says.train_batch_size}
+        if arguments.steps is None and says.total_steps is not None:
+            reason = f"steps={says.total_steps}: the schedule of {says.source} is made for so many"
+            changes |= {"steps": says.total_steps, "reasons": (*arguments.reasons, reason)}
+        if arguments.run_dir == "auto" and arguments.checkpoint is None:
+            changes["run_dir"] = says.run_dir or arguments.run_dir
+        return dataclasses.replace(arguments, **changes)
+
+    def with_layout(self, model: tracing.Model, loss: tracing.Loss | None) -> tracing.Loss | None:
+        """Returns the loss with the file's attention layout; None: the model's own loss.
+
+        Raises:
+          ConfigError: the model's layout or router differs from the file's.
+        """
+        check_router(model, self.translation.router)
+        return with_layout(model, loss, self.translation.attention_layout)
+
+    def with_rows(self, arguments: Arguments, rows: int | None) -> Arguments:
+        """Returns the arguments for batches with `rows` rows; emits the file's warnings.
+
+        Args:
+          arguments: from `fill`.
+          rows: of the global batch; None if the batches have no rows.
+
+        Raises:
+          ConfigError: `rows` differs from train_batch_size.
+        """
+        says = self.config.with_rows(rows)
+        deepspeed.warn_of(says)
+        reasons = (*arguments.reasons, *says.warnings, *says.reasons)
+        return dataclasses.replace(arguments, **_settings_of(says), reasons=reasons)
+
+
+def check_plan(plan: Plan) -> None:
+    """Raises ConfigError if a rule of the file matches no parameter."""
+    deepspeed.check_rules(plan.settings, plan.users_placement.leaves)
+
+
+def _source_of(mesh_config: Any) -> deepspeed.Source | None:
+    """Returns the second argument of `train` if it is a DeepSpeed configuration, else None."""
+    if isinstance(mesh_config, Mapping):
+        return mesh_config if is_deepspeed(mesh_config) else None
+    return mesh_config if isinstance(mesh_config, (str, Path)) else None
+
+
+def _settings_of(says: deepspeed.Translation) -> dict[str, Any]:
+    """Returns the arguments that a file sets; its precision includes the accumulation dtypes."""
+    return {
+        "optimizer": says.optimizer,
+        "precision": says.precision,
+        "reduce_dtype": None,
+        "accumulate_dtype": None,
+        "num_microbatches": says.num_microbatches,
+        "log": says.log,
+    }

@@ -1,0 +1,310 @@
+"""Defines `StepRunner`: single steps of a planned run, with its state, reports and log."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any, Self
+
+import jax
+
+from zerojax.checkpoint import Checkpointer
+from zerojax.data import shard_batch
+from zerojax.optim import Weights
+from zerojax.parallel.reshard import reshard_state
+from zerojax.parallel.step import build_evaluation, build_step
+from zerojax.plan.host_budget import check_offload
+from zerojax.plan.make import Plan
+from zerojax.runtime.memory import TRAINING_STEP, allocating_for
+from zerojax.runtime.redaction import redact
+from zerojax.runtime.watchdog import Watchdog
+from zerojax.training.checkpointing import (
+    end_state,
+    first_state,
+    folder_of,
+    model_of,
+    optimizer_state_of,
+    restore_state,
+    what_differs,
+)
+from zerojax.training.metrics import RunLog
+from zerojax.training.metrics.stragglers import EVAL
+from zerojax.training.process_times import LoopClock
+from zerojax.training.reporting import Metrics, Reports, with_names
+from zerojax.training.resumed_settings import settings_that_differ
+from zerojax.training.run_folder import open_log
+from zerojax.training.run_spec import RunSpec, plan_run
+
+
+class StepRunner:
+    """Runs single steps and evaluations of a planned run, and reports them.
+
+    It has no state at first: call `begin` or `restore_from`. The loops around it are `Trainer` and
+    the engine of DeepSpeed's interface.
+
+    Args:
+      plan: of the run, on devices of this machine.
+      spec: description of the run that `plan` was made from; None: the inputs of the plan, without
+        a log.
+      watchdog: supervises the run; None: no limits.
+
+    Attributes:
+      plan: the current plan (changes with `reshard`).
+      state: the current state; donated to each step, so do not keep references to its arrays.
+      num_steps: batches consumed.
+      metrics: the last report, on the host.
+      history: every report, oldest first.
+      clock: the clock of the loop.
+      jitted_step: the compiled step of the current plan.
+    """
+
+    def __init__(
+        self, plan: Plan, spec: RunSpec | None = None, *, watchdog: Watchdog | None = None
+    ) -> None:
+        self.plan = plan
+        self.state: Any = None
+        self.num_steps = 0
+        self.metrics: Metrics = {}
+        self.history: list[Metrics] = []
+        self.clock = LoopClock()
+        self._spec = RunSpec(inputs=plan.inputs, mesh=plan.settings) if spec is None else spec
+        self._settings = redact(self._spec.settings_of(plan))
+        self._data_state: dict[str, Any] | None = None
+        self._log: RunLog | None = None
+        self._notes: list[str] = []
+        self._watchdog = watchdog or Watchdog()
+        self._reports = self._new_reports()
+        self._build()
+
+    def _build(self) -> None:
+        self.jitted_step, self._step_was_called = build_step(self.plan), False
+        self._evaluate, self._evaluate_was_called = build_evaluation(self.plan), False
+        self._watchdog.plan_changed()
+
+    def begin(self, latest: int | None = None) -> bool:
+        """Makes a new state, or resumes from durable files of offloaded state.
+
+        Args:
+          latest: newest step in the run's checkpoints, or None.
+
+        Returns:
+          False if the checkpoint is to be restored instead; then there is no state yet.
+        """
+        first = first_state(self.plan, self._spec.seed, latest)
+        if first is None:
+            return False
+        self.state, self._data_state = first
+        self.num_steps = int(self.state["step"])
+        self._reports = self._new_reports()
+        return True
+
+    # --- stepping ---------------------------------------------------------------------------------
+
+    def step(self, batch: Any) -> dict[str, jax.Array]:
+        """Takes one step on a host batch; returns metrics on the devices (`float(...)` waits)."""
+        return self._step_on_devices(self._place(self.plan, batch))
+
+    def _place(self, plan: Plan, batch: Any) -> Any:
+        return shard_batch(plan, batch, vocab_size=plan.vocab_size)
+
+    def _new_reports(self) -> Reports:
+        skipped = 0 if self.state is None else int(self.state["skipped"])
+        limit, finished = self._spec.loop.max_skipped, self._watchdog.finished
+        return Reports(limit, skipped=skipped, clock=self.clock, finished=finished)
+
+    @allocating_for(TRAINING_STEP)
+    def _step_on_devices(self, batch: Any, data_state: Any = None) -> dict[str, jax.Array]:
+        if disk := self.state.get("disk"):
+            disk.data_state = data_state
+        first = not self._step_was_called
+        what = f"{'compiling, or ' * first}in step {self.num_steps + 1}"
+        compiling = self._compiling("the training step") if first else contextlib.nullcontext()
+        with compiling, self.clock.stepping(), self._watchdog.during(what, is_long=first):
+            self.state, metrics = self.jitted_step(self.state, batch)
+        self._step_was_called = True
+        self.num_steps += 1
+        return metrics
+
+    def follow(self, metrics: Mapping[str, jax.Array], *, is_reported: bool) -> bool:
+        """Registers a step taken by `step`, and reads the report of an earlier one.
+
+        A loop that calls it must call it after every step. Waits only if too many steps are
+        running.
+
+        Args:
+          metrics: from `step`.
+          is_reported: whether this step is reported, which happens while later steps run.
+
+        Returns:
+          Whether a callback ends the run.
+
+        Raises:
+          FloatingPointError: loss or gradients stayed non-finite.
+        """
+        plan = self.plan
+        self._reports.follow(plan, self.num_steps, metrics, self._log)
+        done = self._report()
+        if is_reported:
+            self._reports.hold(plan, self.num_steps, metrics)
+        return done
+
+    def wait(self) -> None:
+        """Waits for all steps that were registered by `follow`.
+
+        Raises:
+          FloatingPointError: a step overflowed at the smallest loss scale.
+        """
+        self._reports.wait(self.plan)
+
+    def _compiling(self, what: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._log is None else self._log.compiling(what)
+
+    @allocating_for("an evaluation")
+    def eval_step(self, batch: Any) -> dict[str, jax.Array]:
+        """Evaluates one host batch; returns sums over its rows on the devices (`float` waits).
+
+        The mean loss is "loss" divided by "weight".
+        """
+        first = not self._evaluate_was_called
+        what = f"{'compiling, or ' * first}evaluating after step {self.num_steps}"
+        watched = self._watchdog.during(what, is_long=first, is_apart=True)
+        with self.clock.during(EVAL), watched:
+            return self._evaluate_one(self.state, self._place(self.plan, batch))
+
+    def _evaluate_one(self, state: Any, batch: Any) -> Any:
+        self._watchdog.alive()  # the batch before this one was read back
+        first, self._evaluate_was_called = not self._evaluate_was_called, True
+        with self._compiling("the evaluation") if first else contextlib.nullcontext():
+            return self._evaluate(state, batch)
+
+    # --- reports and log --------------------------------------------------------------------------
+
+    def _report(self) -> bool:
+        """Reads the metrics of an earlier step; returns True if a callback ends the run."""
+        values = self._reports.read(self.plan, self._log)
+        if values is None:
+            return False
+        values = with_names(self.plan, values)
+        self.metrics = values
+        self.history.append(values)
+        with self._watchdog.during("in a callback", is_long=True):
+            # A list: every callback is called, also after one that ends the run.
+            return True in [callback(self, values) for callback in self._spec.loop.callbacks]
+
+    def open_log(self, steps: int | None = None) -> None:
+        """Opens the run's log, if it has one; `fit` does so itself.
+
+        Args:
+          steps: of the whole run; None: not known.
+        """
+        self._log = open_log(self._spec, self.plan, self.num_steps, steps)
+        if self._log is not None:
+            for text in self.take_notes():
+                self._log.message(text)
+
+    @property
+    def has_log(self) -> bool:
+        """Whether the run's log is open."""
+        return self._log is not None
+
+    def take_notes(self) -> list[str]:
+        """Returns lines about the restored checkpoint that no log has yet, once."""
+        notes, self._notes = self._notes, []
+        return notes
+
+    def close_log(self) -> None:
+        """Ends and closes the run's log; does nothing if none is open."""
+        log, self._log = self._log, None
+        if log is not None:
+            log.end(self.num_steps, self.clock.take()[0])
+            log.close()
+
+    def finish_reports(self) -> None:
+        """Reads the pending report, waits for all steps, and logs those that were not finite.
+
+        Raises:
+          FloatingPointError: as in `follow`.
+        """
+        self._report()
+        self._reports.settle(self.plan, self._log)
+
+    def _untimed(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._log is None else self._log.untimed()
+
+    def say(self, text: str) -> None:
+        """Writes a line to the run's log; does nothing outside of the training loop."""
+        if self._log is not None:
+            self._log.message(text)
+
+    # --- state ------------------------------------------------------------------------------------
+
+    def restore_from(
+        self, checkpointer: Checkpointer, step: int | None = None, *, may_be_durable: bool = True
+    ) -> Any:
+        """Restores a checkpoint of any folder; ZeRO stage, mesh and number of devices may differ.
+
+        Args:
+          checkpointer: of the folder.
+          step: a saved step; None: the newest.
+          may_be_durable: whether a run without a state uses its durable files instead, if these
+            hold a later step.
+
+        Returns:
+          The result of `Checkpointer.restore`.
+
+        Raises:
+          CheckpointError: the step does not exist, or belongs to another model.
+        """
+        # Raises before the current state is dropped.
+        checkpointer.check_step(step, pretrained=folder_of(self.plan))
+        at_start = may_be_durable and self.state is None
+        end_state(self.state)
+        self.state = None
+        with self._watchdog.during("reading a checkpoint", is_long=True):
+            restored, self.state = restore_state(checkpointer, self.plan, step, at_start=at_start)
+        self.num_steps = restored.step
+        self._data_state = restored.data_state or None
+        self._notes += what_differs(self.plan, restored)
+        self._notes += settings_that_differ(self.plan, restored, self._settings)
+        self._reports = self._new_reports()
+        return restored
+
+    def reshard(self, mesh_config: Any) -> Self:
+        """Changes the ZeRO stage or mesh between two steps, without a restart.
+
+        Args:
+          mesh_config: as in `zerojax.train`; the batch stays the same.
+        """
+        self._report()
+        self.wait()
+        plan = plan_run(self._spec, mesh_config)
+        check_offload(plan)
+        self._release_files()
+        self.state = reshard_state(self.plan, plan, self.state, data_state=self._data_state)
+        self.plan = plan
+        self._build()
+        self.say(f"step {self.num_steps}: resharded to {plan.describe()}")
+        return self
+
+    def _release_files(self) -> None:
+        """Prepares for the deletion of durable files, before those of a new plan are complete."""
+
+    def to_model(self, *, weights: Weights = "trained") -> Any:
+        """Returns the trained model in the user's form: `nnx.Module`, linen variables or a tree.
+
+        Every process gets unsharded arrays, so the model must fit on one device.
+
+        Args:
+          weights: "ema" returns the averaged weights, in float32.
+
+        Raises:
+          ValueError: the run keeps no EMA.
+        """
+        return model_of(self.plan, self.state, weights)
+
+    def optimizer_state(self) -> Any:
+        """Returns the optimizer state in optax's form, with the model's own tree, not padded.
+
+        For example, to read an average that your own optax transformation keeps.
+        """
+        return optimizer_state_of(self.plan, self.state)
