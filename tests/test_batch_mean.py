@@ -16,13 +16,13 @@ from jax.sharding import PartitionSpec as P
 import zerojax
 from tests.small_models import VOCAB
 from tests.trajectories import ROWS, STEPS, TOLERANCE, optimizer, plan_for, train_for
+from zerojax.equality import make_request
+from zerojax.equality.check_in_child import check_here
 from zerojax.forecasting.hlo import find_collectives, read_program
 from zerojax.operators.whole_batch import batch_split_over
 from zerojax.plan.batch_sums import bytes_sent
 from zerojax.tracing.batch_calls import find_batch_sums
 from zerojax.tracing.trees import format_bytes
-from zerojax.training.equality import make_request
-from zerojax.training.equality.check_in_child import check_here
 
 EXPERTS, WIDTH, LAYERS = 4, 12, 3
 

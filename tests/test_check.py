@@ -16,10 +16,10 @@ from flax import nnx
 import zerojax
 from tests import checked_models as cases
 from tests.checked_models import Counting, Iterating, Normalised, batch
-from zerojax.training.equality import check_in_child, make_request
-from zerojax.training.equality.check_in_child import check_here
-from zerojax.training.equality.experiments import Experiments, dropout_reason
-from zerojax.training.equality.short_runs import (
+from zerojax.equality import check_in_child, make_request
+from zerojax.equality.check_in_child import check_here
+from zerojax.equality.experiments import Experiments, dropout_reason
+from zerojax.equality.short_runs import (
     CheckInputs,
     Configuration,
     PlainRun,

@@ -18,9 +18,9 @@ from tests.small_models import linen_loss, reference_model, regression_loss
 from tests.test_lora import FlaxLora
 from tests.test_stand_ins import Tied
 from tests.trajectories import regression_batch, text_batch
-from zerojax.training.equality import check_in_child, make_request
-from zerojax.training.equality.check_in_child import check_here
-from zerojax.training.equality.short_runs import Configuration
+from zerojax.equality import check_in_child, make_request
+from zerojax.equality.check_in_child import check_here
+from zerojax.equality.short_runs import Configuration
 
 DEVICES = 4
 LAST = Configuration(DEVICES, 3, 2)

@@ -17,8 +17,8 @@ from flax import nnx
 import zerojax
 from tests import checked_models as cases
 from tests.checked_models import batch
-from zerojax.training.equality import pickling
-from zerojax.training.equality.check_result import CheckResult, ComparedRun, Reason
+from zerojax.equality import pickling
+from zerojax.equality.check_result import CheckResult, ComparedRun, Reason
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -37,7 +37,7 @@ import optax.contrib
 from flax import linen, nnx
 
 import zerojax
-from zerojax.training.equality import pickling
+from zerojax.equality import pickling
 
 
 class Block(nnx.Module):
@@ -156,8 +156,8 @@ if __name__ == "__main__":
 
 READER = """
 import sys
-from zerojax.training.equality import pickling
-from zerojax.training.equality.check_result import CheckResult, ComparedRun, Reason
+from zerojax.equality import pickling
+from zerojax.equality.check_result import CheckResult, ComparedRun, Reason
 
 with open(sys.argv[1], "rb") as file:
     things = pickling.loads(file.read())
@@ -238,7 +238,7 @@ def test_what_cannot_be_sent_is_checked_here_and_says_so(monkeypatch):
         seen.append(request)
         return request
 
-    monkeypatch.setattr("zerojax.training.equality.check_here", here)
+    monkeypatch.setattr("zerojax.equality.check_here", here)
 
     def loss(model, batch):
         with lock:

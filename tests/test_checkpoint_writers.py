@@ -20,8 +20,8 @@ from zerojax.checkpoint import saving as saving_module
 from zerojax.checkpoint.errors import FolderInUseError
 from zerojax.checkpoint.pruning import alone_in
 from zerojax.cli import main
+from zerojax.deepspeed_engine.engine_tags import hold_tags
 from zerojax.runtime.folder_lock import NAME, hold
-from zerojax.training.deepspeed.engine_tags import hold_tags
 
 ABOUT = {"data_state": {}, "config": {}, "plan": {}}
 

@@ -15,6 +15,7 @@ import pytest
 from optax.contrib import MuonDimensionNumbers
 
 import zerojax
+from zerojax import deepspeed_config as deepspeed
 from zerojax.config import (
     ConfigError,
     LogConfig,
@@ -24,14 +25,13 @@ from zerojax.config import (
     WireConfig,
 )
 from zerojax.config.recognition import DEEPSPEED_KEYS, MESH_KEYS, is_deepspeed
+from zerojax.deepspeed_config import CallerValues
+from zerojax.deepspeed_config.ds_config import OLD_NAMES
+from zerojax.deepspeed_config.key_schema import AbsentFeature, Key, paths
+from zerojax.deepspeed_config.keys_table import TABLE
+from zerojax.deepspeed_config.optimizer_keys import OPTIMIZERS
 from zerojax.optim import Optimizer, matrices_by_shape
 from zerojax.optim.precision import Precision, as_precision
-from zerojax.training import deepspeed
-from zerojax.training.deepspeed import Given
-from zerojax.training.deepspeed.ds_config import OLD_NAMES
-from zerojax.training.deepspeed.key_schema import AbsentFeature, Key, paths
-from zerojax.training.deepspeed.keys_table import TABLE
-from zerojax.training.deepspeed.optimizer_keys import OPTIMIZERS
 
 
 def nested(path: str, value) -> dict:
@@ -335,7 +335,7 @@ def test_batch_sizes_that_do_not_fit_are_refused_with_one_that_does(values, word
 
 def test_rows_and_microbatches_of_the_call_fill_auto_and_must_not_contradict():
     file = {"train_batch_size": "auto", "gradient_accumulation_steps": "auto"}
-    given = Given(global_batch_size=32, num_microbatches=2)
+    given = CallerValues(global_batch_size=32, num_microbatches=2)
     translation = deepspeed.translate(file, num_devices=8, given=given)
     assert (translation.train_batch_size, translation.num_microbatches) == (32, 2)
     assert translation.micro_batch_size == 2
@@ -391,7 +391,7 @@ def test_auto_takes_hugging_faces_defaults_and_formulas():
             "stage3_param_persistence_threshold": "auto",
         },
     }
-    given = Given(steps=500, hidden_size=64, precision="bf16")
+    given = CallerValues(steps=500, hidden_size=64, precision="bf16")
     translation = deepspeed.translate(file, given=given)
     resolved = translation.resolved
     assert resolved["optimizer"]["params"] == {
@@ -432,7 +432,7 @@ def test_auto_takes_an_optimizer_config_of_the_call():
     config = OptimizerConfig(
         learning_rate=1e-3, beta2=0.99, weight_decay=0.01, clip_norm=None, warmup_steps=7
     )
-    translation = deepspeed.translate(file, given=Given(optimizer=config))
+    translation = deepspeed.translate(file, given=CallerValues(optimizer=config))
     assert translation.resolved["optimizer"]["params"] == {
         **params,
         "lr": 1e-3,
@@ -440,39 +440,55 @@ def test_auto_takes_an_optimizer_config_of_the_call():
     }
     assert translation.resolved["scheduler"]["params"] == {"warmup_num_steps": 7}
     assert translation.gradient_clipping == 0
-    other = Given(optimizer=OptimizerConfig(weight_decay=0.1))
+    other = CallerValues(optimizer=OptimizerConfig(weight_decay=0.1))
     assert "optimizer.weight_decay says 0.1" in refusal(file, given=other)
 
 
 @pytest.mark.parametrize(
     ("file", "given", "words"),
     [
-        ({"bf16": {"enabled": False}}, Given(precision="bf16"), "precision='bf16' says True"),
-        ({"fp16": {"enabled": True}}, Given(precision="bf16"), "precision='bf16'"),
-        ({"bf16": {"enabled": True}}, Given(precision="fp32"), "precision='fp32'"),
-        ({"steps_per_print": 5}, Given(log=LogConfig(every=10)), "log.every is 10"),
-        ({"communication_data_type": "fp32"}, Given(reduce_dtype="bf16"), "reduce_dtype is 'bf16'"),
+        (
+            {"bf16": {"enabled": False}},
+            CallerValues(precision="bf16"),
+            "precision='bf16' says True",
+        ),
+        ({"fp16": {"enabled": True}}, CallerValues(precision="bf16"), "precision='bf16'"),
+        ({"bf16": {"enabled": True}}, CallerValues(precision="fp32"), "precision='fp32'"),
+        ({"steps_per_print": 5}, CallerValues(log=LogConfig(every=10)), "log.every is 10"),
+        (
+            {"communication_data_type": "fp32"},
+            CallerValues(reduce_dtype="bf16"),
+            "reduce_dtype is 'bf16'",
+        ),
         (
             {"data_types": {"grad_accum_dtype": "fp32"}},
-            Given(accumulate_dtype="bf16"),
+            CallerValues(accumulate_dtype="bf16"),
             "accumulate_dtype",
         ),
-        ({"optimizer": {"type": "SGD"}}, Given(optimizer=optax.sgd(1.0)), "optimizer= is another"),
-        ({"gradient_clipping": 0.5}, Given(optimizer=OptimizerConfig()), "says 1.0"),
+        (
+            {"optimizer": {"type": "SGD"}},
+            CallerValues(optimizer=optax.sgd(1.0)),
+            "optimizer= is another",
+        ),
+        ({"gradient_clipping": 0.5}, CallerValues(optimizer=OptimizerConfig()), "says 1.0"),
         (
             {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 9}}},
-            Given(steps=10),
+            CallerValues(steps=10),
             "steps says 10",
         ),
-        ({"scheduler": {"type": "WarmupLR"}}, Given(optimizer=optax.sgd(1.0)), "brings its own"),
+        (
+            {"scheduler": {"type": "WarmupLR"}},
+            CallerValues(optimizer=optax.sgd(1.0)),
+            "brings its own",
+        ),
         (
             {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}},
-            Given(),
+            CallerValues(),
             "pass steps=N",
         ),
         (
             {"zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}},
-            Given(),
+            CallerValues(),
             "hidden_size",
         ),
     ],
@@ -483,7 +499,7 @@ def test_a_call_that_contradicts_the_file_is_refused(file, given, words):
 
 def test_a_run_may_be_shorter_than_the_schedule_of_its_file():
     file = {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 100}}}
-    reasons = deepspeed.translate(file, given=Given(steps=10)).reasons
+    reasons = deepspeed.translate(file, given=CallerValues(steps=10)).reasons
     assert any("of which steps=10 are made" in reason for reason in reasons)
 
 
@@ -558,10 +574,12 @@ def test_dtypes_of_sums_wire_masters_and_autocast():
 
 def test_the_calls_precision_holds_where_the_file_names_none():
     assert deepspeed.translate({}).precision == as_precision("fp32")
-    assert deepspeed.translate({}, given=Given(precision="bf16")).precision == as_precision("bf16")
+    assert deepspeed.translate({}, given=CallerValues(precision="bf16")).precision == as_precision(
+        "bf16"
+    )
     own = Precision(accumulate_dtype=jnp.bfloat16)
-    assert deepspeed.translate({}, given=Given(precision=own)).precision == own
-    assert "precision=" in refusal({"bf16": {"enabled": True}}, given=Given(precision=own))
+    assert deepspeed.translate({}, given=CallerValues(precision=own)).precision == own
+    assert "precision=" in refusal({"bf16": {"enabled": True}}, given=CallerValues(precision=own))
 
 
 # Placing
@@ -1009,7 +1027,7 @@ def test_numbers_out_of_range_are_refused(kind):
 
 
 def test_the_callers_transformation_is_clipped_as_the_file_says():
-    given = Given(optimizer=optax.sgd(0.1))
+    given = CallerValues(optimizer=optax.sgd(0.1))
     tx = deepspeed.translate({"gradient_clipping": 0.5}, given=given).optimizer
     wanted = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1))
     assert_close(after_steps(tx), after_steps(wanted))

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 import zerojax
+from zerojax import deepspeed_config as deepspeed
 from zerojax.config import (
     BigBirdLayout,
     BSLongformerLayout,
@@ -22,7 +23,6 @@ from zerojax.models.losses import next_token
 from zerojax.operators.attending import calls_of_attention, layout_in_force
 from zerojax.operators.attention_choice import attention_planned_for
 from zerojax.plan.device_mesh import make_abstract_mesh
-from zerojax.training import deepspeed
 
 ROWS, LENGTH, VOCAB = 8, 16, 32
 FIXED = {"mode": "fixed", "block": 2, "num_local_blocks": 2}

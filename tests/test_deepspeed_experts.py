@@ -9,9 +9,9 @@ import zerojax
 from tests.small_models import VOCAB
 from tests.test_expert_axis import Mixture
 from tests.test_moe import llama
+from zerojax import deepspeed_config as deepspeed
 from zerojax.config import ConfigError, MoEConfig
-from zerojax.training import deepspeed
-from zerojax.training.deepspeed.keys_table import TABLE
+from zerojax.deepspeed_config.keys_table import TABLE
 
 ROWS, LENGTH = 16, 16
 

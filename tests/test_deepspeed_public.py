@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pytest
 
+from zerojax import deepspeed_config as deepspeed
 from zerojax.config import ConfigError
-from zerojax.training import deepspeed
 
 DATA = Path(__file__).parent / "data" / "public_ds_configs.json"
 FOLDER = os.environ.get("ZEROJAX_DS_CONFIGS")
-CALL = deepspeed.Given(default_steps=200, hidden_size=1024)
+CALL = deepspeed.CallerValues(default_steps=200, hidden_size=1024)
 """What `zerojax.train` says beside the file for a language model of this width."""
 PLACEHOLDER = re.compile(r"[A-Z][A-Z0-9_]+,?|\$\{\w+\},?")
 

@@ -26,9 +26,9 @@ import zerojax
 from tests.hugging_face_folders import write_folder
 from tests.process_groups import ROOT, run_group
 from zerojax.checkpoint import CheckpointError
+from zerojax.deepspeed_engine.engine_absent import ABSENT, sentence_for
+from zerojax.deepspeed_engine.engine_tags import client_state_of, find_tag
 from zerojax.optim import adamw
-from zerojax.training.deepspeed.engine_absent import ABSENT, sentence_for
-from zerojax.training.deepspeed.engine_tags import client_state_of, find_tag
 
 CONFIG = {
     "train_batch_size": 32,

@@ -16,8 +16,8 @@ import pytest
 from flax import nnx
 
 import zerojax
+from zerojax.deepspeed_engine.engine import Engine
 from zerojax.training import entry
-from zerojax.training.deepspeed.engine import Engine
 
 ROWS, WIDTH = 48, 16
 SCHEDULE = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 3, "warmup_max_lr": 1e-2}}

@@ -17,9 +17,9 @@ import pytest
 from tests.process_groups import ROOT, free_port
 from tests.test_engine import batch, initialize
 from zerojax.config import WatchConfig
+from zerojax.deepspeed_engine.engine_guard import Guard, _UnderWay
 from zerojax.runtime import shutdown
 from zerojax.runtime.watchdog import Watchdog
-from zerojax.training.deepspeed.engine_guard import Guard, _UnderWay
 from zerojax.training.metrics.metric_files import read_metrics
 
 pytestmark = pytest.mark.filterwarnings("ignore:scheduler WarmupDecayLR")

@@ -18,7 +18,7 @@ import zerojax
 from zerojax import config, optim, zoo
 from zerojax.cli import main
 from zerojax.config.loader import ConfigError, from_dict, load_dataclass
-from zerojax.training.deepspeed.ds_config import read
+from zerojax.deepspeed_config.ds_config import read
 from zerojax.training.evaluation import EarlyStopping
 from zerojax.zoo.layers import NormConfig
 from zerojax.zoo.rope import Rope, RopeScaling

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from zerojax.training.deepspeed.engine import Engine
-from zerojax.training.deepspeed.engine_absent import ABSENT
+from zerojax.deepspeed_engine.engine import Engine
+from zerojax.deepspeed_engine.engine_absent import ABSENT
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "from_deepspeed.md").read_text(encoding="utf-8")

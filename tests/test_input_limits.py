@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from zerojax import deepspeed_config as deepspeed
 from zerojax.config import ConfigError, RunConfig, load, loader
 from zerojax.config.display import MAX_VALUE, printable, quoted
 from zerojax.config.loader import MAX_CHARACTERS, MAX_DEPTH, NotYaml, parse_text, read_yaml
-from zerojax.training import deepspeed
 
 LONGEST = 5000
 """Characters of any message."""

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import zerojax
 from tests.test_processes import losses_of
 from tests.trajectories import TOLERANCE, advance, plan_for, train_for
+from zerojax import deepspeed_config as deepspeed
 from zerojax.cli import main
 from zerojax.models.losses import next_token
 from zerojax.optim.precision import Precision
@@ -27,7 +28,6 @@ from zerojax.parallel.step import build_evaluation, build_step, pass_config
 from zerojax.parallel.zero.table_reads import StandIn, with_lookups
 from zerojax.plan.leaf_placement import Access
 from zerojax.tracing.row_lookups import Asked
-from zerojax.training import deepspeed
 from zerojax.zoo.llama import Llama, LlamaConfig
 
 STEPS = 6

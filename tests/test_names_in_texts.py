@@ -104,7 +104,7 @@ def test_names_in_docstrings_are_modules_or_in_them():
 
 @pytest.mark.thorough
 def test_modules_are_there_after_import_zerojax_alone():
-    names = ["optim.adamw", "data.as_masked_source", "schedules.Schedule"]
+    names = ["optim.adamw", "data.as_masked_source", "pipeline_schedules.Schedule"]
     code = "import zerojax; " + "; ".join(f"zerojax.{name}" for name in names)
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 

@@ -22,6 +22,7 @@ from tests.small_models import (
     regression_loss,
 )
 from tests.trajectories import advance, plan_for, regression_batch, train_for
+from zerojax import deepspeed_config as deepspeed
 from zerojax.checkpoint import Checkpointer
 from zerojax.config import ConfigError, MeshConfig
 from zerojax.forecasting import hlo
@@ -34,7 +35,6 @@ from zerojax.parallel.step import build_step
 from zerojax.plan.device_mesh import make_mesh
 from zerojax.plan.make import make_plan
 from zerojax.plan.signed_momentum import compressed_bytes, errors_key, row_elements, signs_sent
-from zerojax.training import deepspeed
 from zerojax.training.checkpointing import restore_state, save_state, what_differs
 
 MODEL = (lambda key, batch: init_functions(key), apply_functions)

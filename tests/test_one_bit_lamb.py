@@ -29,6 +29,7 @@ from tests.test_one_bit import (
     sent,
 )
 from tests.trajectories import advance, plan_for, regression_batch, train_for
+from zerojax import deepspeed_config as deepspeed
 from zerojax.checkpoint import Checkpointer
 from zerojax.config import ConfigError, MeshConfig
 from zerojax.forecasting import hlo
@@ -47,7 +48,6 @@ from zerojax.plan.signed_momentum import (
     row_elements,
     signs_sent,
 )
-from zerojax.training import deepspeed
 from zerojax.training.checkpointing import save_state
 
 RATE, DECAY = 0.02, 0.1

@@ -12,9 +12,9 @@ from pallas_kernels import optimizers
 from pallas_kernels.choice import Choice, missing
 from pallas_kernels.update import update
 from tests.optim_steps import check_close, check_same, context
+from zerojax.deepspeed_config.unfused_optimizers import bounded_lamb
 from zerojax.optim import lamb
 from zerojax.tracing.loops import find_stacks
-from zerojax.training.deepspeed.unfused_optimizers import bounded_lamb
 
 SHAPES = {"blocks/bias": (2, 6), "blocks/kernel": (2, 6, 128), "embed": (12, 4)}
 STACKS = ("blocks/bias", "blocks/kernel")

@@ -161,8 +161,8 @@ INTO_NEW_FOLDERS = {
     "cli/script_process.py",
     "zoo/hugging_face/peft.py",
     "zoo/hugging_face/safetensors.py",
-    "training/equality/__init__.py",
-    "training/equality/child.py",
+    "equality/__init__.py",
+    "equality/child.py",
     "training/hugging_face_export.py",
 }
 """They fill a folder that they have made themselves, under a name that nobody had."""

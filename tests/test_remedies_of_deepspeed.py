@@ -21,15 +21,15 @@ from flax import nnx
 
 import zerojax
 from tests.refusals import Refusal, check_words, refused, stands_in, table
+from zerojax import deepspeed_config as deepspeed
 from zerojax.config import ConfigError, LogConfig, MeshConfig, OptimizerConfig
 from zerojax.config.recognition import is_deepspeed
-from zerojax.training import deepspeed
-from zerojax.training.deepspeed import Given
-from zerojax.training.deepspeed.engine_absent import ABSENT
-from zerojax.training.deepspeed.key_schema import AbsentFeature, Key, paths
-from zerojax.training.deepspeed.keys_table import TABLE
-from zerojax.training.deepspeed.mesh_keys import check_rules
-from zerojax.training.deepspeed.optimizer_keys import OPTIMIZERS
+from zerojax.deepspeed_config import CallerValues
+from zerojax.deepspeed_config.key_schema import AbsentFeature, Key, paths
+from zerojax.deepspeed_config.keys_table import TABLE
+from zerojax.deepspeed_config.mesh_keys import check_rules
+from zerojax.deepspeed_config.optimizer_keys import OPTIMIZERS
+from zerojax.deepspeed_engine.engine_absent import ABSENT
 
 
 class Line(nnx.Module):
@@ -81,7 +81,7 @@ def file(words: str) -> dict[str, Any]:
 
 
 def translated(values: Any, *, num_devices: int | None = None, **given: Any) -> Any:
-    return deepspeed.translate(values, num_devices=num_devices, given=Given(**given))
+    return deepspeed.translate(values, num_devices=num_devices, given=CallerValues(**given))
 
 
 # --- the table of keys ----------------------------------------------------------------------------

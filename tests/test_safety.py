@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from tests.syntax_trees import nodes
+from zerojax import equality
 from zerojax.cli import main
 from zerojax.config import ConfigError, RunConfig, load
-from zerojax.training import equality
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("zerojax", "pallas_kernels", "benchmarks", "examples")

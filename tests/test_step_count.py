@@ -14,13 +14,13 @@ from flax import nnx
 import zerojax
 from tests.trajectories import ROWS, advance, plan_for, regression_batch
 from zerojax.config import LossScale
+from zerojax.equality import make_request
+from zerojax.equality.check_in_child import check_here
 from zerojax.models import StepCount
 from zerojax.models.losses import mean_squared_error
 from zerojax.optim.precision import as_precision
 from zerojax.parallel.initialization import init_state
 from zerojax.parallel.step import build_evaluation, build_step
-from zerojax.training.equality import make_request
-from zerojax.training.equality.check_in_child import check_here
 
 STEPS = 4
 PLACES = 5

@@ -18,9 +18,9 @@ from flax import nnx
 import zerojax
 from tests import torch_stand_in
 from zerojax.data import as_feed, one_pass
+from zerojax.equality import make_request
 from zerojax.models.adapt import as_loss, as_model
 from zerojax.models.given_arrays import as_arrays
-from zerojax.training.equality import make_request
 
 REAL = pytest.param("torch", id="torch itself", marks=pytest.mark.thorough)
 

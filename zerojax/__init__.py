@@ -21,6 +21,8 @@ if TYPE_CHECKING:
         WatchConfig,
     )
     from zerojax.data import TokenSource, shard_batch
+    from zerojax.deepspeed_engine import Engine, initialize
+    from zerojax.equality import CheckResult, check
     from zerojax.forecasting import forecast
     from zerojax.operators import attention, batch_mean, batch_sum, experts
     from zerojax.optim import adam8bit, adamw, lamb, lion, muon, sgd, with_ema
@@ -32,9 +34,7 @@ if TYPE_CHECKING:
     from zerojax.plan.make import Plan, make_plan
     from zerojax.plan.state import TrainState
     from zerojax.runtime.distributed import join_processes
-    from zerojax.training.deepspeed.engine import Engine, initialize
     from zerojax.training.entry import train
-    from zerojax.training.equality import CheckResult, check
     from zerojax.training.evaluation import EarlyStopping, KeepBest
     from zerojax.training.hugging_face_export import to_hugging_face, to_peft
     from zerojax.training.loading import LoadedRun, load_run
@@ -107,11 +107,11 @@ __all__ = [
 
 # Name -> module: what the block above says to type checkers (tests/test_public_api.py).
 _HOME_OF_NAME = {
-    "CheckResult": "training.equality",
+    "CheckResult": "equality",
     "CheckpointConfig": "config",
     "Checkpointer": "checkpoint",
     "EarlyStopping": "training.evaluation",
-    "Engine": "training.deepspeed.engine",
+    "Engine": "deepspeed_engine",
     "KeepBest": "training.evaluation",
     "LoadedRun": "training.loading",
     "LogConfig": "config",
@@ -136,13 +136,13 @@ _HOME_OF_NAME = {
     "batch_sum": "operators",
     "build_evaluation": "parallel.step",
     "build_step": "parallel.step",
-    "check": "training.equality",
+    "check": "equality",
     "experts": "operators",
     "forecast": "forecasting",
     "from_canonical": "parallel.reshard",
     "from_hugging_face": "zoo.hugging_face",
     "init_state": "parallel.initialization",
-    "initialize": "training.deepspeed.engine",
+    "initialize": "deepspeed_engine",
     "join_processes": "runtime.distributed",
     "lamb": "optim",
     "lion": "optim",
@@ -167,6 +167,9 @@ _PUBLIC_MODULES = {
     "checkpoint": "checkpoint",
     "config": "config",
     "data": "data",
+    "deepspeed_config": "deepspeed_config",
+    "deepspeed_engine": "deepspeed_engine",
+    "equality": "equality",
     "errors": "errors",
     "forecasting": "forecasting",
     "hardware": "hardware",
@@ -179,8 +182,8 @@ _PUBLIC_MODULES = {
     "plan": "plan",
     "runtime": "runtime",
     "tracing": "tracing",
-    "zoo": "zoo",
     "training": "training",
+    "zoo": "zoo",
 }
 """Attribute after `import zerojax` -> module: the packages, and two modules by the short names that
 pages and messages use."""

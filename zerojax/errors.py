@@ -17,10 +17,10 @@ if TYPE_CHECKING:
         MachineError,
     )
     from zerojax.config import ConfigError
+    from zerojax.equality import DisagreementError
     from zerojax.hardware.compile_client import CompileError, CompilerMissing
     from zerojax.runtime.distributed import PeerLostError
     from zerojax.runtime.preemption import Interrupted
-    from zerojax.training.equality import DisagreementError
     from zerojax.zoo.hugging_face import UnsupportedError
 
 __all__ = [
@@ -45,7 +45,7 @@ _HOME_OF_NAME = {
     "CompilerMissing": "hardware.compile_client",
     "ConfigError": "config",
     "DamagedError": "checkpoint.errors",
-    "DisagreementError": "training.equality",
+    "DisagreementError": "equality",
     "FolderInUseError": "checkpoint.errors",
     "Interrupted": "runtime.preemption",
     "MachineError": "checkpoint.errors",

@@ -157,7 +157,7 @@ def check(args: argparse.Namespace, target: str, name: str, limit: float) -> int
 
     from zerojax.cli.check_targets import read_target
     from zerojax.cli.script_errors import told_as_the_scripts
-    from zerojax.training.equality import check_here, make_request
+    from zerojax.equality import check_here, make_request
 
     run_one_program_at_a_time()
     options = {"steps": args.steps, "thorough": args.thorough, "strict": args.strict}

@@ -21,17 +21,18 @@ import jax
 import numpy as np
 
 import zerojax
+from zerojax import deepspeed_config
 from zerojax.cli.script_errors import as_the_scripts, told_as_the_scripts
 from zerojax.config import MeshConfig, RunConfig, load
 from zerojax.config.recognition import is_deepspeed
 from zerojax.data import as_feed, as_source
+from zerojax.deepspeed_engine import engine
+from zerojax.equality import make_request
 from zerojax.models.adapt import as_model, bound_attribute, default_loss, width_of
 from zerojax.models.given_arrays import as_arrays
 from zerojax.models.losses import next_token_of_call
 from zerojax.plan import make
-from zerojax.training import deepspeed, entry
-from zerojax.training.deepspeed import engine
-from zerojax.training.equality import make_request
+from zerojax.training import entry
 from zerojax.training.run_file import plan_from_config, tokenizer_spec
 
 ROWS = 16
@@ -40,7 +41,7 @@ MOST_ROWS = 32
 """Maximum rows of a script's batches, which are sized for accelerators."""
 
 Parts = dict[str, Any]
-"""Keyword arguments of `zerojax.training.equality.make_request`."""
+"""Keyword arguments of `zerojax.equality.make_request`."""
 End = Callable[[Parts], NoReturn]
 
 
@@ -294,9 +295,9 @@ class _Engine:
 
 def _optimizer_of(config: Any, given: Mapping[str, Any]) -> Any:
     """Returns the optimizer of a DeepSpeed configuration, or the one passed to the call."""
-    says = deepspeed.Given(
+    says = deepspeed_config.CallerValues(
         optimizer=given["optimizer"],
         steps=given["steps"],
         hidden_size=width_of(as_model(given["model"])),
     )
-    return deepspeed.Ported(config, jax.device_count(), says).translate().optimizer
+    return deepspeed_config.DsConfig(config, jax.device_count(), says).translate().optimizer

@@ -13,7 +13,7 @@ from zerojax.config.display import show
 from zerojax.runtime.shutdown import BAD_INPUT, OK
 
 if TYPE_CHECKING:
-    from zerojax.training.deepspeed import Translation
+    from zerojax.deepspeed_config import Translation
 
 
 _EXPLAIN = """\
@@ -118,15 +118,19 @@ def _table(batch: ElasticBatch, counts: list[int]) -> str:
 
 def explain(args: argparse.Namespace) -> int:
     """Prints the whole page; the exit code says whether a setting is refused."""
-    from zerojax.training import deepspeed
+    from zerojax import deepspeed_config
 
     for name in ("devices", "steps", "hidden_size"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {value} must be at least 1")
-    given = deepspeed.Given(steps=args.steps, hidden_size=args.hidden_size)
-    translation = deepspeed.explain(args.file, num_devices=args.devices, given=given)
-    show(json.dumps(_as_dict(translation)) if args.json else deepspeed.explanation(translation))
+    given = deepspeed_config.CallerValues(steps=args.steps, hidden_size=args.hidden_size)
+    translation = deepspeed_config.explain(args.file, num_devices=args.devices, given=given)
+    show(
+        json.dumps(_as_dict(translation))
+        if args.json
+        else deepspeed_config.explanation(translation)
+    )
     return BAD_INPUT if any(line.verdict == "refused" for line in translation.lines) else OK
 
 
@@ -146,7 +150,7 @@ def _as_dict(translation: Translation) -> dict[str, object]:
 
 def list_keys(args: argparse.Namespace) -> int:
     """Prints all keys of a ds_config.json."""
-    from zerojax.training.deepspeed import keys_markdown, keys_page
+    from zerojax.deepspeed_config import keys_markdown, keys_page
 
     show(keys_markdown() if args.markdown else keys_page(args.word), end="")
     if not args.markdown:

@@ -1,7 +1,6 @@
-"""The training loop: `train`, run files, DeepSpeed's interface, reports and export.
+"""The training loop: `train`, run files, reports, evaluation, checkpoints of runs and export.
 
-Knows everything below; decides nothing that a plan decides. Sub-packages: `metrics`, `deepspeed`,
-`equality`.
+Knows everything below; decides nothing that a plan decides. Sub-packages: `metrics`, `tuning`.
 """
 
 from __future__ import annotations
@@ -10,9 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zerojax.training.deepspeed.engine import Engine, initialize
     from zerojax.training.entry import train
-    from zerojax.training.equality import CheckResult, DisagreementError, check
     from zerojax.training.evaluation import EarlyStopping, KeepBest
     from zerojax.training.hugging_face_export import to_hugging_face, to_peft
     from zerojax.training.loading import LoadedRun, load_run
@@ -20,15 +17,10 @@ if TYPE_CHECKING:
     from zerojax.training.trainer import Trainer
 
 __all__ = [
-    "CheckResult",
-    "DisagreementError",
     "EarlyStopping",
-    "Engine",
     "KeepBest",
     "LoadedRun",
     "Trainer",
-    "check",
-    "initialize",
     "load_run",
     "run_from_config",
     "to_hugging_face",
@@ -37,15 +29,10 @@ __all__ = [
 ]
 
 _HOME_OF_NAME = {
-    "CheckResult": "equality",
-    "DisagreementError": "equality",
     "EarlyStopping": "evaluation",
-    "Engine": "deepspeed.engine",
     "KeepBest": "evaluation",
     "LoadedRun": "loading",
     "Trainer": "trainer",
-    "check": "equality",
-    "initialize": "deepspeed.engine",
     "load_run": "loading",
     "run_from_config": "run_file",
     "to_hugging_face": "hugging_face_export",

@@ -9,12 +9,11 @@ from typing import Any
 
 import jax
 
-from zerojax import models, optim, tracing
+from zerojax import deepspeed_config, models, optim, tracing
 from zerojax.config.recognition import is_deepspeed
+from zerojax.deepspeed_config.attention_keys import with_layout
+from zerojax.deepspeed_config.expert_keys import check_router
 from zerojax.plan.make import Plan
-from zerojax.training import deepspeed
-from zerojax.training.deepspeed.attention_keys import with_layout
-from zerojax.training.deepspeed.expert_keys import check_router
 from zerojax.training.train_arguments import Arguments
 
 
@@ -27,8 +26,8 @@ class DsConfigArguments:
       translation: its settings, before the rows of a batch are known.
     """
 
-    config: deepspeed.Ported
-    translation: deepspeed.Translation
+    config: deepspeed_config.DsConfig
+    translation: deepspeed_config.Translation
 
     @classmethod
     def of(cls, arguments: Arguments, *, default_steps: int | None) -> DsConfigArguments | None:
@@ -46,7 +45,7 @@ class DsConfigArguments:
         if source is None:
             return None
         optim.check_optimizer(arguments.optimizer)
-        given = deepspeed.Given(
+        given = deepspeed_config.CallerValues(
             optimizer=arguments.optimizer,
             precision=arguments.precision,
             reduce_dtype=arguments.reduce_dtype,
@@ -58,7 +57,7 @@ class DsConfigArguments:
             log=arguments.log,
             hidden_size=models.width_of(arguments.model),
         )
-        config = deepspeed.Ported(source, jax.device_count(), given)
+        config = deepspeed_config.DsConfig(source, jax.device_count(), given)
         return cls(config, config.translate())
 
     def fill(self, arguments: Arguments) -> Arguments:
@@ -93,24 +92,24 @@ class DsConfigArguments:
           ConfigError: `rows` differs from train_batch_size.
         """
         says = self.config.with_rows(rows)
-        deepspeed.warn_of(says)
+        deepspeed_config.warn_of(says)
         reasons = (*arguments.reasons, *says.warnings, *says.reasons)
         return dataclasses.replace(arguments, **_settings_of(says), reasons=reasons)
 
 
 def check_plan(plan: Plan) -> None:
     """Raises ConfigError if a rule of the file matches no parameter."""
-    deepspeed.check_rules(plan.settings, plan.users_placement.leaves)
+    deepspeed_config.check_rules(plan.settings, plan.users_placement.leaves)
 
 
-def _source_of(mesh_config: Any) -> deepspeed.Source | None:
+def _source_of(mesh_config: Any) -> deepspeed_config.Source | None:
     """Returns the second argument of `train` if it is a DeepSpeed configuration, else None."""
     if isinstance(mesh_config, Mapping):
         return mesh_config if is_deepspeed(mesh_config) else None
     return mesh_config if isinstance(mesh_config, (str, Path)) else None
 
 
-def _settings_of(says: deepspeed.Translation) -> dict[str, Any]:
+def _settings_of(says: deepspeed_config.Translation) -> dict[str, Any]:
     """Returns the arguments that a file sets; its precision includes the accumulation dtypes."""
     return {
         "optimizer": says.optimizer,

@@ -14,9 +14,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from zerojax.config import OptimizerConfig
+from zerojax.deepspeed_config.key_schema import AUTO, KeyNotes
+from zerojax.deepspeed_config.translation import CallerValues
 from zerojax.optim.precision import DTYPES, Precision
-from zerojax.training.deepspeed.key_schema import AUTO, KeyNotes
-from zerojax.training.deepspeed.translation import Given
 
 LEARNING_RATE, BETAS, EPS, WEIGHT_DECAY, CLIPPING = 5e-5, (0.9, 0.999), 1e-8, 0.0, 1.0
 """Defaults of `TrainingArguments`."""
@@ -31,7 +31,7 @@ class Auto:
       notes: collects reasons and refusals.
     """
 
-    def __init__(self, values: Mapping[str, Any], given: Given, notes: KeyNotes):
+    def __init__(self, values: Mapping[str, Any], given: CallerValues, notes: KeyNotes):
         self.values: dict[str, Any] = copy.deepcopy(dict(values))
         self._given, self._notes = given, notes
 

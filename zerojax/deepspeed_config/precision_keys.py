@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from zerojax.config import ConfigError, LossScale
+from zerojax.deepspeed_config.auto_values import compute_name
+from zerojax.deepspeed_config.ds_config import File
+from zerojax.deepspeed_config.translation import CallerValues
 from zerojax.optim.precision import Precision, as_precision
-from zerojax.training.deepspeed.auto_values import compute_name
-from zerojax.training.deepspeed.ds_config import File
-from zerojax.training.deepspeed.translation import Given
 
 _AUTOCAST = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 
 
-def precision_of(file: File, given: Given) -> Precision:
+def precision_of(file: File, given: CallerValues) -> Precision:
     """Returns the dtypes of a file; the caller's if the file sets none."""
     name = _compute(file)
     if name is None and isinstance(given.precision, Precision):
@@ -84,7 +84,7 @@ def _autocast(file: File) -> str:
     return dtype
 
 
-def _compare_compute(file: File, name: str | None, given: Given) -> None:
+def _compare_compute(file: File, name: str | None, given: CallerValues) -> None:
     wanted = compute_name(given.precision)
     if name is None or wanted is None or wanted == name:
         return
@@ -134,7 +134,9 @@ def _bf16_masters(file: File, name: str) -> dict[str, Any]:
     return {"param_dtype": "bf16", "accumulate_dtype": "bf16", **moments}
 
 
-def _with_wire(file: File, given: Given, precision: Precision, fields: dict[str, Any]) -> Precision:
+def _with_wire(
+    file: File, given: CallerValues, precision: Precision, fields: dict[str, Any]
+) -> Precision:
     """Adds communication and accumulation dtypes: the file's, the caller's or zerojax's."""
     reduce = _agreed(file, "communication_data_type", given.reduce_dtype, "reduce_dtype")
     key = "data_types.grad_accum_dtype"

@@ -23,11 +23,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
+from zerojax.equality.short_runs import quick_options
 from zerojax.operators.marks import inner_programs
 from zerojax.operators.whole_batch import batch_split_over
 from zerojax.tracing.jaxpr import holds_collectives
 from zerojax.tracing.source_lines import innermost_line, is_of_users, line_of_equation, source_line
-from zerojax.training.equality.short_runs import quick_options
 
 _RELATIVE = 1e-4
 """Tolerance of a relation, relative to the largest element; rounding is about 1e-6."""

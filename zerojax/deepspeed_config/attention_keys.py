@@ -14,11 +14,11 @@ from typing import Any
 from zerojax import models, tracing
 from zerojax.config import ConfigError
 from zerojax.config.attention_layouts import LAYOUTS, BlockLayout, layout_of_mode
+from zerojax.deepspeed_config.ds_config import File
+from zerojax.deepspeed_config.keys_table import TABLE
 from zerojax.models.losses import LossWithUnit, loss_unit
 from zerojax.operators.attending import layout_in_force
 from zerojax.operators.sparse_layouts import BlockTable
-from zerojax.training.deepspeed.ds_config import File
-from zerojax.training.deepspeed.keys_table import TABLE
 
 _SECTION = "sparse_attention"
 _ALWAYS_BIDIRECTIONAL = ("bigbird", "bslongformer")

@@ -22,9 +22,9 @@ from zerojax.config.loader import (
     read_text,
     user_path,
 )
+from zerojax.deepspeed_config.key_schema import KeyNotes, check, default_of
+from zerojax.deepspeed_config.keys_table import ALIASES, TABLE
 from zerojax.runtime.bounded_json import depth_of
-from zerojax.training.deepspeed.key_schema import KeyNotes, check, default_of
-from zerojax.training.deepspeed.keys_table import ALIASES, TABLE
 
 _PRINTS = "steps_per_print"
 _NOT_FINITE = "is not a number that a configuration may hold; write a finite one"

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from zerojax import deepspeed_config
 from zerojax.config import OptimizerConfig
 from zerojax.data import local_rows_of_mesh
 from zerojax.plan import device_mesh as meshes
 from zerojax.plan.make import Plan
 from zerojax.plan.state import TrainState
-from zerojax.training import deepspeed
 from zerojax.training.step_runner import StepRunner
 
 
@@ -27,7 +27,7 @@ class ConfigQueries:
       mesh: the devices of the run.
     """
 
-    def __init__(self, translation: deepspeed.Translation, mesh: Mesh) -> None:
+    def __init__(self, translation: deepspeed_config.Translation, mesh: Mesh) -> None:
         self.translation, self.mesh = translation, mesh
         self._num_rows = translation.train_batch_size
 
@@ -145,7 +145,7 @@ class EngineQueries(ConfigQueries):
       metrics: of the last step, still on the devices; {} before the first.
     """
 
-    def __init__(self, translation: deepspeed.Translation, mesh: Mesh) -> None:
+    def __init__(self, translation: deepspeed_config.Translation, mesh: Mesh) -> None:
         super().__init__(translation, mesh)
         self._runner: StepRunner | None = None
         self._loaded_step = 0

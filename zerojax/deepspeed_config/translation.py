@@ -48,7 +48,7 @@ class Line:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Given:
+class CallerValues:
     """The caller's values, which fill "auto" and must not contradict the file.
 
     Attributes:

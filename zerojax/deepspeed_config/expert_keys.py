@@ -11,7 +11,7 @@ from typing import Any
 
 from zerojax import models, tracing
 from zerojax.config import ConfigError, MeshConfig, MoEConfig
-from zerojax.training.deepspeed.ds_config import File
+from zerojax.deepspeed_config.ds_config import File
 
 SECTION = "expert_parallel"
 SIZE = f"{SECTION}.autoep_size"

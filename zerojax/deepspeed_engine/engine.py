@@ -12,12 +12,24 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from zerojax import models, optim, tracing
+from zerojax import deepspeed_config, models, optim, tracing
 from zerojax.checkpoint import Checkpointer
 from zerojax.config import MeshConfig, WatchConfig
 from zerojax.config.checks import as_patterns, names_keywords
 from zerojax.config.loader import user_path
 from zerojax.data import abstract_global
+from zerojax.deepspeed_config.attention_keys import with_layout
+from zerojax.deepspeed_config.expert_keys import check_router
+from zerojax.deepspeed_engine.engine_absent import AbsentMethods
+from zerojax.deepspeed_engine.engine_guard import Guard, close_at_exit
+from zerojax.deepspeed_engine.engine_queries import EngineQueries
+from zerojax.deepspeed_engine.engine_tags import (
+    check_tag,
+    client_state_of,
+    find_tag,
+    hold_tags,
+    save_tagged,
+)
 from zerojax.forecasting.out_of_memory import explaining_memory
 from zerojax.models.given_arrays import as_arrays, check_arrays
 from zerojax.optim import Weights
@@ -28,20 +40,7 @@ from zerojax.plan.make import Plan
 from zerojax.runtime.distributed import join_processes
 from zerojax.runtime.folder_lock import Hold
 from zerojax.runtime.kept_programs import keep_programs
-from zerojax.training import deepspeed
 from zerojax.training.checkpointing import end_state
-from zerojax.training.deepspeed.attention_keys import with_layout
-from zerojax.training.deepspeed.engine_absent import AbsentMethods
-from zerojax.training.deepspeed.engine_guard import Guard, close_at_exit
-from zerojax.training.deepspeed.engine_queries import EngineQueries
-from zerojax.training.deepspeed.engine_tags import (
-    check_tag,
-    client_state_of,
-    find_tag,
-    hold_tags,
-    save_tagged,
-)
-from zerojax.training.deepspeed.expert_keys import check_router
 from zerojax.training.ds_config_arguments import check_plan
 from zerojax.training.metrics.stragglers import DATA, SAVE
 from zerojax.training.reporting import Metrics
@@ -139,10 +138,10 @@ def initialize(
     internal = models.as_model(model)
     width = models.width_of(internal)
     optim.check_optimizer(optimizer)
-    given = deepspeed.Given(optimizer=optimizer, steps=steps, hidden_size=width)
-    ported = deepspeed.Ported(source, jax.device_count(), given)
+    given = deepspeed_config.CallerValues(optimizer=optimizer, steps=steps, hidden_size=width)
+    ported = deepspeed_config.DsConfig(source, jax.device_count(), given)
     translation = ported.translate()
-    deepspeed.warn_of(translation)
+    deepspeed_config.warn_of(translation)
     engine = Engine(
         internal,
         ported,
@@ -189,8 +188,8 @@ class Engine(EngineQueries, AbsentMethods):
     def __init__(
         self,
         model: tracing.Model,
-        ported: deepspeed.Ported,
-        translation: deepspeed.Translation,
+        ported: deepspeed_config.DsConfig,
+        translation: deepspeed_config.Translation,
         *,
         loss: tracing.Loss | None,
         steps: int | None,

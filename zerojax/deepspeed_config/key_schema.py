@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from zerojax.config.display import cut, printable, quoted
-from zerojax.training.deepspeed.translation import Line, Verdict
+from zerojax.deepspeed_config.translation import Line, Verdict
 
 AUTO = "auto"
 _MAX_NAME = 100

@@ -14,10 +14,8 @@ import numpy as np
 
 from zerojax import optim
 from zerojax.config import OptimizerConfig
-from zerojax.models.adapt import as_loss, as_model
-from zerojax.operators.marks import takes_over_batch
-from zerojax.training.equality.check_result import CheckResult, ComparedRun, Reason
-from zerojax.training.equality.experiments import (
+from zerojax.equality.check_result import CheckResult, ComparedRun, Reason
+from zerojax.equality.experiments import (
     Experiments,
     Forward,
     dropout_reason,
@@ -25,7 +23,7 @@ from zerojax.training.equality.experiments import (
     passes_reason,
     reason_of_state,
 )
-from zerojax.training.equality.short_runs import (
+from zerojax.equality.short_runs import (
     CHAOTIC,
     TOLERANCES,
     CheckInputs,
@@ -48,7 +46,9 @@ from zerojax.training.equality.short_runs import (
     with_eight_bits,
     with_initial_arrays,
 )
-from zerojax.training.equality.tracing import Relation, line_of_error
+from zerojax.equality.tracing import Relation, line_of_error
+from zerojax.models.adapt import as_loss, as_model
+from zerojax.operators.marks import takes_over_batch
 
 MICROBATCHES = 2
 

@@ -1,6 +1,6 @@
 """Runs a check in a child process: reads a request, checks, writes the result.
 
-`python -m zerojax.training.equality.child REQUEST ANSWER`. Starts JAX with CPU devices only.
+`python -m zerojax.equality.child REQUEST ANSWER`. Starts JAX with CPU devices only.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 
 import jax
 
+from zerojax.equality.check_in_child import check_here
+from zerojax.equality.pickling import loads
 from zerojax.runtime.memory import keep_freed_memory
-from zerojax.training.equality.check_in_child import check_here
-from zerojax.training.equality.pickling import loads
 
 
 def main(given: str, answer: str) -> None:

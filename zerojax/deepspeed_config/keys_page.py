@@ -7,11 +7,11 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
+from zerojax.deepspeed_config.key_schema import AbsentFeature, Key, Table
+from zerojax.deepspeed_config.keys_table import TABLE
+from zerojax.deepspeed_config.optimizer_keys import OPTIMIZERS
+from zerojax.deepspeed_config.translation import VERDICTS
 from zerojax.optim import DEEPSPEED_SCHEDULES
-from zerojax.training.deepspeed.key_schema import AbsentFeature, Key, Table
-from zerojax.training.deepspeed.keys_table import TABLE
-from zerojax.training.deepspeed.optimizer_keys import OPTIMIZERS
-from zerojax.training.deepspeed.translation import VERDICTS
 
 _WIDTH, _INDENT = 100, " " * 14
 _HEAD = """\

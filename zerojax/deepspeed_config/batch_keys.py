@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 
 from zerojax.config import ConfigError, ElasticityConfig
-from zerojax.training.deepspeed.ds_config import File
-from zerojax.training.deepspeed.translation import Given
+from zerojax.deepspeed_config.ds_config import File
+from zerojax.deepspeed_config.translation import CallerValues
 
 TRAIN, MICRO, PARTS = (
     "train_batch_size",
@@ -28,7 +28,7 @@ class Batch:
     parts: int | None
 
 
-def settle_batch(file: File, shards: int | None, given: Given) -> Batch:
+def settle_batch(file: File, shards: int | None, given: CallerValues) -> Batch:
     """Returns the batch of a file, with the caller's values for "auto".
 
     Contradictions, and sizes that do not divide, are noted as refusals.
@@ -133,7 +133,7 @@ def settle_elastic(
         return Batch(None, None, None)
 
 
-def check_rows(file: File, batch: Batch, given: Given) -> None:
+def check_rows(file: File, batch: Batch, given: CallerValues) -> None:
     """Refuses a caller's batch size that differs from the elastic batch."""
     wanted = given.global_batch_size
     if None not in (wanted, batch.train) and wanted != batch.train:

@@ -8,8 +8,8 @@ from typing import Any
 
 from zerojax.config import ConfigError, MeshConfig, OffloadConfig
 from zerojax.config.mesh import DEVICE, HOST, NVME, SLICE_ELEMENTS, WireConfig
-from zerojax.training.deepspeed.ds_config import File
-from zerojax.training.deepspeed.expert_keys import data_size, expert_size
+from zerojax.deepspeed_config.ds_config import File
+from zerojax.deepspeed_config.expert_keys import data_size, expert_size
 
 _TIERS = {"none": DEVICE, "cpu": HOST, "nvme": NVME}
 _PARTITIONS = {"uniform": "uniform", "parameters": "parameters", "best": "flops"}

@@ -11,7 +11,7 @@ dropped (elasticity, MiCS) is still read.
 
 from __future__ import annotations
 
-from zerojax.training.deepspeed.key_schema import (
+from zerojax.deepspeed_config.key_schema import (
     AbsentFeature,
     Key,
     Table,

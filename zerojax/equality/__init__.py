@@ -26,14 +26,14 @@ from zerojax.config.checks import (
     check_whole_number,
     names_keywords,
 )
+from zerojax.equality.check_in_child import MICROBATCHES, Request, check_here
+from zerojax.equality.check_result import CheckResult as CheckResult
+from zerojax.equality.check_result import ComparedRun as ComparedRun
+from zerojax.equality.check_result import DisagreementError as DisagreementError
+from zerojax.equality.check_result import Reason as Reason
+from zerojax.equality.pickling import NotSendableError, dumps
 from zerojax.models.given_arrays import as_arrays
 from zerojax.tracing import trees
-from zerojax.training.equality.check_in_child import MICROBATCHES, Request, check_here
-from zerojax.training.equality.check_result import CheckResult as CheckResult
-from zerojax.training.equality.check_result import ComparedRun as ComparedRun
-from zerojax.training.equality.check_result import DisagreementError as DisagreementError
-from zerojax.training.equality.check_result import Reason as Reason
-from zerojax.training.equality.pickling import NotSendableError, dumps
 
 _JAX_SETTINGS = (
     "jax_numpy_rank_promotion",
@@ -156,7 +156,7 @@ def run_request(request: Request, *, timeout: float) -> CheckResult:
     with tempfile.TemporaryDirectory(prefix="zerojax-check-") as folder:
         given, answer = Path(folder) / "request", Path(folder) / "answer"
         given.write_bytes(pickle.dumps((_settings(), sys.path, data)))
-        command = [sys.executable, "-m", "zerojax.training.equality.child", str(given), str(answer)]
+        command = [sys.executable, "-m", "zerojax.equality.child", str(given), str(answer)]
         try:
             ended = subprocess.run(
                 command,

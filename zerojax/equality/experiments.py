@@ -14,11 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax.models.losses import own_means
-from zerojax.operators.marks import takes_over_batch
-from zerojax.training.equality.check_result import Reason
-from zerojax.training.equality.short_runs import PlainRun, cut_rows, quick_options
-from zerojax.training.equality.tracing import (
+from zerojax.equality.check_result import Reason
+from zerojax.equality.short_runs import PlainRun, cut_rows, quick_options
+from zerojax.equality.tracing import (
     Break,
     Comparison,
     Relation,
@@ -26,6 +24,8 @@ from zerojax.training.equality.tracing import (
     compare_scaled,
     lines_of_rules,
 )
+from zerojax.models.losses import own_means
+from zerojax.operators.marks import takes_over_batch
 
 RETURN_A_MEAN = (
     "return a mean over rows (jnp.mean), or (sum, weight) with the number of rows or tokens as "

@@ -1,20 +1,20 @@
 """Translates DeepSpeed's ds_config.json into zerojax settings, with a reason for each."""
 
-from zerojax.training.deepspeed.keys_page import keys_markdown, keys_page
-from zerojax.training.deepspeed.mesh_keys import check_rules
-from zerojax.training.deepspeed.translating import (
-    Ported,
+from zerojax.deepspeed_config.keys_page import keys_markdown, keys_page
+from zerojax.deepspeed_config.mesh_keys import check_rules
+from zerojax.deepspeed_config.translating import (
+    DsConfig,
     Source,
     explain,
     translate,
     warn_of,
 )
-from zerojax.training.deepspeed.translation import Given, Line, Translation, explanation
+from zerojax.deepspeed_config.translation import CallerValues, Line, Translation, explanation
 
 __all__ = [
-    "Given",
+    "CallerValues",
+    "DsConfig",
     "Line",
-    "Ported",
     "Source",
     "Translation",
     "check_rules",

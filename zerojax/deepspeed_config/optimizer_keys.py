@@ -13,6 +13,10 @@ from typing import Any
 import optax
 
 from zerojax.config import ConfigError, OptimizerConfig
+from zerojax.deepspeed_config.ds_config import File
+from zerojax.deepspeed_config.key_schema import Key, Table, check, nearest
+from zerojax.deepspeed_config.translation import CallerValues
+from zerojax.deepspeed_config.unfused_optimizers import bounded_lamb, plain_adamw
 from zerojax.optim import (
     DeepSpeedSchedule,
     Optimizer,
@@ -28,10 +32,6 @@ from zerojax.optim import (
     sgd,
 )
 from zerojax.optim.schedules import as_schedule
-from zerojax.training.deepspeed.ds_config import File
-from zerojax.training.deepspeed.key_schema import Key, Table, check, nearest
-from zerojax.training.deepspeed.translation import Given
-from zerojax.training.deepspeed.unfused_optimizers import bounded_lamb, plain_adamw
 
 _EAGER = "how PyTorch runs the update; here it is one compiled program"
 _DECAY = "on every parameter, as in DeepSpeed (Hugging Face's Trainer leaves out biases and norms)"
@@ -164,7 +164,7 @@ class Update:
     clip: float
 
 
-def update_of(file: File, given: Given) -> Update:
+def update_of(file: File, given: CallerValues) -> Update:
     """Returns the optimizer of a file. Errors are noted, and placeholders returned."""
     clip = _clipping(file, given)
     kind = file.optional("optimizer.type")
@@ -191,7 +191,7 @@ def update_of(file: File, given: Given) -> Update:
         return Update(OptimizerConfig(), None, clip)
 
 
-def _clipping(file: File, given: Given) -> float:
+def _clipping(file: File, given: CallerValues) -> float:
     clip = max(0.0, file["gradient_clipping"])
     caller = given.optimizer
     says = isinstance(caller, (Optimizer, OptimizerConfig))
@@ -211,7 +211,7 @@ def _clipping(file: File, given: Given) -> float:
     return clip
 
 
-def _without_section(file: File, given: Given, clip: float) -> Update:
+def _without_section(file: File, given: CallerValues, clip: float) -> Update:
     """Returns the caller's or default optimizer with the file's clipping and schedule."""
     caller = given.optimizer
     if isinstance(caller, optax.GradientTransformation):

@@ -15,6 +15,7 @@ import numpy as np
 import optax
 
 from zerojax.config import MeshConfig
+from zerojax.equality.check_result import ComparedRun
 from zerojax.hardware.compile_client import keep_known_options
 from zerojax.models.losses import as_sums
 from zerojax.models.step_count import after_step
@@ -28,7 +29,6 @@ from zerojax.plan.device_mesh import make_mesh
 from zerojax.plan.make import Plan, make_plan
 from zerojax.plan.state import step_key
 from zerojax.tracing.protocol import Loss, Model
-from zerojax.training.equality.check_result import ComparedRun
 
 Arrays = dict[str, Any]
 Prepared = tuple[Plan, Callable[..., Any]]

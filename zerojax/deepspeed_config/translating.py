@@ -16,9 +16,9 @@ from zerojax.config import ConfigError, LogConfig, MeshConfig
 from zerojax.config.checks import warn_user
 from zerojax.config.display import cut, quoted
 from zerojax.config.loader import user_path
-from zerojax.training.deepspeed.attention_keys import layout_of
-from zerojax.training.deepspeed.auto_values import Auto
-from zerojax.training.deepspeed.batch_keys import (
+from zerojax.deepspeed_config.attention_keys import layout_of
+from zerojax.deepspeed_config.auto_values import Auto
+from zerojax.deepspeed_config.batch_keys import (
     TRAIN,
     Batch,
     check_rows,
@@ -26,13 +26,13 @@ from zerojax.training.deepspeed.batch_keys import (
     settle_batch,
     settle_elastic,
 )
-from zerojax.training.deepspeed.ds_config import File, read
-from zerojax.training.deepspeed.expert_keys import check_experts_of_mesh, router_of
-from zerojax.training.deepspeed.key_schema import KeyNotes, as_kind
-from zerojax.training.deepspeed.mesh_keys import mesh_of
-from zerojax.training.deepspeed.optimizer_keys import update_of
-from zerojax.training.deepspeed.precision_keys import precision_of
-from zerojax.training.deepspeed.translation import Given, Line, Translation
+from zerojax.deepspeed_config.ds_config import File, read
+from zerojax.deepspeed_config.expert_keys import check_experts_of_mesh, router_of
+from zerojax.deepspeed_config.key_schema import KeyNotes, as_kind
+from zerojax.deepspeed_config.mesh_keys import mesh_of
+from zerojax.deepspeed_config.optimizer_keys import update_of
+from zerojax.deepspeed_config.precision_keys import precision_of
+from zerojax.deepspeed_config.translation import CallerValues, Line, Translation
 
 Source = str | Path | Mapping[str, Any]
 _TAGS = ("WARN", "IGNORE", "FAIL")
@@ -43,7 +43,7 @@ _LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
 def translate(
-    source: Source, *, num_devices: int | None = None, given: Given | None = None
+    source: Source, *, num_devices: int | None = None, given: CallerValues | None = None
 ) -> Translation:
     """Translates a ds_config into zerojax settings.
 
@@ -71,7 +71,7 @@ def translate(
 
 
 def explain(
-    source: Source, *, num_devices: int | None = None, given: Given | None = None
+    source: Source, *, num_devices: int | None = None, given: CallerValues | None = None
 ) -> Translation:
     """Translates a ds_config without raising for refused keys.
 
@@ -80,7 +80,7 @@ def explain(
     Raises:
       ConfigError: the source cannot be read.
     """
-    given = given or Given()
+    given = given or CallerValues()
     values, name = read(source)
     notes = KeyNotes()
     resolved = Auto(values, given, notes).fill()
@@ -212,7 +212,7 @@ def _check_small_things(file: File, batch: Batch, mesh: MeshConfig) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Ported:
+class DsConfig:
     """A ds_config with the caller's values, as used by `zerojax.train` and `initialize`.
 
     Attributes:
@@ -223,7 +223,7 @@ class Ported:
 
     source: Source
     num_devices: int
-    given: Given
+    given: CallerValues
 
     def translate(self) -> Translation:
         """Returns the translation before the batches are known.
@@ -252,7 +252,7 @@ def warn_of(translation: Translation) -> None:
         warn_user(f"{translation.source}: {text}")
 
 
-def log_of(file: File, given: Given) -> tuple[LogConfig, Path | None]:
+def log_of(file: File, given: CallerValues) -> tuple[LogConfig, Path | None]:
     """Returns the log settings, and the run folder if a monitor names one."""
     every = file.optional("steps_per_print")
     if every is not None and every < 1:
