@@ -98,6 +98,11 @@ def split_words(config: str | None, overrides: list[str]) -> tuple[str | None, l
     return config, overrides
 
 
+def is_python(path: str | None) -> bool:
+    """Returns whether the first word of a command is a Python script in place of a run file."""
+    return path is not None and path.endswith(".py")
+
+
 def add_run(parser: argparse.ArgumentParser) -> None:
     """Declares RUN, the folder of a run."""
     parser.add_argument("run", metavar="RUN", help="folder of a run, such as runs/tiny_shakespeare")

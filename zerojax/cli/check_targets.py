@@ -6,33 +6,29 @@ of zerojax. Imports JAX.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import functools
 import importlib
 import inspect
 import runpy
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
-from unittest import mock
+from typing import Any
 
 import jax
 import numpy as np
 
-import zerojax
 from zerojax import deepspeed_config
-from zerojax.cli.script_errors import as_the_scripts, told_as_the_scripts
+from zerojax.cli.script_calls import End, as_script, first_call
+from zerojax.cli.script_errors import told_as_the_scripts
 from zerojax.config import MeshConfig, RunConfig, load
 from zerojax.config.recognition import is_deepspeed
 from zerojax.data import as_feed, as_source
-from zerojax.deepspeed_engine import engine
 from zerojax.equality import make_request
 from zerojax.models.adapt import as_model, bound_attribute, default_loss, width_of
 from zerojax.models.given_arrays import as_arrays
 from zerojax.models.losses import next_token_of_call
-from zerojax.plan import make
-from zerojax.training import entry
 from zerojax.training.run_file import plan_from_config, tokenizer_spec
 
 ROWS = 16
@@ -40,9 +36,10 @@ ROWS = 16
 MOST_ROWS = 32
 """Maximum rows of a script's batches, which are sized for accelerators."""
 
+_NAME_A_FUNCTION = "name a function that returns what to check"
+
 Parts = dict[str, Any]
 """Keyword arguments of `zerojax.equality.make_request`."""
-End = Callable[[Parts], NoReturn]
 
 
 def read_target(target: str, name: str, *, overrides: list[str], steps: int) -> Parts:
@@ -105,7 +102,7 @@ def parts_by_name(target: str, name: str) -> Parts:
     """
     with told_as_the_scripts(f"{target}:{name}"):
         if target.endswith(".py"):
-            with _run_as_script(target):
+            with as_script(target):
                 found = runpy.run_path(target, run_name=Path(target).stem)
         else:
             sys.path.insert(0, str(Path.cwd()))
@@ -124,45 +121,6 @@ def parts_by_name(target: str, name: str) -> Parts:
     return dict(parts)
 
 
-class _Captured(BaseException):
-    """Exception that ends a script at its first call of zerojax; `except Exception` misses it."""
-
-
-class _Calls:
-    """Record of a script's calls, which survives if the script catches everything.
-
-    Attributes:
-      parts: of each call; failures: errors of calls without usable parts.
-    """
-
-    def __init__(self) -> None:
-        self.parts: list[Parts] = []
-        self.failures: list[Exception] = []
-
-    def end(self, parts: Parts) -> NoReturn:
-        """Records the parts of a call, and ends the script."""
-        self.parts.append(parts)
-        raise _Captured
-
-    def stand_in(self, function: Callable[..., Any], read: Callable[..., Any], steps: int) -> Any:
-        """Replaces a function of zerojax by one that reads its arguments."""
-        signature = inspect.signature(function)
-
-        def call(*args: Any, **options: Any) -> Any:
-            try:
-                try:
-                    bound = signature.bind(*args, **options)
-                except TypeError:
-                    return function(*args, **options)  # its message names the error
-                bound.apply_defaults()
-                return read(bound.arguments, steps, self.end)
-            except Exception as error:
-                self.failures.append(error)
-                raise
-
-        return call
-
-
 def parts_of_script(path: str, steps: int) -> Parts:
     """Returns the parts in a script's first `train`, `make_plan` or engine step, which ends it.
 
@@ -173,49 +131,15 @@ def parts_of_script(path: str, steps: int) -> Parts:
     Raises:
       ValueError: the script ended without such a call, or raised an error before it.
     """
-    calls = _Calls()
     readers = {
-        "train": (entry, calls.stand_in(entry.train, _of_train, steps)),
-        "make_plan": (make, calls.stand_in(make.make_plan, _of_plan, steps)),
-        "initialize": (engine, calls.stand_in(engine.initialize, _of_engine, steps)),
+        "train": functools.partial(_of_train, steps=steps),
+        "make_plan": _of_plan,
+        "initialize": _of_engine,
     }
-    ended: BaseException | None = None
-    try:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(_run_as_script(path))
-            for name, (module, stand_in) in readers.items():
-                # This one first: it is undone last, when `zerojax` finds the function itself again.
-                stack.enter_context(mock.patch.object(zerojax, name, stand_in))
-                stack.enter_context(mock.patch.object(module, name, stand_in))
-            runpy.run_path(path, run_name="__main__")
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        ended = error
-    if calls.parts:
-        return calls.parts[0]
-    if calls.failures and (ended is None or isinstance(ended, SystemExit)):
-        ended = calls.failures[-1]  # the script caught the exception
-    if ended is not None:
-        if (own := as_the_scripts(ended, path)) is None:
-            raise ended
-        raise own from ended
-    raise ValueError(
-        f"{path} calls none of {', '.join(f'zerojax.{name}' for name in readers)}; name a function "
-        f"that returns what to check: zerojax check {path}:NAME"
-    )
+    return first_call(path, readers, f"{_NAME_A_FUNCTION}: zerojax check {path}:NAME")
 
 
-@contextlib.contextmanager
-def _run_as_script(path: str) -> Iterator[None]:
-    """Sets `sys.argv` and `sys.path` as Python does for a script."""
-    folder = str(Path(path).resolve().parent)
-    with mock.patch.object(sys, "argv", [path]), mock.patch.object(sys, "path", [*sys.path]):
-        sys.path.insert(0, folder)
-        yield
-
-
-def _of_train(given: Mapping[str, Any], steps: int, end: End) -> Any:
+def _of_train(given: Mapping[str, Any], end: End, *, steps: int) -> Any:
     model, batches, loss = as_model(given["model"]), given["batches"], given["loss"]
     optimizer = given["optimizer"]
     mesh = given["mesh_config"]
@@ -260,7 +184,7 @@ def _loss_of_text(model: Any) -> Any:
         return next_token_of_call
 
 
-def _of_plan(given: Mapping[str, Any], steps: int, end: End) -> Any:
+def _of_plan(given: Mapping[str, Any], end: End) -> Any:
     batch = given["example_batch"]
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(batch)):
         raise ValueError(
@@ -271,7 +195,7 @@ def _of_plan(given: Mapping[str, Any], steps: int, end: End) -> Any:
     end({"batch": batch, **{name: given[name] for name in names}})
 
 
-def _of_engine(given: Mapping[str, Any], steps: int, end: End) -> Any:
+def _of_engine(given: Mapping[str, Any], end: End) -> Any:
     names = ("model", "loss", "freeze", "seed")
     parts = {name: given[name] for name in names}
     args = getattr(given["args"], "deepspeed_config", None)

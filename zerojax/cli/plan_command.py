@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import shlex
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
-from zerojax.cli.arguments import add_command, add_settings, command_name, split_words
+from zerojax.cli.arguments import (
+    add_command,
+    add_settings,
+    command_name,
+    is_python,
+    split_words,
+)
 from zerojax.cli.jax_environment import use_the_cpu_alone
 from zerojax.cli.progress import Progress
 from zerojax.config import RunConfig, load
@@ -19,6 +26,10 @@ from zerojax.hardware.gpus import Gpu, find_gpu
 
 if TYPE_CHECKING:
     from zerojax.forecasting.search import Candidate, SearchResult
+    from zerojax.plan.make import Plan
+
+PlanFor = Callable[..., Any]
+"""(number of devices, gpu=None) -> the plan of a run."""
 
 EXIT_FITS, EXIT_DOES_NOT_FIT, EXIT_NOT_DECIDED = 0, 1, 3
 OFFLOADED = "mesh.offload.opt_state=host"
@@ -36,6 +47,10 @@ examples:
   zerojax plan configs/llama_7b_zero3_8xh100.yaml --gpu h100 --devices 64 --search
   zerojax plan configs/llama_7b_zero3_8xh100.yaml --gpu h200 --devices 1 opt_state=host
   zerojax plan configs/llama_7b_zero3_8xh100.yaml --devices 8 --parameter blocks/mlp/up/kernel
+  zerojax plan train.py --gpu h100 --devices 8 zero=3
+
+A script (train.py) runs up to its first zerojax.train, make_plan or engine step, whose arguments
+are planned; KEY=VALUE changes their mesh options.
 
 exit codes: 0 it fits, 1 it does not fit, 2 invalid input, 3 only formulas are available and they do
 not decide. ZEROJAX_CACHE is the folder of cached results (or off)."""
@@ -93,9 +108,10 @@ def run(args: argparse.Namespace) -> int:
       ValueError: an invalid setting, card or number.
     """
     path, overrides = split_words(args.config, args.overrides)
-    config = load(RunConfig, path, overrides)
+    is_script = is_python(path)
+    config = RunConfig() if is_script else load(RunConfig, path, overrides)
     devices = args.devices
-    if devices is None and args.parameter is not None:
+    if devices is None and args.parameter is not None and not is_script:
         devices = config.cpu_devices
     missing = [
         option
@@ -111,9 +127,14 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--devices {devices}: at least 1 GPU is needed")
     if devices > MAX_DEVICES:
         raise ValueError(f"--devices {devices} is above the limit of {MAX_DEVICES}; use fewer")
+    words = [*([path] if path else []), *overrides]
+    plan_for: PlanFor = functools.partial(_plan_of_config, config)
+    if is_script:
+        plan_for = functools.partial(_plan_of_script, str(path), overrides)
     if args.parameter is not None:
         use_the_cpu_alone()
-        return explain(config, devices, args.parameter)
+        show(plan_for(devices).explain(args.parameter))
+        return EXIT_FITS
     gpu = find_gpu(args.gpu)
     if args.budget <= 0:
         raise ValueError(f"--budget {args.budget:g}: give seconds above 0, such as 300")
@@ -122,34 +143,50 @@ def run(args: argparse.Namespace) -> int:
             "--search needs the compiler to know what fits, and --no-compile forbids it; "
             "leave out one of them"
         )
+    if args.search and is_script:
+        raise ValueError(
+            f"--search changes the model's settings, and {path} is a script; search a run file "
+            "(CONFIG.yaml), or compare settings: zerojax plan SCRIPT.py zero=2 ..."
+        )
     use_the_cpu_alone()
-    return plan(
-        config,
-        gpu,
-        devices,
-        as_json=args.json,
-        no_compile=args.no_compile,
-        fast=args.fast,
-        budget=args.budget if args.search else None,
-        words=[*([path] if path else []), *overrides],
+    if args.search:
+        return search(config, gpu, devices, as_json=args.json, budget=args.budget, words=words)
+    if not is_script:
+        _check_mesh(config, devices)
+    return predict(
+        plan_for, gpu, devices, as_json=args.json, no_compile=args.no_compile, fast=args.fast
     )
 
 
-def plan(
-    config: RunConfig,
-    gpu: Gpu,
-    devices: int,
-    *,
-    as_json: bool,
-    no_compile: bool,
-    fast: bool,
-    budget: float | None,
-    words: list[str],
+def _plan_of_config(config: RunConfig, devices: int, gpu: Gpu | None = None) -> Plan:
+    from zerojax.training.run_file import plan_from_config
+
+    return plan_from_config(config, devices, gpu=gpu)
+
+
+def _plan_of_script(path: str, overrides: list[str], devices: int, gpu: Gpu | None = None) -> Plan:
+    from zerojax.cli.script_runs import plan_of_script
+
+    return plan_of_script(path, overrides, devices, gpu)
+
+
+def _check_mesh(config: RunConfig, devices: int) -> None:
+    """Raises ValueError if the mesh of the settings does not fit the number of devices."""
+    from zerojax.plan.device_mesh import make_abstract_mesh
+
+    try:
+        make_abstract_mesh(config.mesh_on(devices), devices)
+    except ValueError as error:
+        raise ValueError(f"--devices {devices}: {error}") from None
+
+
+def predict(
+    plan_for: PlanFor, gpu: Gpu, devices: int, *, as_json: bool, no_compile: bool, fast: bool
 ) -> int:
-    """Prints the forecast of a run, or with a `budget` the result of the search.
+    """Prints the forecast of a run.
 
     Args:
-      words: CONFIG and KEY=VALUE as typed, for the suggested commands.
+      plan_for: (number of devices, gpu=) -> the plan of the run.
 
     Returns:
       0 it fits, 1 it does not, 3 only formulas are known and they do not decide it.
@@ -159,20 +196,11 @@ def plan(
     """
     from zerojax.forecasting import forecast
     from zerojax.forecasting.forecast_page import forecast_dict, forecast_page
-    from zerojax.plan.device_mesh import make_abstract_mesh
-    from zerojax.training.run_file import plan_from_config
 
-    try:
-        make_abstract_mesh(config.mesh_on(devices), devices)
-    except ValueError as error:
-        if budget is None:
-            raise ValueError(f"--devices {devices}: {error}") from None
-    if budget is not None:
-        return _search(config, gpu, devices, as_json=as_json, budget=budget, words=words)
     with Progress(quiet=as_json) as progress:
         progress(f"planning for {devices} x {gpu.title}")
         found = forecast(
-            plan_from_config(config, devices, gpu=gpu),
+            plan_for(devices, gpu=gpu),
             gpu=gpu,
             fast=fast,
             why_formula=NO_COMPILE if no_compile else None,
@@ -183,22 +211,7 @@ def plan(
     return {True: EXIT_FITS, False: EXIT_DOES_NOT_FIT, None: EXIT_NOT_DECIDED}[fits]
 
 
-def explain(config: RunConfig, devices: int, name: str) -> int:
-    """Prints the explanation of one parameter of a run.
-
-    Returns:
-      0.
-
-    Raises:
-      ValueError: invalid settings, or no such parameter.
-    """
-    from zerojax.training.run_file import plan_from_config
-
-    show(plan_from_config(config, devices).explain(name))
-    return EXIT_FITS
-
-
-def _search(
+def search(
     config: RunConfig,
     gpu: Gpu,
     devices: int,
@@ -207,10 +220,16 @@ def _search(
     budget: float,
     words: list[str],
 ) -> int:
-    """Searches with the fast compiler options, which give the same memory in less time.
+    """Finds the cheapest plan that fits, with fast compiler options, and prints it.
 
     If nothing fits it searches once more, with the optimizer's state in host memory, within the
     remaining budget.
+
+    Args:
+      words: CONFIG and KEY=VALUE as typed, for the suggested commands.
+
+    Returns:
+      0 something fits, 1 nothing does.
     """
     from zerojax.forecasting.search import (
         REMATS,

@@ -37,11 +37,12 @@ def told_as_the_scripts(target: str) -> Iterator[None]:
         raise own from error
 
 
-def as_the_scripts(error: BaseException, target: str) -> ValueError | None:
+def as_the_scripts(error: BaseException, target: str, command: str = "check") -> ValueError | None:
     """Returns the error to report for a script's error, whose traceback is printed.
 
     Args:
       target: as the user named it.
+      command: of zerojax that runs the script.
 
     Returns:
       None: the error is zerojax's, not the script's.
@@ -62,14 +63,19 @@ def as_the_scripts(error: BaseException, target: str) -> ValueError | None:
     if isinstance(error, EOFError | RuntimeError) and str(error) in _AT_END:
         return ValueError(
             f"{target} waits for input at {where}, and standard input is at its end; write the "
-            f"value into the script, or give it: echo VALUE | zerojax check {target}"
+            f"value into the script, or give it: echo VALUE | zerojax {command} {target}"
         )
     _print(error, own)
     reason = (str(error).splitlines() or [""])[0]
+    other = ""
+    if command == "check":
+        other = (
+            ", or name a function that returns what to check: zerojax check "
+            f"{target.partition(':')[0]}:NAME"
+        )
     return ValueError(
         f"{target} raised {type(error).__name__}{': ' * bool(reason)}{reason} before its training "
-        f"({where}); fix the script, or name a function that returns what to check: zerojax check "
-        f"{target.partition(':')[0]}:NAME"
+        f"({where}); fix the script{other}"
     )
 
 

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib.util
+import os
 import shlex
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from zerojax.cli.arguments import add_command, add_settings, command_name, split_words
+from zerojax.cli.arguments import (
+    add_command,
+    add_settings,
+    command_name,
+    is_python,
+    split_words,
+)
 from zerojax.cli.jax_environment import (
     allow_pinned_memory,
     run_one_program_at_a_time,
@@ -20,6 +29,7 @@ from zerojax.cli.jax_environment import (
 )
 from zerojax.config import RunConfig, load, to_dict
 from zerojax.config.display import show
+from zerojax.config.loader import user_path
 from zerojax.runtime import shutdown
 from zerojax.runtime.memory import keep_freed_memory
 
@@ -35,6 +45,10 @@ examples:
   zerojax train configs/tiny_shakespeare.yaml
   zerojax train configs/tiny_shakespeare.yaml zero=3 steps=100 run_dir=runs/mine
   zerojax train data.path=my_text.txt tokenizer=bpe:2048
+
+A script (train.py) runs as with `python train.py`. KEY=VALUE changes the mesh options of its call
+of zerojax.train, and cpu_devices=8 makes virtual devices:
+  zerojax train train.py zero=3 cpu_devices=8
 
 The same command continues a run that was stopped: it looks for checkpoints in the run folder.
 
@@ -56,6 +70,10 @@ def add(commands) -> None:
 def run(args: argparse.Namespace) -> int:
     """Reads the settings, then trains or prints them."""
     path, overrides = split_words(args.config, args.overrides)
+    if is_python(path):
+        if args.print_config:
+            raise ValueError(f"--print-config prints a run file's settings, and {path} is a script")
+        return run_script(str(path), overrides)
     config = load(RunConfig, path, overrides)
     if args.print_config:
         show(yaml.safe_dump(to_dict(config), sort_keys=False), end="")
@@ -67,6 +85,40 @@ def run(args: argparse.Namespace) -> int:
     words = shlex.join(["train", *([path] if path else []), *overrides])
     command = f"{command_name()} {words}"
     return train(config, command)
+
+
+def run_script(path: str, overrides: Sequence[str]) -> int:
+    """Runs a script as `python SCRIPT` does, with this command's exit codes.
+
+    Args:
+      path: of the script.
+      overrides: KEY=VALUE that change the mesh options of its call of `zerojax.train`, and
+        cpu_devices=N.
+
+    Returns:
+      0; 75 when a signal stopped the run and everything is saved; 128 + its number when not.
+    """
+    if not user_path(path).is_file():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+    devices = [word.partition("=")[2] for word in overrides if word.startswith("cpu_devices=")]
+    if devices:
+        use_cpu_devices(load(RunConfig, None, [f"cpu_devices={devices[-1]}"]).cpu_devices)
+        keep_freed_memory()
+        run_one_program_at_a_time()
+    from zerojax.cli import script_runs
+    from zerojax.runtime.preemption import sigterm_raised
+
+    mesh = [word for word in overrides if not word.startswith("cpu_devices=")]
+    try:
+        with sigterm_raised():
+            script_runs.run_script(path, mesh)
+    except KeyboardInterrupt as error:
+        show(f"\nzerojax: {error or 'stopped'}", file=sys.stderr)
+        return getattr(error, "exit_code", shutdown.INTERRUPTED)
+    except Exception:  # as with python SCRIPT
+        traceback.print_exc()
+        return 1
+    return 0
 
 
 def train(

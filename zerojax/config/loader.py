@@ -119,19 +119,25 @@ def load_dataclass(
     overrides: Sequence[str],
     *,
     defaults: Mapping[str, Any] | None = None,
+    base: T | None = None,
 ) -> T:
     """Reads a YAML file, applies KEY=VALUE overrides, and builds `cls`.
 
     Args:
       cls: a dataclass whose fields may be dataclasses.
-      path: YAML file; None starts from the defaults.
+      path: YAML file; None starts from `base`, or from the defaults.
+      base: settings to which the overrides are applied, in place of a file.
       overrides: "mesh.zero=3", or "zero=3" if one field nearest to the top has that name.
       defaults: values for fields that neither the file nor an override sets.
 
     Raises:
       ConfigError: with the key, the value, the nearest known key, and file:line.
     """
-    values, where = (dict[str, Any](), dict[Key, str]()) if path is None else _read(user_path(path))
+    values, where = dict[str, Any](), dict[Key, str]()
+    if path is not None:
+        values, where = _read(user_path(path))
+    elif base is not None:
+        values = to_dict(base)
 
     def build(chosen: Sequence[str], places: dict[Key, str]) -> T:
         _check_keys(cls, values)

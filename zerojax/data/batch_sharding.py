@@ -139,7 +139,7 @@ def abstract_global(batch: Any, mesh: Mesh | AbstractMesh) -> Any:
 
     Args:
       batch: tree of arrays [rows, ...]; a scalar is the same on all processes.
-      mesh: of the run.
+      mesh: of the run. If it has no devices, `batch` is the global batch.
 
     Returns:
       The tree of `jax.ShapeDtypeStruct`s that `make_plan` takes as an example.
@@ -147,7 +147,7 @@ def abstract_global(batch: Any, mesh: Mesh | AbstractMesh) -> Any:
     batch = as_arrays(batch)
     check_arrays(batch)
     shards = num_data_shards(mesh)
-    low, high = local_rows_of_mesh(mesh, shards)
+    low, high = (0, shards) if isinstance(mesh, AbstractMesh) else local_rows_of_mesh(mesh, shards)
 
     def widen(leaf: Any) -> jax.ShapeDtypeStruct:
         struct = jax.eval_shape(lambda: jnp.asarray(leaf)) if not hasattr(leaf, "shape") else leaf

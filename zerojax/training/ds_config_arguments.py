@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from zerojax import deepspeed_config, models, optim, tracing
 from zerojax.config.recognition import is_deepspeed
 from zerojax.deepspeed_config.attention_keys import with_layout
@@ -30,12 +28,15 @@ class DsConfigArguments:
     translation: deepspeed_config.Translation
 
     @classmethod
-    def of(cls, arguments: Arguments, *, default_steps: int | None) -> DsConfigArguments | None:
+    def of(
+        cls, arguments: Arguments, *, default_steps: int | None, num_devices: int
+    ) -> DsConfigArguments | None:
         """Translates the ds_config of a call; returns None if there is none.
 
         Args:
           arguments: checked, with the model as a `tracing.Model`.
           default_steps: of the run if neither the call nor the file sets a number.
+          num_devices: of the run.
 
         Raises:
           ConfigError: as `deepspeed.translate`.
@@ -57,7 +58,7 @@ class DsConfigArguments:
             log=arguments.log,
             hidden_size=models.width_of(arguments.model),
         )
-        config = deepspeed_config.DsConfig(source, jax.device_count(), given)
+        config = deepspeed_config.DsConfig(source, num_devices, given)
         return cls(config, config.translate())
 
     def fill(self, arguments: Arguments) -> Arguments:

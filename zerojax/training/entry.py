@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from zerojax import models, tracing
 from zerojax.config import (
@@ -203,8 +203,12 @@ def train(
     return fit(open_run(spec, plan))
 
 
-def spec_of(arguments: Arguments) -> RunSpec:
+def spec_of(arguments: Arguments, mesh: Mesh | AbstractMesh | None = None) -> RunSpec:
     """Returns the resolved description of a run from the arguments of `train`.
+
+    Args:
+      arguments: of `train`, unchecked.
+      mesh: of devices that are not here, for a plan; None: a mesh of JAX's devices is made.
 
     Raises:
       ValueError, TypeError: an argument is invalid, or arguments contradict each other.
@@ -215,10 +219,14 @@ def spec_of(arguments: Arguments) -> RunSpec:
     if arguments.steps is None:
         batches, default_steps, why_steps = _default_steps(arguments.batches)
         arguments = dataclasses.replace(arguments, batches=batches)
-    ds_config = DsConfigArguments.of(arguments, default_steps=default_steps)
+    num_devices = jax.device_count() if mesh is None else mesh.size
+    ds_config = DsConfigArguments.of(
+        arguments, default_steps=default_steps, num_devices=num_devices
+    )
     if ds_config is not None:
         arguments = ds_config.fill(arguments)
-    mesh = _as_mesh(arguments.mesh_config)
+    if mesh is None:
+        mesh = _as_mesh(arguments.mesh_config)
     loss, loss_kind = _loss(
         arguments.model, arguments.loss, is_text=arguments.batches is None, ds_config=ds_config
     )
@@ -298,7 +306,7 @@ def _loop_settings(
     )
 
 
-def _rows_that_divide(mesh: Mesh, arguments: Arguments) -> int:
+def _rows_that_divide(mesh: Mesh | AbstractMesh, arguments: Arguments) -> int:
     """Returns the number that the rows of a global batch must be a multiple of."""
     given = arguments.mesh_config
     settings = MeshConfig() if isinstance(given, Mesh) else as_mesh_config(given)

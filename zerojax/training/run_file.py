@@ -21,8 +21,8 @@ from zerojax.hardware.gpus import Gpu
 from zerojax.optim.precision import Precision, as_precision, default_precision
 from zerojax.plan import device_mesh as meshes
 from zerojax.plan.host_budget import check_host_memory, host_bytes
-from zerojax.plan.inputs import PlanInputs, plan_options
-from zerojax.plan.make import Plan, plan_of
+from zerojax.plan.inputs import PlanInputs
+from zerojax.plan.make import Plan
 from zerojax.plan.state import abstract
 from zerojax.runtime.distributed import join_processes
 from zerojax.runtime.memory import SPARE, least_room
@@ -38,6 +38,7 @@ from zerojax.training.run_spec import (
     absolute,
     absolute_parts,
     external_checkpoints,
+    plan_elsewhere,
     plan_run,
     rows_of_process,
 )
@@ -376,7 +377,7 @@ def plan_from_config(
     }
     platform = jax.devices()[0].platform if is_here else None
     inputs = _inputs_of(config, batch, vocab_size_of(config), platform)
-    return plan_of(inputs, mesh, zero=config.mesh.zero, **plan_options(config.mesh))
+    return plan_elsewhere(inputs, config.mesh, mesh)
 
 
 def _check_pieces(config: RunConfig, shards: int) -> None:

@@ -26,7 +26,7 @@ from zerojax.config import (
 )
 from zerojax.config.loader import user_path
 from zerojax.data import Feed, RowSource, local_rows_of_mesh
-from zerojax.plan.inputs import PlanInputs
+from zerojax.plan.inputs import PlanInputs, plan_options
 from zerojax.plan.make import Plan, plan_of
 from zerojax.runtime.start_clock import phase
 from zerojax.training.run_record import RunNotes
@@ -104,6 +104,21 @@ def plan_run(spec: RunSpec, mesh: Any = None) -> Plan:
         plan = plan_of(spec.inputs, mesh, **spec.mesh_options)
         spec.check_plan(plan)
         return tune(plan, watch=spec.watch)
+
+
+def plan_elsewhere(
+    inputs: PlanInputs, settings: MeshConfig, mesh: Mesh | AbstractMesh, **mesh_options: Any
+) -> Plan:
+    """Returns the plan of a run on a mesh, which may be of devices that are not here.
+
+    Args:
+      inputs: of the run.
+      settings: mesh options of the run; the sizes are those of `mesh`.
+      mesh: from `make_abstract_mesh`, or of devices.
+      **mesh_options: override fields of `settings`.
+    """
+    options = {**plan_options(settings), **mesh_options}
+    return plan_of(inputs, mesh, zero=settings.zero, **options)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,137 @@
+"""`zerojax plan SCRIPT` and `zerojax train SCRIPT`: a user's script in place of a run file."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import jax
+import optax
+import pytest
+
+import zerojax
+from zerojax.cli import main
+from zerojax.cli.script_runs import plan_of_script
+from zerojax.plan.device_mesh import make_abstract_mesh
+
+MODEL = """
+import numpy as np
+import optax
+import zerojax
+
+def init(key):
+    return {"w": np.ones((64, 32), np.float32)}
+
+def apply(params, x):
+    return x @ params["w"]
+
+def loss(model, batch):
+    return ((model(batch["x"]) - batch["y"]) ** 2).mean()
+
+batch = {"x": np.ones((64, 64), np.float32), "y": np.ones((64, 32), np.float32)}
+print("a line of the script")
+"""
+TRAIN = "zerojax.train((init, apply), MESH, [batch], loss=loss, optimizer=optax.adam(0.1), steps=1)"
+
+
+def write(folder, text, mesh="{'zero': 1, 'persistence_threshold': 0}"):
+    path = folder / "script.py"
+    path.write_text(f"{MODEL}\nMESH = {mesh}\n{text}\n")
+    return str(path)
+
+
+def expected(settings, devices):
+    """The plan that the script's arguments have on devices that are not here."""
+    space = {}
+    exec(MODEL, space)
+    return zerojax.make_plan(
+        (space["init"], space["apply"]),
+        make_abstract_mesh(settings, devices),
+        example_batch=space["batch"],
+        loss=space["loss"],
+        optimizer=optax.adam(0.1),
+        steps=1,
+        zero=settings["zero"],
+        persistence_threshold=0,
+    )
+
+
+@pytest.mark.parametrize(("words", "zero"), [((), 1), (("zero=3",), 3), (("mesh.zero=2",), 2)])
+def test_a_script_is_planned_for_devices_that_are_not_here(words, zero, tmp_path, capsys):
+    plan = plan_of_script(write(tmp_path, TRAIN), words, 64)
+    assert capsys.readouterr().out == "", "the script's own lines go to standard error"
+    assert plan.as_dict() == expected({"zero": zero}, 64).as_dict()
+    assert plan.mesh.shape["data"] == 64
+
+
+def test_of_make_plan_the_mesh_is_that_of_the_devices_to_plan_for(tmp_path):
+    text = (
+        "zerojax.make_plan((init, apply), MESH, example_batch=batch, loss=loss, "
+        "optimizer=optax.adam(0.1), steps=1, zero=3)"
+    )
+    plan = plan_of_script(write(tmp_path, text), [], 16)
+    assert plan.as_dict() == expected({"zero": 3}, 16).as_dict()
+
+
+def test_of_an_engine_the_batch_has_the_rows_that_the_configuration_says(tmp_path):
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 3,
+        "zero_optimization": {"stage": 3},
+        "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
+    }
+    text = (
+        f"engine = zerojax.initialize((init, apply), {config}, loss=loss)\n"
+        "engine.train_batch(batch)"
+    )
+    plan = plan_of_script(write(tmp_path, text), [], 32)
+    rows = {leaf.shape[0] for leaf in jax.tree.leaves(plan.abstract_batch)}
+    assert (rows, plan.num_microbatches, plan.zero) == ({2 * 3 * 32}, 3, 3)
+    with pytest.raises(ValueError, match="zero=2"):
+        plan_of_script(write(tmp_path, text), ["zero=2"], 32)
+
+
+def test_a_ds_config_in_train_is_translated_for_the_devices_to_plan_for(tmp_path):
+    mesh = {"train_batch_size": 64, "zero_optimization": {"stage": 2}, "gradient_clipping": 1.0}
+    text = TRAIN.replace("optimizer=optax.adam(0.1), ", "")
+    plan = plan_of_script(write(tmp_path, text, mesh=repr(mesh)), [], 32)
+    assert (plan.mesh.shape["data"], plan.zero) == (32, 2)
+
+
+def test_the_command_prints_the_forecast(tmp_path, capsys):
+    words = ["--gpu", "h100", "--devices", "8", "--no-compile", "zero=3"]
+    assert main(["plan", write(tmp_path, TRAIN), *words]) == 3
+    assert "zero=3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "sentence"),
+    [
+        ("1 / 0", [], "ZeroDivisionError"),
+        ("", [], "call one of them"),
+        (TRAIN, ["zeroo=3"], "zeroo"),
+        (TRAIN, ["--search"], "--search"),
+        (TRAIN, ["data=4"], "data=4"),
+    ],
+)
+def test_bad_input_is_refused(text, words, sentence, tmp_path, capsys):
+    command = ["plan", write(tmp_path, text), "--gpu", "h100", "--devices", "8", "--no-compile"]
+    if "--search" in words:
+        command.remove("--no-compile")
+    assert main([*command, *words]) == 2
+    out, err = capsys.readouterr()
+    assert (out, sentence in err.splitlines()[-1]) == ("", True)
+
+
+@pytest.mark.thorough
+def test_train_runs_a_script_with_other_mesh_options(tmp_path):
+    text = f"trainer = {TRAIN}\nprint(trainer.plan.zero, trainer.plan.mesh.size)"
+    command = [sys.executable, "-m", "zerojax", "train", write(tmp_path, text)]
+    result = subprocess.run(
+        [*command, "zero=2", "cpu_devices=4"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1] == "2 4"
+    failing = write(tmp_path, "raise RuntimeError('of the script')")
+    result = subprocess.run([*command[:-1], failing], capture_output=True, text=True)
+    assert (result.returncode, "of the script" in result.stderr) == (1, True)

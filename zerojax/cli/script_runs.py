@@ -1,0 +1,228 @@
+"""Plans and trains a user's script: the targets of `zerojax plan SCRIPT` and `train SCRIPT`.
+
+A script is planned up to its first call of zerojax, with the arguments of that call. Imports JAX.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import runpy
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+import zerojax
+from zerojax.cli.script_calls import End, as_script, first_call
+from zerojax.config import MeshConfig, as_mesh_config
+from zerojax.config.loader import load_dataclass
+from zerojax.config.recognition import is_deepspeed
+from zerojax.data import abstract_global
+from zerojax.deepspeed_config import CallerValues, DsConfig, explain
+from zerojax.deepspeed_config.attention_keys import with_layout
+from zerojax.hardware.gpus import Gpu
+from zerojax.models.adapt import as_model, width_of
+from zerojax.plan import device_mesh as meshes
+from zerojax.plan.inputs import PlanInputs
+from zerojax.plan.make import Plan
+from zerojax.training import entry
+from zerojax.training.run_spec import RunSpec, plan_elsewhere
+from zerojax.training.train_arguments import Arguments
+
+_CALL_ONE = "call one of them in the script, or plan a run file (CONFIG.yaml)"
+_IN_THE_FILE = (
+    "the script passes a DeepSpeed configuration, which sets the mesh; change {} there instead of "
+    "on the command line"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Settings:
+    """Settings of a script that KEY=VALUE words on the command line change."""
+
+    mesh: MeshConfig
+
+
+@dataclass(frozen=True)
+class _Target:
+    """Devices to plan for, and the mesh settings on the command line."""
+
+    num_devices: int
+    gpu: Gpu | None
+    overrides: Sequence[str]
+
+    def mesh_of(self, settings: MeshConfig) -> AbstractMesh:
+        return meshes.make_abstract_mesh(settings, self.num_devices, gpu=self.gpu)
+
+
+def plan_of_script(
+    path: str, overrides: Sequence[str], num_devices: int, gpu: Gpu | None = None
+) -> Plan:
+    """Returns the plan of a script's first `train`, `make_plan` or engine step, for other devices.
+
+    The script runs up to that call, with its output on standard error.
+
+    Args:
+      path: of the script, which runs as with `python SCRIPT`.
+      overrides: KEY=VALUE that change the mesh options of the call, such as "zero=3".
+      num_devices: to plan for.
+      gpu: kind of the devices.
+
+    Raises:
+      ValueError: the script makes no such call, or fails before it; or as `make_plan`.
+    """
+    target = _Target(num_devices, gpu, overrides)
+    readers = {
+        name: functools.partial(read, target=target)
+        for name, read in (("train", _train), ("make_plan", _make_plan), ("initialize", _engine))
+    }
+    with contextlib.redirect_stdout(sys.stderr):
+        make = first_call(path, readers, _CALL_ONE, command="plan")
+    return make()
+
+
+def _train(given: Mapping[str, Any], end: End, *, target: _Target) -> Any:
+    arguments = Arguments(**given)
+    settings = _mesh_settings(arguments.mesh_config, target.overrides)
+    if settings is None:  # a DeepSpeed configuration, which is translated for the target's devices
+        mesh = target.mesh_of(explain(arguments.mesh_config, num_devices=target.num_devices).mesh)
+    else:
+        arguments = dataclasses.replace(arguments, mesh_config=settings)
+        mesh = target.mesh_of(settings)
+    spec = entry.spec_of(arguments, mesh)
+    end(functools.partial(_plan_of, spec, mesh))
+
+
+def _plan_of(spec: RunSpec, mesh: AbstractMesh) -> Plan:
+    assert isinstance(spec.mesh, MeshConfig)
+    plan = plan_elsewhere(spec.inputs, spec.mesh, mesh, **spec.mesh_options)
+    spec.check_plan(plan)
+    return plan
+
+
+def _make_plan(given: Mapping[str, Any], end: End, *, target: _Target) -> Any:
+    values = dict(given)
+    options, zero = values.pop("mesh_options"), values.pop("zero")
+    settings = _mesh_settings(values.pop("mesh"), ())
+    assert settings is not None
+    settings = dataclasses.replace(settings, **options, **({} if zero is None else {"zero": zero}))
+    settings = with_overrides(settings, target.overrides)
+    mesh = target.mesh_of(settings)
+    end(functools.partial(plan_elsewhere, PlanInputs(**values), settings, mesh))
+
+
+def _engine(given: Mapping[str, Any], end: End, *, target: _Target) -> Any:
+    args = getattr(given["args"], "deepspeed_config", None)
+    source = next(x for x in (given["config"], given["config_params"], args) if x is not None)
+    if target.overrides:
+        raise ValueError(_IN_THE_FILE.format(target.overrides[0]))
+    return _Engine(given, end, source, target)
+
+
+class _Engine:
+    """Stand-in for an engine until its first step, which provides a batch."""
+
+    def __init__(self, given: Mapping[str, Any], end: End, source: Any, target: _Target) -> None:
+        self._given, self._end, self._target = given, end, target
+        self._model = as_model(given["model"])
+        width = width_of(self._model)
+        values = CallerValues(optimizer=given["optimizer"], steps=given["steps"], hidden_size=width)
+        self._config = DsConfig(source, target.num_devices, values)
+
+    def train_batch(self, batch: Any = None, *, data_iter: Any = None) -> Any:
+        self.prepare(next(data_iter) if batch is None else batch)
+
+    def prepare(self, example_batch: Any) -> Any:
+        says = self._config.translate()
+        mesh = self._target.mesh_of(says.mesh)
+        batch = abstract_global(example_batch, mesh)
+        rows = [leaf.shape[0] for leaf in jax.tree.leaves(batch) if leaf.shape]
+        size = says.train_batch_size or (rows[0] if rows else None)
+        says = self._config.with_rows(size)
+        inputs = PlanInputs(
+            model=self._model,
+            example_batch=jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]) if x.shape else (), x.dtype),
+                batch,
+            ),
+            loss=with_layout(self._model, self._given["loss"], says.attention_layout),
+            optimizer=says.optimizer,
+            precision=says.precision,
+            num_microbatches=says.num_microbatches,
+            freeze=self._given["freeze"],
+            steps=says.total_steps if self._given["steps"] is None else self._given["steps"],
+        )
+        self._end(functools.partial(plan_elsewhere, inputs, says.mesh, mesh))
+
+
+def _mesh_settings(mesh: Any, overrides: Sequence[str]) -> MeshConfig | None:
+    """Returns the mesh options of a call with overrides; None for a DeepSpeed configuration.
+
+    Raises:
+      ValueError: there are overrides, but a DeepSpeed configuration sets the mesh.
+    """
+    if isinstance(mesh, str | Path) or (isinstance(mesh, Mapping) and is_deepspeed(mesh)):
+        if overrides:
+            raise ValueError(_IN_THE_FILE.format(overrides[0]))
+        return None
+    if isinstance(mesh, Mesh | AbstractMesh):
+        sizes = {axis: mesh.shape.get(axis, 1) for axis in meshes.AXES}
+        mesh = MeshConfig(**sizes)
+    return with_overrides(as_mesh_config(mesh), overrides)
+
+
+def with_overrides(settings: MeshConfig, overrides: Sequence[str]) -> MeshConfig:
+    """Returns mesh options with KEY=VALUE words such as "zero=3" applied.
+
+    Raises:
+      ConfigError: an unknown key or a wrong value.
+    """
+    if not overrides:
+        return settings
+    return load_dataclass(_Settings, None, overrides, base=_Settings(mesh=settings)).mesh
+
+
+def run_script(path: str, overrides: Sequence[str]) -> None:
+    """Runs a script as `python SCRIPT` does; overrides change the mesh options of `train`.
+
+    Args:
+      path: of the script.
+      overrides: KEY=VALUE words such as "zero=3".
+
+    Raises:
+      ConfigError: an unknown key or a wrong value.
+      ValueError: a DeepSpeed configuration or a `jax.sharding.Mesh` sets the mesh.
+    """
+    with_overrides(MeshConfig(), overrides)  # raises before the script runs
+    with as_script(path), contextlib.ExitStack() as stack:
+        if overrides:
+            train = _overriding(entry.train, overrides)
+            stack.enter_context(mock.patch.object(zerojax, "train", train))
+            stack.enter_context(mock.patch.object(entry, "train", train))
+        runpy.run_path(path, run_name="__main__")
+
+
+def _overriding(train: Callable[..., Any], overrides: Sequence[str]) -> Callable[..., Any]:
+    signature = inspect.signature(train)
+
+    @functools.wraps(train)
+    def call(*args: Any, **options: Any) -> Any:
+        bound = signature.bind(*args, **options)
+        mesh = bound.arguments.get("mesh_config")
+        if isinstance(mesh, Mesh):
+            raise ValueError(
+                f"the script passes a jax.sharding.Mesh, which {overrides[0]} cannot change; pass "
+                "its options, a zerojax.MeshConfig or a dict"
+            )
+        bound.arguments["mesh_config"] = _mesh_settings(mesh, overrides)
+        return train(*bound.args, **bound.kwargs)
+
+    return call
