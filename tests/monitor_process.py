@@ -19,7 +19,7 @@ import zerojax
 from zerojax.config import LogConfig, ModelConfig
 from zerojax.runtime import distributed
 from zerojax.runtime.shutdown import OK, leave
-from zerojax.training import trainer
+from zerojax.training import step_runner
 from zerojax.training.metrics.stragglers import DATA, Stopwatch
 from zerojax.training.process_times import LoopClock
 from zerojax.zoo import build_model
@@ -71,7 +71,7 @@ def main(folder: str, what: str, rank: int, seconds: float) -> None:
     distributed.join_processes()
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     slowness, is_slow = Slowness(seconds), jax.process_index() == rank
-    trainer.LoopClock = lambda: slowness.loop_clock
+    step_runner.LoopClock = lambda: slowness.loop_clock
     is_data_slow = what == "none" or (what == "data" and is_slow)
     callbacks = [lambda *_: slowness.pass_in()] if what == "callback" and is_slow else []
     zerojax.train(

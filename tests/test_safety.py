@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("zerojax", "pallas_kernels", "benchmarks", "examples")
 
 LOADS_CODE = {"pickle", "cPickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
-OWN_CHILD = ROOT / "zerojax" / "training" / "equality"
+OWN_CHILD = ROOT / "zerojax" / "equality"
 """A check gives the user's own objects and functions to a child process that it starts, as
 `multiprocessing` does, through a folder made for that."""
 RUNS_TEXT = {"eval", "exec", "compile", "__import__"}
