@@ -80,7 +80,7 @@ def test_a_table_is_cut_to_fewer_tokens_and_not_to_more():
     cut = table.cut(100, 33)
     np.testing.assert_array_equal(cut.seen, table.seen[:, :7, :3])
     assert table.cut(256, 250) is table
-    with pytest.raises(ValueError, match="at most 256 queries and 256 keys, and there are 257"):
+    with pytest.raises(ValueError, match="at most 256 queries and 256 keys, .* has 257"):
         table.cut(257, 256)
 
 
