@@ -231,8 +231,8 @@ def test_fused_kernels_refuse_what_they_lack(implementation):
     hopper = make_abstract_mesh(None, 1, gpu=named_gpu("h100"))
     with attention_planned_for(hopper):
         for options, words in (
-            ({"softcap": 2.0}, "no softcap"),
-            ({"sinks": arrays[3]}, "no sinks"),
+            ({"softcap": 2.0}, "not support softcap"),
+            ({"sinks": arrays[3]}, "not support sinks"),
         ):
             run = functools.partial(attention, causal=True, implementation=implementation)
             with pytest.raises(ValueError, match=words):

@@ -313,8 +313,8 @@ def test_the_shares_are_said(monkeypatch):
     layout = SlidingWindowLayout()
     assert said(layout=layout, causal=True) == (
         "attention chunked (auto: the call has a layout): holds 128 x 144 of the 1024 x 1024 "
-        "scores of each head at a time; computes 14.1% of them; layout sliding_window, blocks of 16, shows "
-        "3.1%"
+        "scores of each head at a time; computes 14.1% of them; layout sliding_window, blocks of "
+        "16, shows 3.1%"
     )
     assert said(layout=layout, implementation="xla") == (
         "attention xla (asked for): holds all 1024 x 1024 scores of each head; computes 100.0% of "

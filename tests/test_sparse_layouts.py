@@ -167,10 +167,10 @@ def test_a_layout_by_its_mode():
 
 @pytest.mark.parametrize("entries", [np.ones((2, 2), bool), np.ones((1, 2, 2), int)])
 def test_entries_of_a_table_are_bool_by_head(entries):
-    with pytest.raises(ValueError, match="give bool"):
+    with pytest.raises(ValueError, match="must be bool"):
         BlockTable(16, entries)
 
 
 def test_a_block_of_a_table_is_a_whole_number():
-    with pytest.raises(ValueError, match="block=0 must be a whole number"):
+    with pytest.raises(ValueError, match="block=0 must be an integer"):
         BlockTable(0, np.ones((1, 2, 2), bool))

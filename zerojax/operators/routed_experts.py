@@ -382,7 +382,7 @@ def _backward(call: _Call, kept: Any, slope: jax.Array) -> tuple[Any, ...]:
 
     def add(call: _Call, begin: jax.Array, total: Any) -> Any:
         _, again = jax.vjp(functools.partial(_one_round, call, routes, begin), *operands)
-        return jax.tree.map(lambda sum_, one: sum_ + one.astype(sum_.dtype), total, again(slope))
+        return jax.tree.map(lambda sum_, part: sum_ + part.astype(sum_.dtype), total, again(slope))
 
     total = _further(call, routes, add, jax.tree.map(_widened, pull(slope)))
     return *jax.tree.map(lambda x, like: x.astype(like.dtype), total, operands), None

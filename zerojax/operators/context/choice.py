@@ -85,31 +85,31 @@ def wire_bytes(way: Way, sizes: Sizes) -> Wire:
 
 def why_not(way: Way, sizes: Sizes) -> str | None:
     """Returns the reason why a method is not possible, with a remedy; None if it is possible."""
-    asked = f"context_parallel={way!r}"
+    option = f"context_parallel={way!r}"
     if sizes.devices == 1:
         return None
     if way == "ring" and not sizes.causal:
         return (
-            f"{asked} supports only causal attention, but here tokens also see later tokens; use "
+            f"{option} supports only causal attention, but here tokens also see later tokens; use "
             "context_parallel='ulysses' or 'allgather'"
         )
     if way == "ring" and sizes.windows_differ:
         return (
-            f"{asked} supports only one window for all layers, but here layers have different "
+            f"{option} supports only one window for all layers, but here layers have different "
             "windows; use context_parallel='ulysses' or 'allgather'"
         )
     order = ORDERS[way]
     parts = parts_of(order, sizes.devices)
     if sizes.tokens % parts:
         return (
-            f"{asked} splits a sequence into {parts} parts with context={sizes.devices}, but "
+            f"{option} splits a sequence into {parts} parts with context={sizes.devices}, but "
             f"{sizes.tokens} tokens do not divide by {parts}; use sequences of "
             f"{nearest_lengths(order, sizes.tokens, sizes.devices)} tokens"
         )
     if way == "ulysses" and sizes.heads % sizes.devices:
         fewer = max(n for n in range(1, sizes.devices) if sizes.heads % n == 0)
         return (
-            f"{asked} splits the heads over devices, but {sizes.heads} heads do not divide by "
+            f"{option} splits the heads over devices, but {sizes.heads} heads do not divide by "
             f"context={sizes.devices}; use context={fewer}, or context_parallel='ring' or "
             "'allgather'"
         )

@@ -57,7 +57,7 @@ _SPLIT: contextvars.ContextVar[ContextSplit | None] = contextvars.ContextVar("sp
 
 
 def current_split() -> ContextSplit | None:
-    """Returns the split of sequences in the current trace; None if each sequence is on one device."""
+    """Returns the split of sequences in the current trace; None if there is none."""
     return _SPLIT.get()
 
 
