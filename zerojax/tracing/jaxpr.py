@@ -97,9 +97,7 @@ class Piece:
 
     def __call__(self, values: Sequence[Any], inputs: Mapping[int, Any]) -> list[Any]:
         """Evaluates the piece on the values at the cut and on {position: input}."""
-        return jaxpr_as_fun(self.closed)(
-            *boundary_values, *(inputs[place] for place in self.inputs)
-        )
+        return jaxpr_as_fun(self.closed)(*values, *(inputs[place] for place in self.inputs))
 
 
 def cut_piece(closed: ClosedJaxpr, outputs: Sequence[Any], boundary: Sequence[Any] = ()) -> Piece:
