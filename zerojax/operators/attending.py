@@ -353,8 +353,7 @@ def _run(
     softcap: float | None,
     sinks: jax.Array | None,
 ) -> jax.Array:
-    """Runs the chosen implementation on the arrays; `rows` holds the segments and positions, if
-    any."""
+    """Runs the chosen implementation; `rows` holds the segments and positions, if any."""
     table, causal = calls[0].layout, calls[0].causal
     chosen = {call.implementation for call in calls}
     common: dict[str, Any] = {"scale": scale, "table": table}
@@ -566,8 +565,7 @@ def _check(
 def _table(
     layout: BlockLayout | BlockTable | None, query: jax.Array, key: jax.Array
 ) -> BlockTable | None:
-    """Returns the block table for these tokens and heads: of the call's layout, or of the one in
-    force."""
+    """Returns the block table for these tokens and heads, of the call's or the run's layout."""
     in_force = _IN_FORCE.get()
     if in_force is None:
         return _own_table(layout, query, key)

@@ -51,8 +51,7 @@ class Device:
         return self.platform in ("gpu", "cuda")
 
     def why_no_gpu(self) -> str | None:
-        """Returns the reason why GPU code cannot run there; None if it can or the platform is not
-        known."""
+        """Returns the reason why GPU code cannot run there; None if it can or may."""
         if self.platform is None or self.is_gpu:
             return None
         return f"it needs an NVIDIA GPU, but these devices are {self.platform.upper()}s"
@@ -151,8 +150,7 @@ def _card(kind: str | None) -> Gpu | None:
 
 
 def device_here() -> Device:
-    """Returns the planned device, else that of the mesh of the current trace, else the default
-    device."""
+    """Returns the planned device, else that of the current mesh, else the default device."""
     planned = _PLANNED.get()
     if planned is not None:
         return planned

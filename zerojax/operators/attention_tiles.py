@@ -132,8 +132,10 @@ def _sizes(most: int, useful: int) -> list[int]:
 
 
 def _by_tile(seen: np.ndarray, parts: int) -> np.ndarray:
-    """Splits [heads, groups, query blocks, key blocks] -> [heads, groups, tiles, parts, key
-    blocks]."""
+    """Splits the query blocks into tiles.
+
+    [heads, groups, query blocks, key blocks] -> [heads, groups, tiles, parts, key blocks].
+    """
     seen = np.pad(seen, [(0, 0), (0, 0), (0, -seen.shape[2] % parts), (0, 0)])
     return seen.reshape(*seen.shape[:2], -1, parts, seen.shape[3])
 

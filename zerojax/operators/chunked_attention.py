@@ -45,10 +45,11 @@ class Visibility:
     window: int | None
 
     def is_visible(self, query: jax.Array, key: jax.Array) -> jax.Array | None:
-        """Returns the mask of positions [..., queries] and [..., keys]; None if all keys are
-        visible.
+        """Returns the mask, bool [..., queries, keys]; None if all keys are visible.
 
-        The mask is bool [..., queries, keys].
+        Args:
+          query: positions [..., queries].
+          key: positions [..., keys].
         """
         if not self.causal and self.window is None:
             return None
@@ -419,8 +420,10 @@ def _backward_pass(
 def _scores(
     cut: _Cut, query: jax.Array, key: jax.Array, rows: dict[str, Any], tile: _Tile
 ) -> jax.Array:
-    """Returns the scores of a tile, float32 [batch, kv_heads, groups, queries, keys], masked to
-    -inf."""
+    """Returns float32 scores of a tile, -inf where masked.
+
+    The shape is [batch, kv_heads, groups, queries, keys].
+    """
     scores = _product("bkgqh,bksh->bkgqs", query, key) * cut.scale
     if cut.softcap is not None:
         scores = cut.softcap * jnp.tanh(scores / cut.softcap)
@@ -520,8 +523,10 @@ def _at(array: jax.Array, places: jax.Array) -> jax.Array:
 
 
 def _added(cut: _Cut, tile: _Tile) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Returns the transpose of `_taken`, which adds [batch, kv_heads, keys, ...] to a tile's
-    blocks."""
+    """Returns the transpose of `_taken`.
+
+    It adds [batch, kv_heads, keys, ...] to the tile's blocks of keys.
+    """
     tiles = cut.tiles
 
     def add(sums: jax.Array, more: jax.Array) -> jax.Array:
@@ -537,8 +542,7 @@ def _added(cut: _Cut, tile: _Tile) -> Callable[[jax.Array, jax.Array], jax.Array
 
 
 def _plus(sums: jax.Array, places: jax.Array, more: jax.Array) -> jax.Array:
-    """Adds to blocks: the places of a tile are distinct, and those beyond the last block are
-    dropped."""
+    """Adds to the blocks at `places`, which are distinct; drops places beyond the last block."""
     return sums.at[places].add(more, mode="drop", unique_indices=True)
 
 

@@ -36,8 +36,7 @@ def head_next_token(
     scale: float = 1.0,
     softcap: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes cross-entropy of the targets under `softmax(hidden @ head)`, one chunk of logits at
-    a time.
+    """Computes the cross-entropy of targets under `softmax(hidden @ head)`, in chunks of tokens.
 
     Equal to `models.losses.next_token` of the logits, up to float32 rounding. Products take
     operands in the head's dtype and accumulate in float32. Logits are float32; a model that returns
@@ -136,8 +135,7 @@ class _Needed:
 def _loss_sum(
     cut: _Cut, hidden: jax.Array, head: jax.Array, targets: jax.Array, counted: jax.Array
 ) -> jax.Array:
-    """Returns the weighted sum over [tokens]; computes no gradient if not differentiated
-    (evaluation)."""
+    """Returns the weighted sum over [tokens]; without differentiation, computes no gradient."""
     loss = _sums_of_chunks(cut, _Needed(), hidden, head, targets, counted)["loss"]
     return checkpoint_name(loss, LINEAR_RULE)
 

@@ -205,8 +205,7 @@ def _options(mask: _Mask, query: jax.Array, key: jax.Array, *, is_backward: bool
 def _config(
     mask: _Mask, sizes: tuple[int, ...], element_type: str, is_backward: bool
 ) -> dict[str, Any]:
-    """Returns the backend configuration; see `CudnnfMHABackendConfig` in XLA's
-    backend_configs.proto."""
+    """Returns the backend configuration; see `CudnnfMHABackendConfig` in XLA."""
     attention = {
         "algorithm": {
             "algo_id": "0",

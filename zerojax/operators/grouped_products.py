@@ -23,8 +23,7 @@ Products = Literal["batched", "grouped", "loop"]
 over tiles of occupied rows; or an XLA loop over these tiles."""
 
 Product = Callable[[jax.Array, jax.Array], jax.Array]
-"""(rows [R, in], kernels [E, in, out]) -> [R, out]: multiplies each row by the kernel of its
-expert."""
+"""(rows [R, in], kernels [E, in, out]) -> [R, out], each row times the kernel of its expert."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,8 +83,7 @@ def _refusal(products: str, why: str) -> ValueError:
 
 
 def stand_in(rows: jax.Array, matrices: jax.Array) -> jax.Array:
-    """Computes one product with the shape and FLOPs of the grouped product, for traces that are not
-    run."""
+    """Computes a product of the same shape and FLOPs, for traces that never run."""
     return jnp.matmul(rows, matrices[0])
 
 

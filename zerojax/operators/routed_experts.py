@@ -226,8 +226,7 @@ class _Call:
     grouped: GroupedProducts | None = None
 
     def slots_of(self, routes: Routes, begin: Any) -> tuple[Slots, tuple[int, int, int]]:
-        """Returns the slots of a round, and the shape [experts, slots of each, -1] of their
-        contents."""
+        """Returns the slots of a round, and their shape [experts, slots of each, -1]."""
         if self.takes_all:
             size = whole_tiles(routes.choices.size)
             return all_slots(routes, size), (1, size, -1)
@@ -256,8 +255,7 @@ class _Call:
         return out.reshape(*rows.shape[:2], -1)
 
     def to_experts(self, slots: jax.Array) -> jax.Array:
-        """Exchanges [E, C, ...] of this device's rows -> [own experts, devices * C, ...] of all
-        devices'."""
+        """Sends rows to their experts, [E, C, ...] -> [own experts, devices * C, ...]."""
         if self.axis is None:
             return slots
         return lax.all_to_all(slots, self.axis, split_axis=0, concat_axis=1, tiled=True)
@@ -281,7 +279,7 @@ _CHEAP = frozenset(_ELEMENT_BY_ELEMENT.split())
 
 
 def _is_kept(primitive: Any, *_: Any, **params: Any) -> bool:
-    """Policy of the checkpoints in a round.
+    """Returns whether a checkpoint in a round saves the results of a primitive.
 
     Results of products, kernels and exchanges are saved for the backward pass; rows in their slots
     and element-wise results are recomputed.
@@ -298,8 +296,10 @@ def _is_kept(primitive: Any, *_: Any, **params: Any) -> bool:
 def _one_round(
     call: _Call, routes: Routes, begin: Any, rows: jax.Array, gates: jax.Array, weights: Any
 ) -> jax.Array:
-    """Returns the contribution of a round, [T, D_out] in `call.wide`: C rows of each expert from
-    `begin`."""
+    """Returns the contribution of a round, [T, D_out] in `call.wide`.
+
+    A round takes `call.capacity` rows of each expert, from rank `begin` on.
+    """
     slots, size = call.slots_of(routes, begin)
     segments = None if call.grouped is None else call.segments(routes, begin)
 

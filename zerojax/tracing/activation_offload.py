@@ -135,8 +135,7 @@ def _texts(arrays: Sequence[jax.ShapeDtypeStruct]) -> str:
 def keep_inputs_on_host(
     function: Callable[..., Any], constants: Sequence[Any] = ()
 ) -> Callable[..., Any]:
-    """Returns a function equal to `function(parameters, *others)` that offloads the inputs of
-    layers.
+    """Returns `function(parameters, *others)` with the inputs of layers offloaded.
 
     Values and derivatives are the same. The inputs stay in pinned host memory until the backward
     pass.

@@ -173,8 +173,7 @@ class _Follow:
         return dataclasses.replace(result, scales=terms) if known else result
 
     def _renamed(self, equation: Any, operands: list[Dependence]) -> Sequence[Dependence] | None:
-        """Returns the outputs of an equation that copies inputs, reduces over the batch, or adds to
-        an input.
+        """Returns the outputs of a copy, a reduction over the batch, or an addition to an input.
 
         None for other equations.
         """

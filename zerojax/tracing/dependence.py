@@ -47,8 +47,7 @@ _CLEAN: frozenset[Any] = frozenset()
 def marks_of_own_rules(
     program: Jaxpr, inputs: Sequence[Marks], *, as_they_are: bool = False
 ) -> list[Marks]:
-    """Returns the marks of the operands of each function with a custom derivative
-    (`jax.custom_vjp`).
+    """Returns the marks of the operands of each custom derivative (`jax.custom_vjp`).
 
     Args:
       program: traced; rules that are marked as linear are ignored.

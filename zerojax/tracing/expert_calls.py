@@ -169,8 +169,7 @@ def _takes_a_layer(equation: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowsOfCall:
-    """Rows that a call of `zerojax.experts` exchanges between the devices over which experts are
-    split.
+    """Rows that a call of `zerojax.experts` exchanges between devices.
 
     Attributes:
       choices: number of choices of one device's tokens, k for each token.
@@ -193,8 +192,7 @@ class RowsOfCall:
     again: bool
 
     def computed(self, products: Products, devices: int) -> int:
-        """Returns the rows that the first round multiplies: all slots, or the maximum of rows in
-        tiles.
+        """Returns the rows that the first round multiplies: all slots, or at most those of tiles.
 
         Args:
           products: method of multiplication.
@@ -207,8 +205,7 @@ class RowsOfCall:
 
     @property
     def first_round(self) -> int:
-        """Bytes of all slots in one step, summed over all transfers, without the factor (n - 1) /
-        n.
+        """Bytes of all slots in one step, over all transfers, without the factor (n - 1) / n.
 
         Rows, gates and results are sent in the forward pass, and their gradients in the backward
         pass; a recomputation sends rows and gates once more.

@@ -15,8 +15,7 @@ from zerojax.operators.marks import FURTHER_ROUNDS, cost_of_branches, share_of_b
 
 
 def count_flops(fn: Callable[..., Any], *abstract_args: Any) -> float:
-    """Returns the floating-point operations of matrix products, convolutions and fused attention in
-    `fn`.
+    """Returns the FLOPs of matrix products, convolutions and fused attention in `fn`.
 
     A multiply-add is two operations. Loops count every iteration. A `cond` counts its most
     expensive branch, or the mean over layers if the kind of a layer decides. The body of a

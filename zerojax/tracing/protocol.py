@@ -98,8 +98,7 @@ class Model(Protocol):
         ...
 
     def initial_arrays(self) -> tuple[Arrays, Arrays] | None:
-        """Returns the arrays that the user's object already holds; None if `init` has to create
-        them.
+        """Returns the arrays of the user's object; None if `init` has to create them.
 
         Every name is present. A parameter may be a `LazyArray`; a `ShapeDtypeStruct` stands for an
         array that `init` has to create.

@@ -97,7 +97,7 @@ def _along_a_dim(equation: Any, operands: list[Dependence]) -> Dependence:
 
 
 def _reshape(equation: Any, operands: list[Dependence], num_rows: int) -> Dependence:
-    """Rows stay whole blocks if the size of the dimensions before them is unchanged."""
+    """Returns rows if the dimensions before them keep their size: rows stay whole blocks."""
     (rows, *_) = operands
     old, new = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
     if not isinstance(rows, Rows) or equation.params.get("dimensions") is not None:
@@ -111,7 +111,7 @@ def _reshape(equation: Any, operands: list[Dependence], num_rows: int) -> Depend
 
 
 def _reduce(equation: Any, operands: list[Dependence]) -> Dependence:
-    """A reduction with a custom function, which is not known to be a sum."""
+    """Returns rows for a reduction with a custom function within each row, else other."""
     rows, *rest = operands
     removed = equation.params["dimensions"]
     fixed = all(isinstance(operand, Fixed) for operand in rest)
@@ -121,7 +121,7 @@ def _reduce(equation: Any, operands: list[Dependence]) -> Dependence:
 
 
 def _window(equation: Any, operands: list[Dependence]) -> Dependence:
-    """Windows within each row, as in pooling."""
+    """Returns rows for windows within each row, as in pooling."""
     rows, *rest = operands
     if not isinstance(rows, Rows) or any(not isinstance(operand, Fixed) for operand in rest):
         return OTHER
@@ -158,7 +158,7 @@ def _fft(equation: Any, operands: list[Dependence]) -> Dependence:
 
 
 def _scatter(equation: Any, operands: list[Dependence]) -> Dependence:
-    """Each row of the updates is written to the same row of the array."""
+    """Returns rows if each row of the updates is written to the same row of the array."""
     (array, index, updates), numbers = operands, equation.params["dimension_numbers"]
     rows = array if isinstance(array, Rows) else None
     own = numbers.operand_batching_dims, numbers.scatter_indices_batching_dims
@@ -226,7 +226,7 @@ def _top_k(equation: Any, operands: list[Dependence]) -> Dependence:
 
 
 def _keeping(equation: Any, operands: list[Dependence]) -> Dependence:
-    """An operation that does not change the dimension of the rows."""
+    """Returns rows if the operation does not change the dimension of the rows."""
     rows, *rest = operands
     if not isinstance(rows, Rows) or any(not isinstance(operand, Fixed) for operand in rest):
         return OTHER
@@ -235,7 +235,7 @@ def _keeping(equation: Any, operands: list[Dependence]) -> Dependence:
 
 
 def _dynamic_update_slice(equation: Any, operands: list[Dependence]) -> Dependence:
-    """Rows that are written in place, all at once."""
+    """Returns rows if all rows are written at once, in place."""
     rows, *places = (
         join([operand for operand in operands[:2] if not isinstance(operand, Fixed)]),
         *operands[2:],
@@ -279,7 +279,7 @@ def _conv_general_dilated(equation: Any, operands: list[Dependence]) -> Dependen
 
 
 def _gather(equation: Any, operands: list[Dependence]) -> Dependence:
-    """Rows of a table by tokens, or elements of each row by its labels."""
+    """Returns rows for rows of a table by tokens, or elements of each row by its labels."""
     numbers = equation.params["dimension_numbers"]
     table, index = operands
     if not isinstance(index, Rows):
@@ -294,7 +294,7 @@ def _gather(equation: Any, operands: list[Dependence]) -> Dependence:
 
 
 def _take(equation: Any, table: Dependence) -> Dependence:
-    """The same places of every row."""
+    """Returns rows for the same places of every row."""
     numbers, shape = equation.params["dimension_numbers"], equation.invars[0].aval.shape
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     kept = [dim for dim in range(len(shape)) if dim not in gone]

@@ -1,5 +1,4 @@
-"""Choice of the attention method for a sequence split over a mesh axis: bytes sent, refusals,
-reasons."""
+"""Choice of the attention method for split sequences: bytes sent, refusals, reasons."""
 
 from __future__ import annotations
 
@@ -57,8 +56,9 @@ class Choice:
 
 
 def wire_bytes(way: Way, sizes: Sizes) -> Wire:
-    """Returns the bytes that one device sends for one layer; with remat, count the forward pass
-    twice.
+    """Returns the bytes that one device sends for one layer.
+
+    With remat the forward pass counts twice.
 
     With P devices and s bytes for one head of the tokens of one device, Ulysses sends
     (P-1)/P (2 heads + 2 r kv_heads) s in each pass, with r from `kv_repeats`. All-gather sends

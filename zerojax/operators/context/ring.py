@@ -153,8 +153,7 @@ def _pair(
     *,
     same_chunk: bool = False,
 ) -> tuple[tuple[jax.Array, jax.Array], dict[str, Any]]:
-    """Returns (key, value) of a pair of chunks, and the options of `part_forward` and
-    `part_backward`.
+    """Returns (key, value) of a pair of chunks, and the options of `part_forward`.
 
     Args:
       ring: static options.
@@ -180,8 +179,7 @@ def _pair(
 
 
 def merge(first: Merged, second: Merged) -> Merged:
-    """Merges attention over two disjoint sets of keys; the log-sum-exp is -inf if no key is
-    visible.
+    """Merges attention over disjoint sets of keys; the log-sum-exp is -inf if no key is visible.
 
     >>> import jax.numpy as jnp
     >>> none = Merged(jnp.zeros((1, 2)), jnp.full((1,), -jnp.inf))
@@ -225,8 +223,7 @@ def _around(ring: _Ring, carry: Any, step: Callable[[Any, jax.Array, bool], Any]
 
 
 def _source(ring: _Ring, number: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the device that the keys of a step come from, and the half of its second pair of
-    chunks."""
+    """Returns the source device of a step's keys, and the half of its second pair of chunks."""
     me, devices = lax.axis_index(ring.axis), lax.axis_size(ring.axis)
     return (me - number) % devices, (number > me).astype(jnp.int32)
 

@@ -256,8 +256,7 @@ class LossPieces:
         return sums, dict(zip(self._head_extras, outputs[number:], strict=True))
 
     def count(self, extras: Arrays) -> Arrays:
-        """Returns {name: new value} of the extras that count microbatches, independent of their
-        contents.
+        """Returns {name: new value} of the extras that count microbatches.
 
         Each is computed only from such extras, so a microbatch's value is known before any other
         microbatch has passed the layers: the caller gives each microbatch its own.
@@ -370,8 +369,9 @@ def _pair(positions: Any, values: Any) -> dict[int, Any]:
 
 @jax.custom_vjp
 def _mask_gradient(value: jax.Array, present: jax.Array) -> jax.Array:
-    """Returns `value`, with a gradient of zero where `present` is false (one bool for each leading
-    row).
+    """Returns `value`, with a gradient of zero where `present` is false.
+
+    `present` has one bool for each leading row.
 
     This is a derivative rule, and not a selection between `value` and a copy without gradient,
     because

@@ -125,8 +125,7 @@ def sort_overwritten(
     around: Piece,
     head: Piece,
 ) -> Overwritten:
-    """Sorts the overwritten extras by the piece that reads them; extras without reader are left
-    out.
+    """Sorts the overwritten extras by the piece that reads them, without unread extras.
 
     The new value is the gradient of one piece. With two readers, or a reader on two stages, there
     would be two gradients to add, but the values of microbatches are combined by their maximum.

@@ -198,8 +198,7 @@ def _find(
 
 
 class _Runs:
-    """Runs of layers to try: those that leave least to compile first, then those with the lowest
-    start.
+    """Runs of layers to try, by the number of layers to compile, then by their start.
 
     Attributes:
       why_not_all: first difference between the parameters of layers, if any.

@@ -28,12 +28,15 @@ _NAMES = (
     "square squeeze stop_gradient sub tan tanh transpose"
 )
 _COMPUTED_AGAIN = frozenset(_NAMES.split())
-"""Recomputed primitives. Comparisons are saved: their results take one byte, and they are the last
-operations on random numbers."""
+"""Recomputed primitives, without comparisons, whose results take one byte and which consume random
+numbers."""
 
 
 def keep_products(primitive: Any, *_: Any, **params: Any) -> bool:
-    """Policy for `jax.checkpoint`: saves all but element-wise results, sums and reads."""
+    """Returns whether results are saved: all but element-wise results, sums and reads.
+
+    It is a policy for `jax.checkpoint`.
+    """
     if primitive.name == "name":
         return params["name"] == KEPT
     return primitive.name not in _COMPUTED_AGAIN
