@@ -121,9 +121,9 @@ def describe_layer_inputs(
     inputs = len(forward.jaxpr.invars)
     scans = find_layer_scans(forward, [place < num_parameters for place in range(inputs)])
     return tuple(
-        f"activations wait on the host: {_texts(scan.waiting)} of each of {scan.num_layers} layers "
-        f"({format_bytes(scan.bytes)} per microbatch and data shard); the backward pass recomputes "
-        "the rest of each layer, regardless of the model's remat"
+        f"activations are offloaded to the host: {_texts(scan.waiting)} of each of "
+        f"{scan.num_layers} layers ({format_bytes(scan.bytes)} per microbatch and data shard); the "
+        "backward pass recomputes the rest of each layer, regardless of the model's remat"
         for scan in scans
     )
 
