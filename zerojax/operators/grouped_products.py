@@ -1,7 +1,7 @@
 """Grouped matrix products of `zerojax.experts`: availability of the kernel, and its tiles of rows.
 
-The kernel is `pallas_kernels.grouped`. A plan's trace is never run; it holds one product of all
-rows in place of the kernel, which has the same number of FLOPs.
+The kernel is `pallas_kernels.grouped`. A plan's trace is never run: in place of the kernel it holds
+one product of all rows, with the FLOPs of the kernel.
 """
 
 from __future__ import annotations

@@ -94,7 +94,10 @@ def _with_own_scores(
     softcap: float | None,
     sinks: jax.Array | None,
 ) -> jax.Array:
-    """Computes scores and softmax in float32 and products in the dtype of the inputs."""
+    """Computes attention with explicit scores, which allow a softcap and sinks.
+
+    Scores and softmax are float32; products take operands in the dtype of the inputs.
+    """
     batch, queries, heads, features = query.shape
     kv_heads = key.shape[2]
     grouped = query.reshape(batch, queries, kv_heads, heads // kv_heads, features)

@@ -97,7 +97,10 @@ def _along_a_dim(equation: Any, operands: list[Dependence]) -> Dependence:
 
 
 def _reshape(equation: Any, operands: list[Dependence], num_rows: int) -> Dependence:
-    """Returns rows if the dimensions before them keep their size: rows stay whole blocks."""
+    """Returns rows if the reshape keeps each row as one block, else other.
+
+    The sizes of the dimensions before the rows must keep their product.
+    """
     (rows, *_) = operands
     old, new = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
     if not isinstance(rows, Rows) or equation.params.get("dimensions") is not None:
@@ -111,7 +114,7 @@ def _reshape(equation: Any, operands: list[Dependence], num_rows: int) -> Depend
 
 
 def _reduce(equation: Any, operands: list[Dependence]) -> Dependence:
-    """Returns rows for a reduction with a custom function within each row, else other."""
+    """Returns rows if a reduction with a custom function stays within each row, else other."""
     rows, *rest = operands
     removed = equation.params["dimensions"]
     fixed = all(isinstance(operand, Fixed) for operand in rest)
@@ -121,7 +124,7 @@ def _reduce(equation: Any, operands: list[Dependence]) -> Dependence:
 
 
 def _window(equation: Any, operands: list[Dependence]) -> Dependence:
-    """Returns rows for windows within each row, as in pooling."""
+    """Returns rows if windows stay within each row, as in pooling, else other."""
     rows, *rest = operands
     if not isinstance(rows, Rows) or any(not isinstance(operand, Fixed) for operand in rest):
         return OTHER
@@ -158,7 +161,7 @@ def _fft(equation: Any, operands: list[Dependence]) -> Dependence:
 
 
 def _scatter(equation: Any, operands: list[Dependence]) -> Dependence:
-    """Returns rows if each row of the updates is written to the same row of the array."""
+    """Returns rows if each row of the updates is written to the same row, else other."""
     (array, index, updates), numbers = operands, equation.params["dimension_numbers"]
     rows = array if isinstance(array, Rows) else None
     own = numbers.operand_batching_dims, numbers.scatter_indices_batching_dims
@@ -226,7 +229,7 @@ def _top_k(equation: Any, operands: list[Dependence]) -> Dependence:
 
 
 def _keeping(equation: Any, operands: list[Dependence]) -> Dependence:
-    """Returns rows if the operation does not change the dimension of the rows."""
+    """Returns rows if the operation keeps the size of the rows' dimension, else other."""
     rows, *rest = operands
     if not isinstance(rows, Rows) or any(not isinstance(operand, Fixed) for operand in rest):
         return OTHER
@@ -235,7 +238,7 @@ def _keeping(equation: Any, operands: list[Dependence]) -> Dependence:
 
 
 def _dynamic_update_slice(equation: Any, operands: list[Dependence]) -> Dependence:
-    """Returns rows if all rows are written at once, in place."""
+    """Returns rows if the update covers all rows, else other."""
     rows, *places = (
         join([operand for operand in operands[:2] if not isinstance(operand, Fixed)]),
         *operands[2:],
@@ -279,7 +282,7 @@ def _conv_general_dilated(equation: Any, operands: list[Dependence]) -> Dependen
 
 
 def _gather(equation: Any, operands: list[Dependence]) -> Dependence:
-    """Returns rows for rows of a table by tokens, or elements of each row by its labels."""
+    """Returns rows for a lookup by the indices of each row; for other gathers see `_take`."""
     numbers = equation.params["dimension_numbers"]
     table, index = operands
     if not isinstance(index, Rows):
@@ -294,7 +297,7 @@ def _gather(equation: Any, operands: list[Dependence]) -> Dependence:
 
 
 def _take(equation: Any, table: Dependence) -> Dependence:
-    """Returns rows for the same places of every row."""
+    """Returns rows if a gather takes the same places of every row, else other."""
     numbers, shape = equation.params["dimension_numbers"], equation.invars[0].aval.shape
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     kept = [dim for dim in range(len(shape)) if dim not in gone]

@@ -19,7 +19,7 @@ _CALLS = ("jit", "pjit", "closed_call")
 
 
 class Mismatch(Exception):
-    """Error: layers cannot form one loop, for the reason in the message.
+    """Failure to form one loop from layers; the message is the reason.
 
     Attributes:
       iteration: index of the first iteration that differs from those before it; None if unknown.
