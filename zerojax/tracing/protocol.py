@@ -30,7 +30,7 @@ class StepRule(NamedTuple):
     ndim: int
 
     def apply(self, value: Any, counts: Any) -> Any:
-        """Returns the next value of the target from `counts`, whose first dimensions may be stacks."""
+        """Returns the next value of the target from `counts`; dimensions of stacks come first."""
         rule = self.rule
         for _ in range(np.ndim(counts) - self.ndim):
             rule = jax.vmap(rule)
