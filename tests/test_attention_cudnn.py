@@ -148,7 +148,7 @@ def test_auto_takes_it_on_a_gpu_where_it_can():
         "64 x 64 scores of each head; cuDNN's workspace is not counted"
     )
     assert taken(gpu_mesh(), operands("float32")).startswith(
-        "attention xla (auto: cuDNN: it takes bfloat16 and float16, not float32; no more than 4096"
+        "attention xla (auto: cuDNN: it supports bfloat16 and float16, not float32; no more than "
     )
     assert taken(gpu_mesh(), operands("float32", tokens=5000)).startswith("attention chunked (auto")
     assert taken(make_mesh({"data": 8})).startswith("attention xla (auto: no more than 4096 keys)")
@@ -175,9 +175,9 @@ CANNOT = {
         {"given": operands(head_dim=192), "mesh": gpu_mesh("a100-80gb")},
         "at most 128, not 192",
     ),
-    "segments": ({"segments": jnp.zeros((2, 64), jnp.int32)}, "it takes no segments"),
-    "positions": ({"positions": jnp.zeros((2, 64), jnp.int32)}, "it takes no positions"),
-    "layout": ({"layout": zerojax.config.FixedLayout()}, "it takes no layout"),
+    "segments": ({"segments": jnp.zeros((2, 64), jnp.int32)}, "not support segments"),
+    "positions": ({"positions": jnp.zeros((2, 64), jnp.int32)}, "not support positions"),
+    "layout": ({"layout": zerojax.config.FixedLayout()}, "not support layout"),
     "window": ({"window": 4}, "a window only with causal"),
     "keys": ({"given": operands(keys=32), "causal": True}, "as many queries as keys"),
     "split": (
@@ -199,7 +199,7 @@ def test_what_it_cannot_do_is_refused_with_what_works(case):
 
 
 def test_a_plan_for_cpus_refuses_it():
-    with pytest.raises(ValueError, match="NVIDIA GPU, and these devices are CPUs; use impl"):
+    with pytest.raises(ValueError, match="NVIDIA GPU, but these devices are CPUs; use impl"):
         plan_of(make_mesh({"data": 8}), attention="cudnn")
 
 

@@ -571,7 +571,7 @@ def test_what_would_not_be_the_batch_is_refused(apply, message):
 
 
 def test_virtual_shards_are_refused():
-    message = "batch_mean with deterministic='mesh'.*rows of all; leave deterministic out"
+    message = "batch_mean .* deterministic='mesh'.*leave deterministic out"
     options = {"deterministic": "mesh", "virtual_shards": 8, "optimizer": zerojax.adamw(1e-3)}
     with pytest.raises(ValueError, match=message):
         plan_of(**options)
@@ -588,14 +588,14 @@ def test_virtual_shards_are_refused():
 
 @pytest.mark.parametrize("dtype", ["bool", "int32"])
 def test_a_mean_of_integers_is_refused(dtype):
-    with pytest.raises(TypeError, match=rf"batch_mean was given {dtype}\[3\].*astype"):
+    with pytest.raises(TypeError, match=rf"batch_mean cannot take {dtype}\[3\].*astype"):
         zerojax.batch_mean(jnp.ones(3, dtype))
 
 
 @pytest.mark.thorough
 def test_integers_and_numbers_of_rows_are_summed():
     assert zerojax.batch_sum(jnp.arange(3)).tolist() == [0, 1, 2]
-    with pytest.raises(TypeError, match="batch_sum was given bool"):
+    with pytest.raises(TypeError, match="batch_sum cannot take bool"):
         zerojax.batch_sum(jnp.ones(3, bool))
 
     def counted(model, batch):

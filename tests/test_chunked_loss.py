@@ -253,8 +253,11 @@ def test_second_derivatives_are_refused():
     [
         ({"chunk": 0}, "chunk=0 must be at least 1 token"),
         ({"vocab_dim": 2}, r"vocab_dim=2 must be 0 \(\[vocab, width\]\) or 1"),
-        ({"vocab_dim": 1}, r"head has shape \(37, 16\), .* its dimension 0 .* hidden, 16"),
-        ({"targets": TARGETS[:1]}, r"targets have shape \(1, 13\), but hidden has \(2, 13, 16\)"),
+        ({"vocab_dim": 1}, r"head has shape \(37, 16\), .* its dimension 0 must be 16"),
+        (
+            {"targets": TARGETS[:1]},
+            r"targets have shape \(1, 13\), but hidden has shape \(2, 13, 16\)",
+        ),
         ({"weights": MASK[0]}, r"weights have shape \(13,\)"),
     ],
 )

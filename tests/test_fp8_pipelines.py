@@ -184,7 +184,7 @@ class Shared(nnx.Module):
     ("whole", "words"),
     [
         (True, ["not only sliced by the loop of 4 layers", "let the loop slice a row for each"]),
-        (False, ["read by the layers and after the layers", "keep one for each of the two"]),
+        (False, ["read by the layers and after the layers", "keep a separate state for each"]),
     ],
 )
 def test_state_of_several_stages_is_refused(whole, words):

@@ -103,10 +103,10 @@ def refused(words, gpu="h100", heads=4, compiler_axes=(), mesh=None, dtype=jnp.b
 
 
 def test_what_it_cannot_is_refused_with_what_can():
-    refused("it needs an NVIDIA GPU, and these devices are CPUs", mesh=make_mesh({"data": 8}))
+    refused("it needs an NVIDIA GPU, but these devices are CPUs", mesh=make_mesh({"data": 8}))
     refused(r"9.0 \(Hopper\), not 8.0", gpu="a100-80gb")
     refused("not float32", dtype=jnp.float32)
-    refused("blocks of 16 tokens or a multiple, not of 8", layout=SlidingWindowLayout(block=8))
+    refused("multiple of 16 tokens, not of 8", layout=SlidingWindowLayout(block=8))
     split = make_abstract_mesh({"data": 4, "model": 2}, 8, gpu=find_gpu("h100"))
     over = {"mesh": split, "compiler_axes": ["model"]}
     refused("3 key/value heads cannot be split over 2", heads=3, **over)

@@ -209,7 +209,7 @@ def test_the_plan_says_which_kinds_there_are():
 
 def test_a_ring_is_refused_before_anything_compiles():
     mesh = {"data": 2, "context": 4}
-    with pytest.raises(ValueError, match="'ring' computes one window .*use .*'allgather'"):
+    with pytest.raises(ValueError, match="'ring' supports only one window .*use .*'allgather'"):
         plan_for(decoder(), mesh=mesh, context_parallel="ring")
     with pytest.raises(ValueError, match="attention sinks is not supported"):
         plan_for(decoder(attention_sinks=True), mesh=mesh)

@@ -132,7 +132,7 @@ def assert_all_rolled(plan: zerojax.Plan) -> None:
     assert plan.stacks["layers/0..5/up/kernel"] == tuple(
         f"layers/{layer}/up/kernel" for layer in range(NUM_LAYERS)
     )
-    assert "layers: layers/0..5 as one loop of 6 turns" in plan.reasons
+    assert "layers: layers/0..5 as one loop of 6 iterations" in plan.reasons
 
 
 @pytest.mark.parametrize(
@@ -295,7 +295,7 @@ def test_remat_of_a_mesh_is_that_of_every_layer(remat: str) -> None:
     """Whether the model checkpoints its layers or not."""
     for checkpoints in (True, False):
         plan = plan_of({**ZERO_3, "roll_remat": remat}, checkpoints=checkpoints)
-        assert any(line.endswith(f"6 turns; roll_remat={remat}") for line in plan.reasons)
+        assert any(line.endswith(f"6 iterations; roll_remat={remat}") for line in plan.reasons)
         np.testing.assert_allclose(train(plan)[1], losses_on_one_device(ADAMW), rtol=LOSSES)
         jaxpr = str(tracing.trace_model(*traced_arguments(plan)).jaxpr)
         policies = re.findall(r"policy=(\S+)", jaxpr)

@@ -321,7 +321,7 @@ def test_a_loop_tells_what_it_costs():
     if windows.period == 1:
         assert windows.row_bytes >= LAYERS * length * length
     assert "layers/0..5" in plain.describe()
-    assert f"{LAYERS} turns" in plain.describe()
+    assert f"{LAYERS} iterations" in plain.describe()
 
 
 @pytest.mark.parametrize(

@@ -312,9 +312,9 @@ def test_the_shares_are_said(monkeypatch):
     monkeypatch.setattr(chunked_attention, "BLOCK", 512)
     layout = SlidingWindowLayout()
     assert said(layout=layout, causal=True) == (
-        "attention chunked (auto: a layout is given): holds 128 x 144 of the 1024 x 1024 scores of "
-        "each head at a time; computes 14.1% of them; layout sliding_window, blocks of 16, shows "
-        "3.1%"
+        "attention chunked (auto: the call has a layout): holds 128 x 144 of the 1024 x 1024 "
+        "scores of each head at a time; computes 14.1% of them; layout sliding_window, blocks of "
+        "16, shows 3.1%"
     )
     assert said(layout=layout, implementation="xla") == (
         "attention xla (asked for): holds all 1024 x 1024 scores of each head; computes 100.0% of "
@@ -327,12 +327,12 @@ REFUSED = {
     "a name": (
         {"layout": "bigbird"},
         TypeError,
-        "layout is a str; give a layout of zerojax.config",
+        "layout is a str; use a layout of zerojax.config",
     ),
     "heads": (
         {"layout": BlockTable(SIZE, np.ones((3, 18, 18), bool))},
         ValueError,
-        "is for 3 heads and query has 4; make it for 4, or for 1",
+        "3 heads and query has 4; make it for 4 heads, or for 1",
     ),
     "tokens": (
         {"layout": BlockTable(SIZE, np.ones((1, 17, 18), bool))},
@@ -458,7 +458,7 @@ def test_a_section_that_cannot_be_is_refused(given, words):
 def test_the_plan_names_the_shares_of_a_model():
     plan = plan_for(decoder(MODEL_LAYOUT))
     (said,) = [reason for reason in plan.reasons if "layout" in reason]
-    assert said.startswith("attention chunked (auto: a layout is given): holds ")
+    assert said.startswith("attention chunked (auto: the call has a layout): holds ")
     assert "; layout bigbird, blocks of 2, shows " in said
 
 

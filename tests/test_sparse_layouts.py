@@ -80,7 +80,7 @@ def test_a_table_is_cut_to_fewer_tokens_and_not_to_more():
     cut = table.cut(100, 33)
     np.testing.assert_array_equal(cut.seen, table.seen[:, :7, :3])
     assert table.cut(256, 250) is table
-    with pytest.raises(ValueError, match="at most 256 queries and 256 keys, and there are 257"):
+    with pytest.raises(ValueError, match="at most 256 queries and 256 keys, .* has 257"):
         table.cut(257, 256)
 
 
@@ -167,10 +167,10 @@ def test_a_layout_by_its_mode():
 
 @pytest.mark.parametrize("entries", [np.ones((2, 2), bool), np.ones((1, 2, 2), int)])
 def test_entries_of_a_table_are_bool_by_head(entries):
-    with pytest.raises(ValueError, match="give bool"):
+    with pytest.raises(ValueError, match="must be bool"):
         BlockTable(16, entries)
 
 
 def test_a_block_of_a_table_is_a_whole_number():
-    with pytest.raises(ValueError, match="block=0 must be a whole number"):
+    with pytest.raises(ValueError, match="block=0 must be an integer"):
         BlockTable(0, np.ones((1, 2, 2), bool))

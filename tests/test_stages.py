@@ -202,7 +202,7 @@ RNGS = nnx.Rngs(0)
         ((jnp.sin, linear, jnp.sin), {}, TypeError, "pass num_layers and rngs, too"),
         ((jnp.sin, linear, jnp.sin), {"num_layers": 0, "rngs": RNGS}, ValueError, "=0 must be at"),
         ((jnp.sin, [linear(RNGS)], jnp.sin), {"num_layers": 1}, TypeError, "leave them out"),
-        ((jnp.sin, [], jnp.sin), {}, ValueError, "the list is empty; give at least one"),
+        ((jnp.sin, [], jnp.sin), {}, ValueError, "the list is empty; use at least one"),
         (
             (jnp.sin, [linear(RNGS)], jnp.sin),
             {"remat": "some"},
@@ -213,7 +213,7 @@ RNGS = nnx.Rngs(0)
             (jnp.sin, [linear(RNGS), nnx.Linear(WIDTH, 3, rngs=RNGS)], jnp.sin),
             {},
             ValueError,
-            r"layers 0 and 1 differ: bias is float32\(8,\) and float32\(3,\)\. .* stack that",
+            r"layers 0 and 1 differ: bias is float32\(8,\) and float32\(3,\)\. .* stack such",
         ),
     ],
 )
@@ -230,7 +230,7 @@ def test_refused_layers_of_other_settings() -> None:
 
 def test_refused_a_block_that_changes_the_shape_or_the_dtype() -> None:
     wider = Stages(jnp.sin, [nnx.Linear(WIDTH, 3, rngs=RNGS)], jnp.sin)
-    with pytest.raises(ValueError, match=r"Linear makes float32\(2, 3\) of float32\(2, 8\), but"):
+    with pytest.raises(ValueError, match=r"Linear changes float32\(2, 8\) to float32\(2, 3\), but"):
         wider(jnp.ones((2, WIDTH)))
     with pytest.raises(ValueError, match=r"\.astype\(x\.dtype\)"):
         Stages(jnp.sin, [linear(RNGS)], jnp.sin)(jnp.ones((2, WIDTH), jnp.bfloat16))

@@ -66,7 +66,7 @@ class SharedNorm(linen.Module):
 
 
 def test_an_axis_of_pmap_is_answered_with_what_to_do():
-    with pytest.raises(ValueError, match="an axis named 'batch'.*leave the name away"):
+    with pytest.raises(ValueError, match="an axis named 'batch'.*remove the name"):
         plan_for(SharedNorm("batch"), loss=linen_loss)
     plan_for(SharedNorm(None), loss=linen_loss)
 

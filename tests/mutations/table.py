@@ -276,7 +276,7 @@ MUTATIONS = (
         "tests/test_fp8_plan.py",
     ),
     Mutation(
-        "return [0 if self._as_they_are else union(given)] * len(equation.outvars)",
+        "return [0 if self._as_they_are else union(operands)] * len(equation.outvars)",
         "return [0] * len(equation.outvars)",
         "tests/test_own_derivatives.py",
     ),

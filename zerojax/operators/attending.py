@@ -1,7 +1,7 @@
 """Attention for any model: `zerojax.attention`, its implementations and the choice among them.
 
-Each implementation computes the same function of the same arguments, packed texts included; one
-that cannot do what is asked is refused.
+All implementations compute the same function of the same arguments, packed texts included. An
+implementation that does not support the arguments raises an error.
 """
 
 from __future__ import annotations
@@ -43,22 +43,23 @@ Both = jax.Array | tuple[jax.Array, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One call of `attention` while a model was traced.
+    """Record of a call of `attention` while a model was traced.
 
     Attributes:
-      implementation: the one that is taken.
-      why: "asked for", or what made "auto" take it.
+      implementation: the implementation that runs.
+      why: "asked for", or the reason of the choice of "auto".
       queries, keys: numbers of tokens.
-      tile: queries and keys that "chunked" holds the scores of.
-      computed: share of the scores that is computed, where a layout or a window is given.
-      layout: the table of blocks, if there is one.
+      tile: queries and keys of the scores that "chunked" holds at a time.
+      computed: fraction of the scores that is computed, if there is a layout or a window.
+      layout: block table of the layout, if any.
       heads, kv_heads, head_dim, itemsize: of query and key; itemsize in bytes.
-      causal: as it was asked for.
-      kind: words for its sizes (`attention_choice.kind_of`), where "auto" may take what was
-        measured; None elsewhere.
-      rows, dtype, window: of the query, and as it was asked for.
-      layers: (layers that make this call, layers of all) where a layer's kind decides.
-      has_sinks: whether heads have scores of no key.
+      causal: argument of the call.
+      kind: description of its sizes (`attention_choice.kind_of`) if "auto" may use a measured
+        choice; None otherwise.
+      rows, dtype: of the query.
+      window: argument of the call.
+      layers: (layers that make this call, all layers) if the kind of a layer decides.
+      has_sinks: whether heads have attention sinks.
     """
 
     implementation: Implementation
@@ -81,7 +82,7 @@ class Call:
     has_sinks: bool = False
 
     def describe(self) -> str:
-        """One sentence: what was taken, and why."""
+        """Returns one sentence with the implementation and the reason for it."""
         if self.layers is None:
             return self._describe()
         seen = "all tokens" if self.window is None else f"a window of {self.window}"
@@ -113,7 +114,10 @@ _CALLS: contextvars.ContextVar[list[Call] | None] = contextvars.ContextVar("call
 
 @contextlib.contextmanager
 def calls_of_attention() -> Iterator[list[Call]]:
-    """The calls of `attention` that are made meanwhile, in order; a cached trace makes none."""
+    """Yields a list that collects the calls of `attention` inside this context, in order.
+
+    A cached trace makes no calls.
+    """
     calls: list[Call] = []
     token = _CALLS.set(calls)
     try:
@@ -128,10 +132,10 @@ _IN_FORCE = contextvars.ContextVar("layout in force", default=None)
 
 @contextlib.contextmanager
 def layout_in_force(layout: BlockLayout) -> Iterator[list[BlockTable]]:
-    """Gives a layout to the calls of `attention` made meanwhile; a cached trace makes none.
+    """Applies a layout to the calls of `attention` inside this context; cached traces make none.
 
     Yields:
-      The tables that calls have taken so far.
+      The block tables that calls have used so far.
     """
     taken: list[BlockTable] = []
     token = _IN_FORCE.set((layout, taken))
@@ -143,12 +147,12 @@ def layout_in_force(layout: BlockLayout) -> Iterator[list[BlockTable]]:
 
 @dataclasses.dataclass(frozen=True)
 class WindowOfLayer:
-    """A window that depends on the layer, one of a few that are known before any array.
+    """Window that depends on the layer, chosen from a few static sizes.
 
     Attributes:
-      windows: of each kind of layer, at least two; None: all tokens.
-      index: int32 [], which of them is this layer's.
-      layers: for each of them (layers that have it, layers of all); (): not known.
+      windows: size for each kind of layer, at least two; None: all tokens.
+      index: int32 [], kind of this layer.
+      layers: (layers of this kind, all layers) for each kind; (): not known.
     """
 
     windows: tuple[int | None, ...]
@@ -156,7 +160,7 @@ class WindowOfLayer:
     layers: tuple[tuple[int, int], ...] = ()
 
     def limit(self) -> jax.Array:
-        """The window as data: int32 [], above any distance where there is none."""
+        """Returns the window as int32 []; above any distance if there is no window."""
         none = jnp.iinfo(jnp.int32).max
         sizes = [none if window is None else window for window in self.windows]
         return jnp.asarray(sizes, jnp.int32)[self.index]
@@ -178,48 +182,46 @@ def attention(
     sinks: jax.Array | None = None,
     implementation: Implementation = "auto",
 ) -> jax.Array:
-    """Softmax attention, `softmax(scale * query @ key^T) @ value`, over the keys that are seen.
+    """Computes softmax attention, `softmax(scale * query @ key^T) @ value`, over the visible keys.
 
-    A query sees the keys for which all that is given holds: `causal`, `window`, `segments` and
-    `layout`. One that sees none gives 0. Scores and softmax are float32 in every implementation;
-    their results differ by rounding alone.
+    A query sees the keys that `causal`, `window`, `segments` and `layout` all allow. A query that
+    sees no key gives 0. Scores and softmax are float32 in every implementation; their results
+    differ by rounding alone.
 
     Args:
       query: [batch, queries, heads, head_dim], any float dtype.
       key, value: [batch, keys, kv_heads, head_dim] in the dtype of `query`; kv_heads divides heads,
         and each serves heads / kv_heads neighbouring heads (arXiv:2305.13245).
       causal: a query sees the keys at its own position and before.
-      segments: integers [batch, tokens], the text that each token belongs to: tokens of other texts
-        in a row are not seen, and neither are keys of negative segments (padding). Or a pair, of
-        queries and of keys.
-      positions: integers [batch, tokens] which `causal` and `window` compare; or a pair, of queries
-        and of keys. None: the indices. Packed texts need `segments` alone.
-      window: a query sees keys less than so many positions away, its own included.
-      layout: which blocks of keys the queries of a block see, by their indices in the row: one of
-        `zerojax.config`, such as `BigBirdLayout`, or a `zerojax.operators.BlockTable` of at least
-        as many tokens, which is cut. "chunked" computes only the blocks that are seen, joined into
-        tiles; "xla" computes all scores.
-      scale: None: head_dim^-0.5.
+      segments: integers [batch, tokens], the text of each token: a query sees neither tokens of
+        other texts nor keys of negative segments (padding). A pair sets queries and keys apart.
+      positions: integers [batch, tokens] that `causal` and `window` compare. A pair sets queries
+        and keys apart. None: the indices. Packed texts need only `segments`.
+      window: a query sees keys less than `window` positions away, its own included.
+      layout: block-sparse mask by token index: a layout of `zerojax.config`, such as
+        `BigBirdLayout`, or a `zerojax.operators.BlockTable` of at least as many tokens, which is
+        cut. "chunked" computes only the visible blocks, joined into tiles; "xla" computes all
+        scores.
+      scale: factor of the scores; None: head_dim^-0.5.
       softcap: scores become cap * tanh(scores / cap), as in Gemma 2 (arXiv:2408.00118).
-      sinks: [heads], a score of each head that is of no key: it takes part in the softmax and adds
-        nothing, as in gpt-oss.
-      implementation: "xla" holds the scores of all queries and keys; "chunked" holds those of 512
-        by 512 at a time and computes them again in the backward pass; "cudnn" is NVIDIA's fused
+      sinks: [heads], attention sinks as in gpt-oss: an extra score of each head that enters the
+        denominator of the softmax and has no value.
+      implementation: "xla" holds the scores of all queries and keys; "chunked" holds 512 by 512
+        scores at a time and recomputes them in the backward pass; "cudnn" is NVIDIA's fused
         kernel, for bfloat16 and float16 without segments, positions, layout, softcap and sinks;
-        "mosaic_gpu" is zerojax's own for Hopper, with the first three, which no GPU has timed.
-        "auto" is "cudnn"
-        on GPUs where that can compute it, else "chunked" above 4096 keys or with a layout, else
-        "xla"; a run on GPUs may have measured another to be faster (`zerojax.tune`).
+        "mosaic_gpu" is zerojax's own kernel for Hopper, which also supports segments, positions and
+        layout, and has not been timed on a GPU. "auto" is "cudnn" on GPUs if it supports the call,
+        else "chunked" above 4096 keys or with a layout, else "xla". On GPUs a run may replace it by
+        a faster, measured choice (`zerojax.tune`).
 
     Returns:
       [batch, queries, heads, head_dim] in the dtype of `query`.
 
     Raises:
-      TypeError: dtypes that are not floating-point, or differ; segments or positions that are not
-        integers; a layout that is none.
-      ValueError: shapes that do not belong together, a window below 1, an unknown implementation, a
-        table of a layout for other heads or fewer tokens, or "cudnn" for what it cannot compute or
-        on devices that are not NVIDIA GPUs.
+      TypeError: dtypes are not floating-point, or differ; segments or positions are not integers;
+        `layout` is not a layout.
+      ValueError: shapes do not match, the window is below 1, the implementation is unknown, a block
+        table has other heads or fewer tokens, or "cudnn" does not support the call or the devices.
 
     Example:
       >>> import jax, zerojax
@@ -259,7 +261,7 @@ def attend_with(
     sinks: jax.Array | None = None,
     implementation: Implementation = "auto",
 ) -> jax.Array:
-    """`attention`, whose window may be the layer's."""
+    """Computes `attention` with a window that may be a `WindowOfLayer`."""
     by_layer = window if isinstance(window, WindowOfLayer) else None
     windows: tuple[Any, ...] = (window,) if by_layer is None else by_layer.windows
     _check(query, key, value, windows, implementation, softcap, sinks)
@@ -275,18 +277,18 @@ def attend_with(
         if by_layer is None:
             return attend_over(split, attend, query, key, value, window=windows[0], **options)
 
-        def of_layer(index: jax.Array, *arrays: jax.Array, **given: Any) -> jax.Array:
-            given["window"] = dataclasses.replace(by_layer, index=index)
-            return attend(*arrays, **given)
+        def of_layer(index: jax.Array, *arrays: jax.Array, **options: Any) -> jax.Array:
+            options["window"] = dataclasses.replace(by_layer, index=index)
+            return attend(*arrays, **options)
 
         options |= {"window": None, "index": by_layer.index}
         return attend_over(split, of_layer, query, key, value, **options)
     device = device_here()
     more = {"segments": segments, "positions": positions, "layout": table}
     more |= {"softcap": softcap, "sinks": sinks}
-    given = frozenset(name for name, value in more.items() if value is not None)
+    features = frozenset(name for name, value in more.items() if value is not None)
     calls = [
-        _call(query, key, Visibility(causal, each), given, table, implementation, device)
+        _call(query, key, Visibility(causal, each), features, table, implementation, device)
         for each in windows
     ]
     if by_layer is not None and by_layer.layers:
@@ -313,14 +315,14 @@ def _call(
     query: jax.Array,
     key: jax.Array,
     visibility: Visibility,
-    given: frozenset[str],
+    features: frozenset[str],
     table: BlockTable | None,
     implementation: Implementation,
     device: Device,
 ) -> Call:
-    """What computes a call, and why."""
-    chosen, why = choose(implementation, device, query, key, visibility, given, table)
-    kind = kind_of(query, key, visibility, given) if implementation == "auto" else None
+    """Chooses the implementation of a call and returns the record of it."""
+    chosen, why = choose(implementation, device, query, key, visibility, features, table)
+    kind = kind_of(query, key, visibility, features) if implementation == "auto" else None
     call = Call(
         *(measured_choice(kind) or chosen, why, query.shape[1], key.shape[1]),
         layout=table,
@@ -333,9 +335,9 @@ def _call(
         rows=query.shape[0],
         dtype=str(query.dtype),
         window=visibility.window,
-        has_sinks="sinks" in given,
+        has_sinks="sinks" in features,
     )
-    return _with_tiles(call, visibility, "positions" in given, query.shape[2] // key.shape[2])
+    return _with_tiles(call, visibility, "positions" in features, query.shape[2] // key.shape[2])
 
 
 def _run(
@@ -351,7 +353,7 @@ def _run(
     softcap: float | None,
     sinks: jax.Array | None,
 ) -> jax.Array:
-    """What was chosen, on the arrays; `rows` are the segments and positions that are given."""
+    """Runs the chosen implementation; `rows` holds the segments and positions, if any."""
     table, causal = calls[0].layout, calls[0].causal
     chosen = {call.implementation for call in calls}
     common: dict[str, Any] = {"scale": scale, "table": table}
@@ -397,7 +399,7 @@ def _in_order(
 
 
 def _branch(call: Call, where: str) -> Branch:
-    """How a layer with this call is computed beside others of other calls."""
+    """Returns the branch that computes a layer with this call beside layers with other calls."""
     if call.implementation == "xla":  # all scores as one tile
         return Branch("chunked", call.window, max(call.queries, call.keys), call.layers)
     if where == "plan" or call.implementation == "chunked":
@@ -410,9 +412,10 @@ def _branch(call: Call, where: str) -> Branch:
 def _planned_block(
     implementation: Implementation, keys: int, table: BlockTable | None
 ) -> int | None:
-    """Tokens of a block of "chunked" where it stands for a library's call in a plan's trace.
+    """Returns the block size of "chunked" as a stand-in for a library call in a plan's trace.
 
-    Its products are then those of the call, to within one 64th of those of causal attention.
+    Its matrix products then equal those of the library call to within 1/64 for causal attention.
+    None: the default block size.
     """
     return -(-keys // 64) if implementation != "chunked" and table is None else None
 
@@ -429,13 +432,14 @@ def attend_to_cache(
     softcap: float | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Causal attention of new tokens to a cache of keys; no gradient is meant.
+    """Computes causal attention of new tokens to a cache of keys; not meant to be differentiated.
 
     Args:
-      query, key, value: see `attention`; the keys are at 0, 1, 2, ...
-      positions: integers [queries], where the queries are; not known before the arrays.
-      window, scale, softcap, sinks: see `attention`; the window may be the layer's.
-      table: the blocks that are seen, of at least as many tokens; None: all.
+      query, key, value: see `attention`; the keys are at positions 0, 1, 2, ...
+      positions: integers [queries], positions of the queries; may be traced.
+      window: see `attention`; may be a `WindowOfLayer`.
+      table: mask by blocks, for at least as many tokens; None: all visible.
+      scale, softcap, sinks: see `attention`.
     """
     limit: Any = window.limit() if isinstance(window, WindowOfLayer) else window
     visibility = Visibility(causal=True, window=limit)
@@ -450,7 +454,7 @@ def attend_to_cache(
 
 
 def _with_tiles(call: Call, visibility: Visibility, has_positions: bool, groups: int) -> Call:
-    """What a call holds and computes."""
+    """Returns the call with the tile of scores it holds and the fraction of scores it computes."""
     if call.implementation in ("cudnn", "mosaic_gpu"):
         return call
     if call.implementation == "xla":
@@ -471,7 +475,7 @@ def _with_tiles(call: Call, visibility: Visibility, has_positions: bool, groups:
 
 
 def check_implementation(option: str, name: str) -> None:
-    """Raises ValueError for a name that `attention` does not know."""
+    """Raises ValueError if `name` is not an implementation of `attention`."""
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"{option}={name!r} is not valid; use {', '.join(IMPLEMENTATIONS)}")
 
@@ -479,10 +483,10 @@ def check_implementation(option: str, name: str) -> None:
 def _in_float32_on_cpus(
     run: Callable[..., jax.Array], query: jax.Array, key: jax.Array, value: jax.Array
 ) -> jax.Array:
-    """XLA has no float16 products on CPUs.
+    """Computes float16 attention in float32 on CPUs.
 
-    (Both ask for float16 products that are summed in float32, which XLA:CPU refuses when it
-    compiles; seen with jax 0.10.2 and 0.12.)
+    XLA:CPU does not compile float16 products with float32 accumulation, which both implementations
+    use; seen with jax 0.10.2 and 0.12.
     """
     if query.dtype != jnp.float16:
         return run(query, key, value)
@@ -496,7 +500,7 @@ def _in_float32_on_cpus(
 def _cudnn_of_jax(
     query: jax.Array, key: jax.Array, value: jax.Array, *, visibility: Visibility, scale: float
 ) -> jax.Array:
-    """Where no mesh tells how arrays are split: JAX's call has a rule for the compiler."""
+    """Calls cuDNN through JAX, which has a partitioning rule; for use without a mesh."""
     window = None if visibility.window is None else (visibility.window - 1, 0)
     return jax.nn.dot_product_attention(
         query,
@@ -509,7 +513,7 @@ def _cudnn_of_jax(
     )
 
 
-# --- what is given --------------------------------------------------------------------------------
+# --- checks of the arguments ----------------------------------------------------------------------
 
 
 def _check(
@@ -526,34 +530,34 @@ def _check(
         if array.ndim != 4:
             raise ValueError(
                 f"{name} has shape {array.shape}, but must be [batch, tokens, heads, head_dim]; "
-                f"write {name}[None] for a single sequence"
+                f"use {name}[None] for a single sequence"
             )
         if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype != query.dtype:
             raise TypeError(
-                f"{name} is {array.dtype} and query is {query.dtype}; give all three in one "
-                "floating-point dtype"
+                f"{name} is {array.dtype} and query is {query.dtype}; cast query, key and value to "
+                "one floating-point dtype"
             )
     if key.shape != value.shape:
-        raise ValueError(f"key has shape {key.shape} and value {value.shape}; give the same shape")
+        raise ValueError(f"key has shape {key.shape} and value {value.shape}; they must be equal")
     batch, _, heads, features = query.shape
     if (key.shape[0], key.shape[3]) != (batch, features):
         raise ValueError(
-            f"key has shape {key.shape}, and query {query.shape}: batch and head_dim have to be "
-            f"{batch} and {features}"
+            f"key has shape {key.shape} and query {query.shape}; batch and head_dim of the key "
+            f"must be {batch} and {features}"
         )
     if heads % key.shape[2]:
         raise ValueError(
-            f"query has {heads} heads, which is not a multiple of the {key.shape[2]} of key and "
-            f"value; use 1 or {heads} key/value heads"
+            f"query has {heads} heads, which is not a multiple of the {key.shape[2]} heads of key "
+            f"and value; use 1 or {heads} key/value heads"
         )
     for window in windows:
         if window is not None and (isinstance(window, bool) or window < 1):
-            raise ValueError(f"window={window!r} must be at least 1; 1 is the token itself")
+            raise ValueError(f"window={window!r} must be at least 1 (1: only the token itself)")
     if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap={softcap!r} must be above 0; use None for none")
+        raise ValueError(f"softcap={softcap!r} must be above 0; use None for no softcap")
     if sinks is not None and sinks.shape != (heads,):
         raise ValueError(
-            f"sinks has shape {sinks.shape}, and query {heads} heads; give one score for each head"
+            f"sinks has shape {sinks.shape}, but must be ({heads},): one score for each query head"
         )
     check_implementation("implementation", implementation)
 
@@ -561,7 +565,7 @@ def _check(
 def _table(
     layout: BlockLayout | BlockTable | None, query: jax.Array, key: jax.Array
 ) -> BlockTable | None:
-    """The table of a layout for these tokens and heads, or of the one that is in force."""
+    """Returns the block table for these tokens and heads, of the call's or the run's layout."""
     in_force = _IN_FORCE.get()
     if in_force is None:
         return _own_table(layout, query, key)
@@ -569,8 +573,8 @@ def _table(
     own = _own_table(layout, query, key)
     if own is not None and own != table:
         raise ValueError(
-            f"layout={in_force[0].mode} is in force, and a call of zerojax.attention has another "
-            f"one ({own.name}); give it in one place"
+            f"a call of zerojax.attention has layout={own.name}, but the run sets "
+            f"layout={in_force[0].mode} for all calls; set the layout in one place"
         )
     assert table is not None
     in_force[1].append(table)
@@ -586,36 +590,36 @@ def _own_table(
     if layout is None:
         return None
     if not isinstance(layout, BlockTable):
-        names = ", ".join(one.__name__ for one in LAYOUTS.values())
+        names = ", ".join(kind.__name__ for kind in LAYOUTS.values())
         raise TypeError(
-            f"layout is a {type(layout).__name__}; give a layout of zerojax.config ({names}) or a "
+            f"layout is a {type(layout).__name__}; use a layout of zerojax.config ({names}) or a "
             "zerojax.operators.BlockTable"
         )
     if layout.seen.shape[0] not in (1, heads):
         raise ValueError(
-            f"the table of the layout is for {layout.seen.shape[0]} heads and query has {heads}; "
-            f"make it for {heads}, or for 1, which all heads share"
+            f"the block table has {layout.seen.shape[0]} heads and query has {heads}; "
+            f"make it for {heads} heads, or for 1 head, which all heads share"
         )
     return layout.cut(queries, keys)
 
 
 def _pair(
-    name: str, given: Any, query: jax.Array, key: jax.Array
+    name: str, integers: Any, query: jax.Array, key: jax.Array
 ) -> tuple[jax.Array, jax.Array] | None:
-    """Integers of queries and of keys, [batch, tokens] each."""
-    if given is None:
+    """Returns integers for queries and for keys, [batch, tokens] each; None if there are none."""
+    if integers is None:
         return None
-    pair = given if isinstance(given, tuple) else (given, given)
+    pair = integers if isinstance(integers, tuple) else (integers, integers)
     if len(pair) != 2:
         raise ValueError(
-            f"{name} has {len(pair)} entries; give one array, or one each of queries and keys"
+            f"{name} has {len(pair)} entries; use one array, or a pair for queries and keys"
         )
     for array, tokens in zip(pair, (query, key), strict=True):
         if not jnp.issubdtype(array.dtype, jnp.integer):
             raise TypeError(f"{name} is {array.dtype}, but must be integers; use .astype('int32')")
         if array.shape != tokens.shape[:2]:
             raise ValueError(
-                f"{name} has shape {array.shape}, and the tokens {tokens.shape[:2]}; give one "
-                "integer for each token, [batch, tokens]"
+                f"{name} has shape {array.shape}, but must be [batch, tokens] = "
+                f"{tokens.shape[:2]}: one integer for each token"
             )
     return pair

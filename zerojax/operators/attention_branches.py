@@ -1,9 +1,9 @@
-"""Attention that is one of several by data, or has sinks: one operation with one derivative.
+"""Attention with a data-dependent branch, or with sinks, as one operation with one derivative.
 
-Which branch is taken is an integer, such as the kind of a layer in a loop. The forward pass keeps
-query, key, value, the result and the log-sum-exp of the scores, whatever the branches do inside:
-differentiated branch by branch, JAX would keep what each of them needs. A learned score that adds
-nothing (a sink) only changes the log-sum-exp, which the backward pass takes as it is given.
+The branch index is an integer array, such as the kind of a layer in a loop. The forward pass saves
+query, key, value, the result and the log-sum-exp of the scores, for all branches. If JAX
+differentiated the branches, it would save the residuals of each of them. A sink (a learned score
+without a value) only changes the log-sum-exp, which the backward pass takes as an input.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from zerojax.operators.marks import LINEAR_RULE, branch_scope
 from zerojax.operators.sparse_layouts import BlockTable
 
 Rows = dict[str, Any]
-"""Pairs of integers of queries and of keys, by what they are."""
+"""Pairs of integer arrays for queries and keys, by the keyword ("segments", "positions")."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Branch:
-    """One way to compute the attention of some layers.
+    """Way to compute the attention of some layers.
 
     Attributes:
-      implementation: what computes it.
+      implementation: the implementation that computes it.
       window: see `zerojax.attention`.
-      block: most queries and keys of a tile of "chunked"; None: its own.
-      layers: (layers that take this branch, layers of all); None: not known.
+      block: maximum number of queries and keys of a tile of "chunked"; None: its default.
+      layers: (layers that take this branch, all layers); None: not known.
     """
 
     implementation: Literal["chunked", "cudnn", "mosaic_gpu"]
@@ -82,16 +82,16 @@ def attention_of_branch(
     softcap: float | None = None,
     table: BlockTable | None = None,
 ) -> jax.Array:
-    """Softmax attention by the branch of this index. First derivatives in reverse mode only.
+    """Computes softmax attention by the branch at `index`. Only first derivatives in reverse mode.
 
     Args:
       query: [batch, queries, heads, head_dim].
       key, value: [batch, keys, kv_heads, head_dim].
-      index: int32 []; None where there is one branch.
-      rows: "segments" and "positions", as far as they are given; see `chunked_attention`.
-      sinks: float32 [heads], a score of each head that is of no key; None: none.
-      branches, causal, scale, softcap, table: see `zerojax.attention`; a softcap and a table are
-        for "chunked", sinks for all but "cudnn".
+      index: int32 []; None if there is one branch.
+      rows: "segments" and "positions", if any; see `chunked_attention`.
+      sinks: float32 [heads], attention sinks; None: no sinks.
+      branches, causal, scale, softcap, table: see `zerojax.attention`. Only "chunked" supports a
+        softcap and a table; all but "cudnn" support sinks.
 
     Returns:
       [batch, queries, heads, head_dim] in the dtype of `query`; 0 for a query that sees no key.
@@ -104,22 +104,22 @@ def attention_of_branch(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(options: _Options, *given: Any) -> jax.Array:
-    out, _ = _compute(options, *given)
+def _attend(options: _Options, *operands: Any) -> jax.Array:
+    out, _ = _compute(options, *operands)
     return checkpoint_name(out, LINEAR_RULE)
 
 
-def _forward(options: _Options, *given: Any) -> tuple[jax.Array, tuple[Any, ...]]:
-    out, log_sum = checkpoint_name(_as_one_operation(options, *given), KEPT)
-    return out, (*given, out, log_sum)
+def _forward(options: _Options, *operands: Any) -> tuple[jax.Array, tuple[Any, ...]]:
+    out, log_sum = checkpoint_name(_as_one_operation(options, *operands), KEPT)
+    return out, (*operands, out, log_sum)
 
 
 def _backward(options: _Options, kept: tuple[Any, ...], slope: jax.Array) -> tuple[Any, ...]:
     index, query, key, value, rows, sinks, out, log_sum = kept
     turned = jnp.sum(slope.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     runs = [functools.partial(_slopes, options, branch) for branch in options.branches]
-    given = (query, key, value, rows, out, log_sum, turned, slope)
-    gradients = _switch(options, index, runs, *given)
+    operands = (query, key, value, rows, out, log_sum, turned, slope)
+    gradients = _switch(options, index, runs, *operands)
     of_sinks = None
     if sinks is not None:
         weights = jnp.exp(sinks.astype(jnp.float32)[None, None] - log_sum)
@@ -131,9 +131,9 @@ _attend.defvjp(_forward, _backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _as_one_operation(options: _Options, *given: Any) -> tuple[jax.Array, jax.Array]:
-    """For a `jax.checkpoint` around it, whose policy would look into the bare branches."""
-    return _compute(options, *given)
+def _as_one_operation(options: _Options, *operands: Any) -> tuple[jax.Array, jax.Array]:
+    """Wraps the branches, so that the policy of an outer `jax.checkpoint` cannot see into them."""
+    return _compute(options, *operands)
 
 
 def _refuse(*_: Any) -> Any:
@@ -157,8 +157,8 @@ def _compute(
     rows: Rows,
     sinks: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """(out, float32 log-sum-exp [batch, queries, heads]; -inf where nothing is seen)."""
-    # Sinks scale the result once more; without them a branch hands on what is kept.
+    """Returns (out, float32 log-sum-exp [batch, queries, heads]; -inf if a query sees no key)."""
+    # Sinks rescale the result in float32; without them a branch returns it in its final dtype.
     dtype = query.dtype if sinks is None else jnp.float32
     runs = [functools.partial(_part, options, branch, dtype) for branch in options.branches]
     out, log_sum = _switch(options, index, runs, query, key, value, rows)
@@ -172,21 +172,21 @@ def _compute(
 def _part(
     options: _Options, branch: Branch, dtype: Any, query: Any, key: Any, value: Any, rows: Rows
 ) -> tuple[jax.Array, jax.Array]:
-    """`_compute` of one branch without sinks, its result in a dtype."""
+    """Computes one branch of `_compute` without sinks, with the result in `dtype`."""
     if branch.implementation == "chunked":
-        found = chunked.part_forward(query, key, value, **options.of_chunks(branch), **rows)
+        result = chunked.part_forward(query, key, value, **options.of_chunks(branch), **rows)
     elif branch.implementation == "cudnn":
-        found = cudnn.part_forward(
+        result = cudnn.part_forward(
             query, key, value, visibility=options.visibility(branch), scale=options.scale
         )
     else:
-        found = kernels.part_forward(
+        result = kernels.part_forward(
             *(query, key, value, rows),
             visibility=options.visibility(branch),
             scale=options.scale,
             table=options.table,
         )
-    out, log_sum = found
+    out, log_sum = result
     return out.astype(dtype), log_sum
 
 
@@ -202,14 +202,14 @@ def _slopes(
     turned: jax.Array,
     slope: jax.Array,
 ) -> tuple[jax.Array, ...]:
-    """Gradients of query, key and value, in their dtypes."""
+    """Returns the gradients of query, key and value, in their dtypes."""
     ends = {"log_sum": log_sum, "turned": turned, "slope": slope}
     if branch.implementation == "chunked":
-        found = chunked.part_backward(
+        gradients = chunked.part_backward(
             query, key, value, **ends, **options.of_chunks(branch), **rows
         )
     elif branch.implementation == "cudnn":
-        found = cudnn.part_backward(
+        gradients = cudnn.part_backward(
             *(query, key, value),
             out=out,
             log_sum=log_sum,
@@ -218,32 +218,32 @@ def _slopes(
             scale=options.scale,
         )
     else:
-        found = kernels.part_backward(
+        gradients = kernels.part_backward(
             *(query, key, value, rows),
             **ends,
             visibility=options.visibility(branch),
             scale=options.scale,
             table=options.table,
         )
-    return tuple(x.astype(y.dtype) for x, y in zip(found, (query, key, value), strict=True))
+    return tuple(x.astype(y.dtype) for x, y in zip(gradients, (query, key, value), strict=True))
 
 
 def _switch(
-    options: _Options, index: jax.Array | None, runs: list[Callable[..., Any]], *given: Any
+    options: _Options, index: jax.Array | None, runs: list[Callable[..., Any]], *operands: Any
 ) -> Any:
-    """The result of one branch, each in a scope that tells how often it is taken."""
+    """Runs the selected branch; the scope of each branch records its fraction of the layers."""
     if index is None:
-        return runs[0](*given)
+        return runs[0](*operands)
 
     def scoped(run: Callable[..., Any], branch: Branch) -> Callable[..., Any]:
-        def call(*given: Any) -> Any:
+        def call(*operands: Any) -> Any:
             with _scope(branch):
-                return run(*given)
+                return run(*operands)
 
         return call
 
     pairs = zip(runs, options.branches, strict=True)
-    return lax.switch(index, [scoped(*pair) for pair in pairs], *given)
+    return lax.switch(index, [scoped(*pair) for pair in pairs], *operands)
 
 
 @contextlib.contextmanager

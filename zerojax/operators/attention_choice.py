@@ -1,6 +1,6 @@
-"""Choice of the implementation of attention, from the devices of a step and what is asked.
+"""Choice of the implementation of attention, from the devices of a step and the arguments.
 
-Inside a step the devices are those of the mesh under which the model is traced; a plan names them
+Inside a step the devices are those of the mesh under which the model is traced; a plan sets them
 for its own traces (`attention_planned_for`).
 """
 
@@ -26,19 +26,19 @@ from zerojax.operators.sparse_layouts import BlockTable
 Implementation = Literal["auto", "xla", "chunked", "cudnn", "mosaic_gpu"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("auto", "xla", "chunked", "cudnn", "mosaic_gpu")
 LONGEST_STORED = 4096
-"""`auto` computes in chunks where a query may see more keys than these, unless cuDNN computes it:
-the scores of one sequence of 8192 tokens and 32 heads are 8 GiB in float32."""
+"""Number of keys up to which "auto" stores all scores if cuDNN does not support the call. The
+scores of one sequence of 8192 tokens and 32 heads are 8 GiB in float32."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """What an implementation is chosen for.
+    """Device for which an implementation is chosen.
 
     Attributes:
-      kind: as the driver names it; None: not known.
+      kind: name by the driver; None: not known.
       platform: "gpu", "cpu" and so on; None: not known.
-      split: over how many devices the compiler splits the heads.
-      where: "step" inside a mesh, "plan" where the trace is read and not run, "alone" else.
+      split: number of devices over which the compiler splits the heads.
+      where: "step" inside a mesh; "plan" if the trace is analysed and never run; else "alone".
     """
 
     kind: str | None
@@ -51,14 +51,14 @@ class Device:
         return self.platform in ("gpu", "cuda")
 
     def why_no_gpu(self) -> str | None:
-        """Why a GPU's code cannot run there; None if it can, as far as is known."""
+        """Returns the reason why GPU code cannot run there; None if it can or may."""
         if self.platform is None or self.is_gpu:
             return None
-        return f"it needs an NVIDIA GPU, and these devices are {self.platform.upper()}s"
+        return f"it needs an NVIDIA GPU, but these devices are {self.platform.upper()}s"
 
     @property
     def capability(self) -> float:
-        """Compute capability; the least that will do where the device is not known."""
+        """Compute capability; the minimum that cuDNN needs if the device is not known."""
         here = [d for d in jax.devices() if d.device_kind == self.kind]
         if here:
             known = str(getattr(here[0], "compute_capability", ""))
@@ -79,14 +79,14 @@ _PLANNED: contextvars.ContextVar[Device | None] = contextvars.ContextVar("planne
 def attention_planned_for(
     mesh: Mesh | AbstractMesh, compiler_axes: Sequence[str] = ()
 ) -> Iterator[None]:
-    """Models traced meanwhile are those that will run on this mesh.
+    """Sets the mesh for which models are traced inside this context.
 
-    Calls choose for its devices. Their traces are read and not run, so they hold what any device
-    computes in place of a library's call.
+    Calls of attention choose for its devices. The traces are analysed and never run, so they hold
+    an implementation for any device in place of a library call.
 
     Args:
       mesh: of the step.
-      compiler_axes: axes that are left to the compiler in the step.
+      compiler_axes: axes that the compiler partitions in the step.
     """
     abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
     split = math.prod(abstract.shape[name] for name in compiler_axes)
@@ -103,10 +103,10 @@ _MEASURED = contextvars.ContextVar("measured", default=None)
 
 @contextlib.contextmanager
 def attention_measured(choices: Mapping[str, str]) -> Iterator[None]:
-    """Calls of these kinds take these implementations where "auto" would choose.
+    """Sets the implementations that "auto" takes for kinds of calls inside this context.
 
     Args:
-      choices: {kind of a call (`kind_of`): implementation}; other names are of no call.
+      choices: {kind of a call (`kind_of`): implementation}; other keys have no effect.
     """
     token = _MEASURED.set(choices)
     try:
@@ -116,7 +116,7 @@ def attention_measured(choices: Mapping[str, str]) -> Iterator[None]:
 
 
 def measured_choice(kind: str | None) -> Implementation | None:
-    """What is in force for calls of a kind; None where "auto" chooses."""
+    """Returns the measured implementation for calls of a kind; None if there is none."""
     choices = _MEASURED.get()
     if kind is None or choices is None:
         return None
@@ -126,7 +126,9 @@ def measured_choice(kind: str | None) -> Implementation | None:
 def kind_of(
     query: jax.Array, key: jax.Array, visibility: Visibility, given: Collection[str]
 ) -> str | None:
-    """Words for the sizes of a call, by which it is measured; None where its time hangs on data.
+    """Returns a description of the sizes of a call, the key for its measured time.
+
+    None if the time depends on data.
 
     Args:
       query, key, visibility, given: see `choose`.
@@ -143,12 +145,12 @@ def kind_of(
 
 
 def _card(kind: str | None) -> Gpu | None:
-    """The card of a device kind, or of its own name, as the mesh of a plan has it."""
+    """Returns the GPU with this device kind, or with this name (as in the mesh of a plan)."""
     return None if kind is None else gpu_of_device(kind) or named_gpu(kind)
 
 
 def device_here() -> Device:
-    """Of what is planned, of the mesh under which a model is traced, or the default device."""
+    """Returns the planned device, else that of the current mesh, else the default device."""
     planned = _PLANNED.get()
     if planned is not None:
         return planned
@@ -167,7 +169,7 @@ def _device_of(mesh: AbstractMesh, split: int, where: Literal["step", "plan"]) -
 
 
 def _left_to_compiler(mesh: AbstractMesh) -> dict[str, int]:
-    """{axis: size} of the axes over which the compiler splits arrays by itself."""
+    """Returns {axis: size} of the axes over which the compiler partitions arrays."""
     named = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
     return {name: size for name, size, kind in named if kind != AxisType.Manual and size > 1}
 
@@ -181,31 +183,32 @@ def choose(
     given: Collection[str],
     table: BlockTable | None = None,
 ) -> tuple[Implementation, str]:
-    """(the implementation, why).
+    """Returns (implementation, reason).
 
     Args:
-      implementation: what is asked for.
-      device: where it will run.
+      implementation: argument of the call.
+      device: device that will run it.
       query, key, visibility: of the call.
-      given: which of "segments", "positions", "layout", "softcap" and "sinks" the call has.
-      table: of the layout, if there is one.
+      given: those of "segments", "positions", "layout", "softcap" and "sinks" that the call sets.
+      table: block table of the layout, if any.
 
     Raises:
-      ValueError: cuDNN or the kernels were asked for and cannot compute this.
+      ValueError: the argument is "cudnn" or "mosaic_gpu", which does not support this call.
     """
     if implementation in ("xla", "chunked"):
         return implementation, "asked for"
     if implementation == "mosaic_gpu":
         capability = None if device.platform is None else device.capability
-        lacks = sorted({"softcap", "sinks"} & set(given))
-        why_not = f"they take no {' and no '.join(lacks)}" if lacks else device.why_no_gpu()
+        unsupported = sorted({"softcap", "sinks"} & set(given))
+        names = " or ".join(unsupported)
+        why_not = f"they do not support {names}" if unsupported else device.why_no_gpu()
         why_not = why_not or kernels.obstacle(
             query, key, table, capability=capability, split=device.split
         )
         if why_not:
             raise ValueError(
                 f"attention by Mosaic GPU: {why_not}; use implementation='auto', or 'chunked', "
-                "which computes the same (in a run file model.attention)"
+                "which gives the same results (model.attention in a run file)"
             )
         return "mosaic_gpu", "asked for"
     why_not = device.why_no_gpu() or cudnn.obstacle(
@@ -215,24 +218,28 @@ def choose(
         if why_not:
             raise ValueError(
                 f"attention by cuDNN: {why_not}; use implementation='auto', or 'chunked', which "
-                "stores no scores either (in a run file model.attention)"
+                "stores no scores either (model.attention in a run file)"
             )
         return "cudnn", "asked for"
     if why_not is None and device.platform is not None:
         return "cudnn", f"auto: {query.dtype} heads of {query.shape[-1]} on {device.describe()}"
     because = f"cuDNN: {why_not}; " if device.is_gpu else ""
     if "layout" in given:
-        return "chunked", f"auto: {because}a layout is given"
+        return "chunked", f"auto: {because}the call has a layout"
     is_long = key.shape[1] > LONGEST_STORED
     limit = "more" if is_long else "no more"
     return ("chunked" if is_long else "xla"), f"auto: {because}{limit} than {LONGEST_STORED} keys"
 
 
 def on_each_device(run: Callable[..., jax.Array], *more: Any) -> Callable[..., jax.Array]:
-    """Each device computes its own heads; `more` are arguments that all have.
+    """Returns a function in which each device computes its own heads.
 
-    The compiler cannot cut a library's call: where it splits arrays over an axis by itself, it
-    would gather the operands of all. So every such axis becomes manual here.
+    The compiler cannot partition a library call: for an axis over which it partitions arrays, it
+    would gather the operands. Therefore every such axis becomes manual here.
+
+    Args:
+      run: function of query, key, value and `more`.
+      more: further arguments, the same on all devices.
     """
     left = _left_to_compiler(jax.sharding.get_abstract_mesh())
     if not left:

@@ -1,7 +1,7 @@
 """Tiles of attention: the pairs of queries and keys that a loop over blocks has to compute.
 
-A tile is one block of queries and one or several blocks of keys, which need not be neighbours.
-What no query of a tile may see is left out before anything is traced. Numpy alone.
+A tile is one block of queries and one or several blocks of keys, which need not be adjacent. Tiles
+that are fully masked are left out before tracing. NumPy only.
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ import numpy as np
 from zerojax.operators.sparse_layouts import BlockTable
 
 LOOP_COST = 128 * 128
-"""What a turn of the loop costs beside its scores, in scores of one head: it keeps tiles from being
-cut until a turn does next to nothing. A guess; no GPU has measured it."""
+"""Overhead of one iteration of the loop, in scores of one head; it limits how small tiles become.
+An estimate, not measured on a GPU."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Extent:
-    """What is known of a call before any array.
+    """Static properties of a call of attention.
 
     Attributes:
       queries, keys: numbers of tokens.
-      block: most queries, and most keys, of a tile, if a block of the table is not larger.
-      causal, window: as in `zerojax.attention`.
-      has_positions: whether they compare positions that are data; else they compare the indices.
-      table: which blocks see which; None: all see all.
+      block: maximum number of queries, and of keys, of a tile, unless a block of the table is
+        larger.
+      causal, window: see `zerojax.attention`.
+      has_positions: whether `causal` and `window` compare positions that are data, not the indices.
+      table: mask by blocks; None: all visible.
       groups: query heads of a key/value head.
     """
 
@@ -41,7 +42,11 @@ class Extent:
     groups: int
 
     def may_see(self, size: int) -> np.ndarray:
-        """Bool [query blocks, key blocks] of so many tokens: what indices alone do not hide."""
+        """Returns the mask by blocks of `size` tokens that follows from the indices alone.
+
+        Returns:
+          Bool [query blocks, key blocks], False if no query of the block sees any key of the other.
+        """
         query = np.arange(-(-self.queries // size))[:, None] * size
         key = np.arange(-(-self.keys // size))[None, :] * size
         seen = np.ones((query.size, key.size), bool)
@@ -58,17 +63,17 @@ class Extent:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Tiles:
-    """The turns of the loop.
+    """Tiles in the order of the loop, one for each iteration.
 
     Attributes:
       query_block: queries of a tile.
       key_block: keys of a block of keys.
       places: int32 [tiles, 1 + heads x blocks]: the block of queries, then the blocks of keys for
-        each key/value head, or for all heads alike. Tiles of one block of queries follow one
-        another. A place that is left over has a number beyond the blocks, each another one.
-      heads: key/value heads that have blocks of their own; 1: all have the same.
-      seen: bool [tiles, heads or 1, groups or 1, query parts, blocks]: which blocks of keys each
-        part of the queries sees by the table; None: all.
+        each key/value head, or for all heads together. Tiles of one block of queries are adjacent.
+        Unused places have distinct numbers beyond the last block.
+      heads: key/value heads with blocks of their own; 1: all heads have the same blocks.
+      seen: bool [tiles, heads or 1, groups or 1, query parts, blocks]: visibility of each block of
+        keys to each part of the queries by the table; None: all visible.
     """
 
     query_block: int
@@ -79,26 +84,27 @@ class Tiles:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of keys of a tile."""
+        """Number of blocks of keys of a tile."""
         return (self.places.shape[1] - 1) // self.heads
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Queries and keys of a tile."""
+        """Numbers of queries and keys of a tile."""
         return self.query_block, self.num_blocks * self.key_block
 
     @property
     def num_scores(self) -> int:
-        """Scores of each head of a sequence that the loop computes in one pass."""
+        """Number of scores for each head of a sequence that the loop computes in one pass."""
         return len(self.places) * self.shape[0] * self.shape[1]
 
 
 @functools.lru_cache(maxsize=64)
 def tiles_of(extent: Extent) -> Tiles:
-    """The tiles in which something may be seen.
+    """Returns the tiles that are not fully masked.
 
-    A tile of several blocks of queries lists each block of keys that any of them sees, and computes
-    it for all: the sizes are those with the fewest scores, counting `LOOP_COST` for each turn.
+    A tile of several blocks of queries lists every block of keys that any of them sees, and
+    computes it for all of them. The sizes minimise the number of scores plus `LOOP_COST` for each
+    iteration.
     """
     if extent.table is None:
         pairs = np.argwhere(extent.may_see(extent.block)).astype(np.int32)
@@ -120,37 +126,40 @@ def tiles_of(extent: Extent) -> Tiles:
 
 
 def _sizes(most: int, useful: int) -> list[int]:
-    """Powers of two up to a limit, and the number that is just enough."""
+    """Returns the powers of two up to min(most, useful), and this number itself."""
     last = max(min(most, useful), 1)
     return sorted({last, *(2**n for n in range(last.bit_length()))})
 
 
 def _by_tile(seen: np.ndarray, parts: int) -> np.ndarray:
-    """[heads, groups, query blocks, key blocks] -> [heads, groups, tiles, parts, key blocks]."""
+    """Splits the query blocks into tiles.
+
+    [heads, groups, query blocks, key blocks] -> [heads, groups, tiles, parts, key blocks].
+    """
     seen = np.pad(seen, [(0, 0), (0, 0), (0, -seen.shape[2] % parts), (0, 0)])
     return seen.reshape(*seen.shape[:2], -1, parts, seen.shape[3])
 
 
 def _listed(seen: np.ndarray) -> np.ndarray:
-    """Bool [heads, tiles, key blocks]: what any query of a tile sees."""
+    """Returns bool [heads, tiles, key blocks]: the blocks that any query of a tile sees."""
     return np.asarray(np.any(seen, axis=(1, 3)))
 
 
 def _gathered(seen: np.ndarray, size: int, blocks: int) -> Tiles:
-    """Tiles with so many blocks of keys each; `seen` is by tile."""
+    """Returns tiles with `blocks` blocks of keys each; `seen` is the result of `_by_tile`."""
     heads, groups, tiles, parts, beyond = seen.shape
     listed = _listed(seen)
     places, shown = [], []
     for tile in range(tiles):
-        turns = -(-int(listed[:, tile].sum(-1).max()) // blocks)
-        columns = np.tile(beyond + np.arange(turns * blocks), (heads, 1))
+        num_tiles = -(-int(listed[:, tile].sum(-1).max()) // blocks)
+        columns = np.tile(beyond + np.arange(num_tiles * blocks), (heads, 1))
         for head in range(heads):
-            found = np.flatnonzero(listed[head, tile])
-            columns[head, : len(found)] = found
-        padded = np.pad(seen[:, :, tile], [(0, 0), (0, 0), (0, 0), (0, turns * blocks)])
-        for turn in np.split(columns, turns, axis=1) if turns else []:
-            places.append([tile, *turn.ravel()])
-            shown.append(np.take_along_axis(padded, turn[:, None, None, :], axis=-1))
+            visible = np.flatnonzero(listed[head, tile])
+            columns[head, : len(visible)] = visible
+        padded = np.pad(seen[:, :, tile], [(0, 0), (0, 0), (0, 0), (0, num_tiles * blocks)])
+        for key_blocks in np.split(columns, num_tiles, axis=1) if num_tiles else []:
+            places.append([tile, *key_blocks.ravel()])
+            shown.append(np.take_along_axis(padded, key_blocks[:, None, None, :], axis=-1))
     none = np.zeros((0, heads, groups, parts, blocks), bool)
     bits = np.stack(shown) if shown else none
     return Tiles(

@@ -1,10 +1,10 @@
 """Attention in blocks of queries and keys, without an array of all scores.
 
-The loop goes over the tiles in which a query may see a key (`attention_tiles`), be it by the order
-of tokens, by a window or by a table of blocks; the softmax is taken online
-(arXiv:1805.02867, arXiv:2112.05682), and the backward pass computes each block of scores again from
-the log-sum-exp of its rows (arXiv:2205.14135). Plain XLA: any device, any float dtype. It saves
-memory, not products of the tiles it visits; a fused kernel also keeps a tile's scores on the chip.
+The loop visits only tiles that are not fully masked by the order of tokens, a window or a block
+table (`attention_tiles`). The softmax is computed online (arXiv:1805.02867, arXiv:2112.05682), and
+the backward pass recomputes each block of scores from the log-sum-exp of its rows
+(arXiv:2205.14135). Plain XLA: any device, any float dtype. It saves memory, but no FLOPs inside the
+tiles; a fused kernel also keeps the scores of a tile on the chip.
 """
 
 from __future__ import annotations
@@ -24,28 +24,33 @@ from zerojax.operators.marks import LINEAR_RULE
 from zerojax.operators.sparse_layouts import BlockTable
 
 BLOCK = 512
-"""Queries and keys of a block. Of 32 heads a block of float32 scores is then 32 MiB."""
+"""Queries and keys of a block. A block of float32 scores for 32 heads is 32 MiB."""
 
 
 KEPT = "zerojax.attention"
-"""Names what the backward pass needs of the forward pass beside query, key and value: a
-`jax.checkpoint` that keeps it computes no scores again before the backward pass does."""
+"""Name of the residuals of the forward pass beside query, key and value. A `jax.checkpoint` that
+saves this name recomputes scores only inside the backward pass of attention."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Visibility:
-    """Which keys a query may see, as far as it is known before any array.
+    """Attention mask by positions, as far as it is static.
 
     Attributes:
-      causal: keys at its own position and before.
-      window: positions that are less than so many away; None: any.
+      causal: whether a query sees only keys at its own position and before.
+      window: a query sees positions less than `window` away; None: no limit.
     """
 
     causal: bool
     window: int | None
 
     def is_visible(self, query: jax.Array, key: jax.Array) -> jax.Array | None:
-        """Bool [..., queries, keys] of positions [..., queries] and [..., keys]; None: all are."""
+        """Returns the mask, bool [..., queries, keys]; None if all keys are visible.
+
+        Args:
+          query: positions [..., queries].
+          key: positions [..., keys].
+        """
         if not self.causal and self.window is None:
             return None
         distance = query[..., :, None] - key[..., None, :]
@@ -59,12 +64,12 @@ class Visibility:
 
 @dataclasses.dataclass(frozen=True)
 class _Cut:
-    """How the work is cut.
+    """Static options of a call, and its division into tiles.
 
     Attributes:
-      scale: what scores are multiplied with.
-      visibility: see there.
-      extent: what the tiles of the loop follow from.
+      scale: factor of the scores.
+      visibility: mask by positions.
+      extent: determines the tiles of the loop.
       softcap: see `zerojax.attention`.
     """
 
@@ -91,23 +96,23 @@ def chunked_attention(
     block: int | None = None,
     softcap: float | None = None,
 ) -> jax.Array:
-    """Softmax attention, tile by tile.
+    """Computes softmax attention, tile by tile.
 
-    Products take operands in the dtype of the inputs and are summed in float32, and so are scores,
-    softmax and the sum over keys. First derivatives in reverse mode only.
+    Products take operands in the dtype of the inputs and accumulate in float32; scores, softmax and
+    the sum over keys are float32. Only first derivatives in reverse mode.
 
     Args:
       query: [batch, queries, heads, head_dim].
       key, value: [batch, keys, kv_heads, head_dim]; kv_heads divides heads.
-      visibility: which keys a query may see.
-      scale: what scores are multiplied with.
-      segments: integers ([batch, queries], [batch, keys]): a query sees keys of its own segment; a
-        key of a negative one is seen by nobody. None: one segment.
-      positions: integers ([batch, queries], [batch, keys]), which `visibility` compares; None: the
-        indices, and tiles in which nothing can be seen are left out.
-      table: which blocks of keys the queries of a block see, by their indices, of as many blocks as
-        there are: others are not computed. None: all.
-      block: most queries and keys of a tile; None: `BLOCK`.
+      visibility: mask by positions.
+      scale: factor of the scores.
+      segments: integers ([batch, queries], [batch, keys]): a query sees keys of its own segment;
+        keys of negative segments are masked. None: one segment.
+      positions: integers ([batch, queries], [batch, keys]) that `visibility` compares; None: the
+        indices, and fully masked tiles are left out.
+      table: mask by blocks of the indices, with as many blocks as the call has; masked blocks are
+        not computed. None: all visible.
+      block: maximum number of queries and keys of a tile; None: `BLOCK`.
       softcap: see `zerojax.attention`.
 
     Returns:
@@ -132,15 +137,16 @@ def part_forward(
     block: int | None = None,
     softcap: float | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention over a part of the keys, for a caller that merges parts and differentiates itself.
+    """Computes attention over some of the keys, for a caller that merges parts and differentiates.
 
     Args:
-      query, key, value, visibility, scale, segments, positions, table, block, softcap: as of
-        `chunked_attention`; integers may be [1, tokens] where all rows have the same.
+      query, key, value, visibility, scale, segments, positions, table, block, softcap: see
+        `chunked_attention`; integers may be [1, tokens] if they are the same in all rows.
 
     Returns:
-      (out float32 [batch, queries, heads, head_dim], 0 for a query that sees none of these keys;
-      log-sum-exp of its scores, float32 [batch, queries, heads], -inf for such a query).
+      (out, log-sum-exp of the scores). out is float32 [batch, queries, heads, head_dim], 0 for a
+      query that sees none of these keys; the log-sum-exp is float32 [batch, queries, heads], -inf
+      for such a query.
     """
     more = {"table": table, "block": block, "softcap": softcap}
     cut = _cut_of(query, key, visibility, scale, positions, **more)
@@ -165,14 +171,14 @@ def part_backward(
     block: int | None = None,
     softcap: float | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What a part of the keys adds to the gradients of attention over all keys.
+    """Returns the contribution of some of the keys to the gradients of attention over all keys.
 
     Args:
-      query, key, value, visibility, scale, segments, positions, table, block, softcap: as of
+      query, key, value, visibility, scale, segments, positions, table, block, softcap: see
         `part_forward`.
-      log_sum: float32 [batch, queries, heads], over all keys and not over this part alone; -inf for
-        a query that sees no key.
-      turned: float32 [batch, queries, heads], the sum over features of `slope` times the result.
+      log_sum: float32 [batch, queries, heads], log-sum-exp over all keys, not only over this part;
+        -inf for a query that sees no key.
+      turned: float32 [batch, queries, heads], sum over features of `slope` times the result.
       slope: [batch, queries, heads, head_dim], gradient with respect to the result.
 
     Returns:
@@ -223,7 +229,7 @@ def _cut_of(
 def _operands(
     cut: _Cut, query: jax.Array, key: jax.Array, value: jax.Array, segments: Any, positions: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array, dict[str, Any]]:
-    """Query, key, value and integers of tokens, in blocks."""
+    """Returns query, key, value and the integers of tokens, in blocks."""
     groups, tiles = query.shape[2] // key.shape[2], cut.tiles
     rows = {}
     if segments is not None:
@@ -239,14 +245,14 @@ def _operands(
 
 
 def _of_queries(array: jax.Array, query: jax.Array) -> jax.Array:
-    """[blocks, batch, kv_heads, groups, block, n] -> [batch, queries, heads, n]."""
+    """Joins blocks, [blocks, batch, kv_heads, groups, block, n] -> [batch, queries, heads, n]."""
     array = jnp.moveaxis(array, (1, 0, 4), (0, 1, 2))
     array = array.reshape(array.shape[0], -1, query.shape[2], array.shape[-1])
     return array[:, : query.shape[1]]
 
 
 def _of_keys(array: jax.Array, key: jax.Array) -> jax.Array:
-    """[blocks, batch, kv_heads, block, n] -> [batch, keys, kv_heads, n]."""
+    """Joins blocks, [blocks, batch, kv_heads, block, n] -> [batch, keys, kv_heads, n]."""
     array = jnp.moveaxis(array, (1, 0, 3), (0, 1, 2))
     return array.reshape(array.shape[0], -1, *array.shape[3:])[:, : key.shape[1]]
 
@@ -261,7 +267,7 @@ def extent_of(
     groups: int,
     block: int | None = None,
 ) -> Extent:
-    """What the tiles of a call follow from; see `chunked_attention`."""
+    """Returns the static properties of a call that determine its tiles; see `chunked_attention`."""
     return Extent(
         queries=queries,
         keys=keys,
@@ -275,7 +281,7 @@ def extent_of(
 
 
 def _in_blocks(array: jax.Array, block: int) -> jax.Array:
-    """[batch, tokens, heads..., features] -> [blocks, batch, heads..., block, features]."""
+    """Splits [batch, tokens, heads..., features] -> [blocks, batch, heads..., block, features]."""
     missing = -array.shape[1] % block
     if missing:
         array = jnp.pad(array, [(0, 0), (0, missing)] + [(0, 0)] * (array.ndim - 2))
@@ -284,7 +290,7 @@ def _in_blocks(array: jax.Array, block: int) -> jax.Array:
 
 
 def _both_in_blocks(cut: _Cut, pair: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Integers [batch, tokens] of queries and of keys -> [blocks, batch, 1, block] each."""
+    """Splits integers [batch, tokens] of queries and of keys -> [blocks, batch, 1, block] each."""
     query, key = (x.astype(jnp.int32)[:, :, None, None] for x in pair)
     tiles = cut.tiles
     return _in_blocks(query, tiles.query_block)[..., 0], _in_blocks(key, tiles.key_block)[..., 0]
@@ -319,13 +325,13 @@ _attend.defvjp(_forward, _backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _as_one_operation(cut: _Cut, *given: Any) -> tuple[jax.Array, jax.Array]:
-    """The loop over pairs as one operation, for a `jax.checkpoint` around it.
+def _as_one_operation(cut: _Cut, *operands: Any) -> tuple[jax.Array, jax.Array]:
+    """Wraps the loop over tiles as one operation for an outer `jax.checkpoint`.
 
-    A policy that keeps products would look into the bare loop and keep the scores of every pair.
+    A policy that saves products would otherwise save the scores of every tile of the loop.
     """
-    out, log_sum = _forward_pass(cut, *given)
-    return out.astype(given[0].dtype), log_sum
+    out, log_sum = _forward_pass(cut, *operands)
+    return out.astype(operands[0].dtype), log_sum
 
 
 def _refuse(*_: Any) -> Any:
@@ -343,23 +349,24 @@ _as_one_operation.defvjp(_refuse, _refuse)
 def _forward_pass(
     cut: _Cut, query: jax.Array, key: jax.Array, value: jax.Array, rows: dict[str, Any]
 ) -> tuple[jax.Array, jax.Array]:
-    """(out in float32, log-sum-exp of each row of scores; inf where a query sees no key).
+    """Returns (out in float32, log-sum-exp of each row of scores; inf if a query sees no key).
 
-    `query` is [blocks, batch, kv_heads, groups, block, features], `key` and `value` are
-    [blocks, batch, kv_heads, block, features].
+    Args:
+      query: [blocks, batch, kv_heads, groups, block, features].
+      key, value: [blocks, batch, kv_heads, block, features].
     """
 
-    def step(carry: tuple[jax.Array, ...], turn: _Turn) -> tuple[tuple[jax.Array, ...], None]:
+    def step(carry: tuple[jax.Array, ...], tile: _Tile) -> tuple[tuple[jax.Array, ...], None]:
         sums, greatest, total = carry
-        i, taken = turn.place, _taken(cut, turn)
-        scores = _scores(cut, query[i], taken(key), rows, turn)
+        i, taken = tile.place, _taken(cut, tile)
+        scores = _scores(cut, query[i], taken(key), rows, tile)
         before = greatest[i]
         after = jnp.maximum(before, jnp.max(scores, axis=-1))
-        shift = jnp.where(after == -jnp.inf, 0, after)  # of a row that has seen nothing yet
+        shift = jnp.where(after == -jnp.inf, 0, after)  # -inf: all keys so far are masked
         weights = jnp.exp(scores - shift[..., None])
         shrink = jnp.exp(before - shift)
         mixed = _product("bkgqs,bksh->bkgqh", weights.astype(value.dtype), taken(value))
-        # Not as a scatter: the analysis of a loss (`batch_rows`) follows rows through updates.
+        # Not a scatter: the analysis of a loss (`batch_rows`) traces rows through updates.
         write = functools.partial(lax.dynamic_update_index_in_dim, index=i, axis=0)
         sums = write(sums, sums[i] * shrink[..., None] + mixed)
         total = write(total, total[i] * shrink + jnp.sum(weights, axis=-1))
@@ -367,7 +374,7 @@ def _forward_pass(
 
     start = jnp.zeros(query.shape[:-1] + value.shape[-1:], jnp.float32)
     row = jnp.zeros(query.shape[:-1], jnp.float32)
-    (sums, greatest, total), _ = lax.scan(step, (start, row - jnp.inf, row), _turns(cut))
+    (sums, greatest, total), _ = lax.scan(step, (start, row - jnp.inf, row), _tile_arrays(cut))
     seen = total > 0
     out = sums / jnp.where(seen, total, 1)[..., None]
     return out, jnp.where(seen, greatest + jnp.log(total), jnp.inf)
@@ -384,18 +391,18 @@ def _backward_pass(
     log_sum: jax.Array,
     slope: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of query, key and value in float32."""
+    """Returns the float32 gradients of query, key and value."""
 
-    def step(carry: tuple[jax.Array, ...], turn: _Turn) -> tuple[tuple[jax.Array, ...], None]:
+    def step(carry: tuple[jax.Array, ...], tile: _Tile) -> tuple[tuple[jax.Array, ...], None]:
         of_query, of_key, of_value = carry
-        i, taken, added = turn.place, _taken(cut, turn), _added(cut, turn)
+        i, taken, added = tile.place, _taken(cut, tile), _added(cut, tile)
         keys, values = taken(key), taken(value)
-        scores = _scores(cut, query[i], keys, rows, turn)
+        scores = _scores(cut, query[i], keys, rows, tile)
         weights = jnp.exp(scores - log_sum[i][..., None])
-        given = slope[i].astype(value.dtype)
-        add = _product("bkgqs,bkgqh->bksh", weights.astype(value.dtype), given)
+        cast = slope[i].astype(value.dtype)
+        add = _product("bkgqs,bkgqh->bksh", weights.astype(value.dtype), cast)
         of_value = added(of_value, add)
-        inner = _product("bkgqh,bksh->bkgqs", given, values)
+        inner = _product("bkgqh,bksh->bkgqs", cast, values)
         slopes = weights * (inner - turned[i][..., None]) * cut.scale
         if cut.softcap is not None:
             slopes = slopes * _bend(cut.softcap, scores)
@@ -405,63 +412,66 @@ def _backward_pass(
         return (of_query, of_key, of_value), None
 
     start = tuple(jnp.zeros(x.shape, jnp.float32) for x in (query, key, value))
-    sums, _ = lax.scan(step, start, _turns(cut))
+    sums, _ = lax.scan(step, start, _tile_arrays(cut))
     of_query, of_key, of_value = sums
     return of_query, of_key, of_value
 
 
 def _scores(
-    cut: _Cut, query: jax.Array, key: jax.Array, rows: dict[str, Any], turn: _Turn
+    cut: _Cut, query: jax.Array, key: jax.Array, rows: dict[str, Any], tile: _Tile
 ) -> jax.Array:
-    """float32 [batch, kv_heads, groups, queries, keys] of a tile, -inf where a key is not seen."""
+    """Returns float32 scores of a tile, -inf where masked.
+
+    The shape is [batch, kv_heads, groups, queries, keys].
+    """
     scores = _product("bkgqh,bksh->bkgqs", query, key) * cut.scale
     if cut.softcap is not None:
         scores = cut.softcap * jnp.tanh(scores / cut.softcap)
-    seen = _seen(cut, rows, turn)
+    seen = _seen(cut, rows, tile)
     return scores if seen is None else jnp.where(seen, scores, -jnp.inf)
 
 
 def _bend(softcap: float, capped: jax.Array) -> jax.Array:
-    """The derivative of capped scores by those before; 0 where a key is not seen."""
+    """Returns the derivative of capped scores with respect to the scores; 0 for masked keys."""
     flat = jnp.where(capped == -jnp.inf, softcap, capped) / softcap
     return 1 - flat * flat
 
 
-def _seen(cut: _Cut, rows: dict[str, Any], turn: _Turn) -> jax.Array | None:
-    """Bool that broadcasts to the scores of a tile; None: all keys are seen."""
-    tiles, extent, taken = cut.tiles, cut.extent, _taken(cut, turn)
-    query = (turn.place * tiles.query_block + jnp.arange(tiles.query_block))[None, None]
-    blocks = turn.blocks[:, :, None] * tiles.key_block + jnp.arange(tiles.key_block)[None, None]
+def _seen(cut: _Cut, rows: dict[str, Any], tile: _Tile) -> jax.Array | None:
+    """Returns a bool mask that broadcasts to the scores of a tile; None if all keys are visible."""
+    tiles, extent, taken = cut.tiles, cut.extent, _taken(cut, tile)
+    query = (tile.place * tiles.query_block + jnp.arange(tiles.query_block))[None, None]
+    blocks = tile.blocks[:, :, None] * tiles.key_block + jnp.arange(tiles.key_block)[None, None]
     index = blocks.reshape(1, tiles.heads, -1)
-    found = []
+    masks = []
     if extent.has_positions:
         of_query, of_key = rows["position"]
-        found.append(cut.visibility.is_visible(of_query[turn.place], taken(of_key)))
+        masks.append(cut.visibility.is_visible(of_query[tile.place], taken(of_key)))
     else:
-        found.append(cut.visibility.is_visible(query, index))
+        masks.append(cut.visibility.is_visible(query, index))
     if extent.keys % tiles.key_block:
-        found.append((index < extent.keys)[:, :, None, :])
+        masks.append((index < extent.keys)[:, :, None, :])
     if "segment" in rows:
         of_query, of_key = rows["segment"]
-        of_query, of_key = of_query[turn.place], taken(of_key)
-        found.append(of_query[..., :, None] == of_key[..., None, :])
-        found.append((of_key >= 0)[..., None, :])
-    seen = [x[:, :, None] for x in found if x is not None]
-    if turn.seen is not None:
-        seen.append(_by_token(tiles, turn.seen))
+        of_query, of_key = of_query[tile.place], taken(of_key)
+        masks.append(of_query[..., :, None] == of_key[..., None, :])
+        masks.append((of_key >= 0)[..., None, :])
+    seen = [mask[:, :, None] for mask in masks if mask is not None]
+    if tile.seen is not None:
+        seen.append(_by_token(tiles, tile.seen))
     return functools.reduce(jnp.logical_and, seen) if seen else None
 
 
 # --- tiles ----------------------------------------------------------------------------------------
 
 
-class _Turn(NamedTuple):
-    """One tile of the loop; see `Tiles`.
+class _Tile(NamedTuple):
+    """Tile of one iteration of the loop; see `Tiles`.
 
     Attributes:
-      place: int32 [], its block of queries.
-      blocks: int32 [heads or 1, blocks], its blocks of keys.
-      seen: bool [heads or 1, groups or 1, query parts, blocks]; None: all.
+      place: int32 [], index of its block of queries.
+      blocks: int32 [heads or 1, blocks], indices of its blocks of keys.
+      seen: bool [heads or 1, groups or 1, query parts, blocks]; None: all visible.
     """
 
     place: jax.Array
@@ -469,9 +479,9 @@ class _Turn(NamedTuple):
     seen: jax.Array | None
 
 
-def _turns(cut: _Cut) -> _Turn:
+def _tile_arrays(cut: _Cut) -> _Tile:
     tiles = cut.tiles
-    return _Turn(
+    return _Tile(
         jnp.asarray(tiles.places[:, 0]),
         jnp.asarray(tiles.places[:, 1:].reshape(-1, tiles.heads, tiles.num_blocks)),
         None if tiles.seen is None else jnp.asarray(tiles.seen),
@@ -479,31 +489,31 @@ def _turns(cut: _Cut) -> _Turn:
 
 
 def _by_token(tiles: Tiles, seen: jax.Array) -> jax.Array:
-    """Bool by blocks -> [1, heads or 1, groups or 1, queries, keys] of a tile."""
+    """Expands a mask by blocks -> bool [1, heads or 1, groups or 1, queries, keys] of a tile."""
     heads, groups, parts, blocks = seen.shape
     shape = heads, groups, parts, tiles.query_block // parts, blocks, tiles.key_block
     seen = jnp.broadcast_to(seen[:, :, :, None, :, None], shape)
     return seen.reshape(1, heads, groups, *tiles.shape)
 
 
-def _taken(cut: _Cut, turn: _Turn) -> Callable[[jax.Array], jax.Array]:
-    """What takes a tile's blocks of keys out of an array, side by side.
+def _taken(cut: _Cut, tile: _Tile) -> Callable[[jax.Array], jax.Array]:
+    """Returns a function that gathers a tile's blocks of keys from an array.
 
-    It makes [batch, kv_heads, keys, ...] of [blocks, batch, kv_heads or 1, block, ...]. A place
-    beyond the blocks is some block, which is not seen.
+    It maps [blocks, batch, kv_heads or 1, block, ...] to [batch, kv_heads, keys, ...]. A place
+    beyond the last block takes an arbitrary block, which is masked.
     """
     tiles = cut.tiles
 
     def take(array: jax.Array) -> jax.Array:
-        if turn.blocks.size == 1:
-            return array[turn.blocks[0, 0]]
+        if tile.blocks.size == 1:
+            return array[tile.blocks[0, 0]]
         if tiles.heads == 1:
-            found = jnp.moveaxis(_at(array, turn.blocks[0]), 0, 2)
+            gathered = jnp.moveaxis(_at(array, tile.blocks[0]), 0, 2)
         else:
             shape = *array.shape[:2], tiles.heads, *array.shape[3:]
             array = jnp.moveaxis(jnp.broadcast_to(array, shape), 2, 0)
-            found = jnp.moveaxis(jax.vmap(_at)(array, turn.blocks), (0, 1), (1, 2))
-        return found.reshape(*found.shape[:2], -1, *found.shape[4:])
+            gathered = jnp.moveaxis(jax.vmap(_at)(array, tile.blocks), (0, 1), (1, 2))
+        return gathered.reshape(*gathered.shape[:2], -1, *gathered.shape[4:])
 
     return take
 
@@ -512,27 +522,30 @@ def _at(array: jax.Array, places: jax.Array) -> jax.Array:
     return array.at[places].get(mode="clip")
 
 
-def _added(cut: _Cut, turn: _Turn) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """The reverse of `_taken`: adds [batch, kv_heads, keys, ...] to the blocks of a tile."""
+def _added(cut: _Cut, tile: _Tile) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """Returns the transpose of `_taken`.
+
+    It adds [batch, kv_heads, keys, ...] to the tile's blocks of keys.
+    """
     tiles = cut.tiles
 
     def add(sums: jax.Array, more: jax.Array) -> jax.Array:
-        if turn.blocks.size == 1:
-            return sums.at[turn.blocks[0, 0]].add(more)
+        if tile.blocks.size == 1:
+            return sums.at[tile.blocks[0, 0]].add(more)
         shape = *more.shape[:2], tiles.num_blocks, tiles.key_block, *more.shape[3:]
         more = jnp.moveaxis(more.reshape(shape), 2, 0)
         if tiles.heads == 1:
-            return _plus(sums, turn.blocks[0], more)
-        return jax.vmap(_plus, in_axes=(2, 0, 2), out_axes=2)(sums, turn.blocks, more)
+            return _plus(sums, tile.blocks[0], more)
+        return jax.vmap(_plus, in_axes=(2, 0, 2), out_axes=2)(sums, tile.blocks, more)
 
     return add
 
 
 def _plus(sums: jax.Array, places: jax.Array, more: jax.Array) -> jax.Array:
-    """Blocks of a tile are all different, and what is beyond the last one is dropped."""
+    """Adds to the blocks at `places`, which are distinct; drops places beyond the last block."""
     return sums.at[places].add(more, mode="drop", unique_indices=True)
 
 
 def _product(equation: str, left: jax.Array, right: jax.Array) -> jax.Array:
-    """An einsum in float32."""
+    """Computes an einsum with float32 accumulation."""
     return jnp.einsum(equation, left, right, preferred_element_type=jnp.float32)

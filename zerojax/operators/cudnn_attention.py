@@ -2,8 +2,8 @@
 
 The custom calls are those of `jax.nn.dot_product_attention(implementation="cudnn")`. That function
 asks libcudnn for its version and the default device for its capability, so it cannot be traced for
-GPUs that are not there; these calls can, and a step runs the program that was planned. They also
-keep the log-sum-exp of the scores in float32.
+absent GPUs. These calls can, and a step runs the program that was planned. They also return the
+log-sum-exp of the scores in float32.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from zerojax.operators.chunked_attention import KEPT, Visibility
 
 FORWARD, BACKWARD = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"
 _FORWARD_COUNT, _BACKWARD_COUNT = 2, 5
-"""Products of [queries, keys] with head_dim; the backward pass computes the scores again."""
+"""Number of products of [queries, keys] with head_dim; the backward pass recomputes the scores."""
 MIN_CAPABILITY = 8.0
 WIDE_HEADS = (9.0, 12.0)
-"""From the first capability (Hopper) to before the second heads of up to 256 are taken."""
+"""Capabilities [first, end) that support head_dim up to 256; the first is Hopper."""
 
 _DTYPES = {jnp.dtype(jnp.bfloat16): "BF16", jnp.dtype(jnp.float16): "F16"}
 _BY_HEADS = (0, 2, 1, 3)
-"""[batch, heads, tokens, head_dim] in memory as [batch, tokens, heads, head_dim]."""
+"""Memory layout of [batch, heads, tokens, head_dim] stored as [batch, tokens, heads, head_dim]."""
 
 
 def obstacle(
@@ -43,29 +43,29 @@ def obstacle(
     capability: float,
     split: int,
 ) -> str | None:
-    """Why cuDNN cannot compute this; None if it can.
+    """Returns the reason why cuDNN does not support a call; None if it does.
 
     Args:
       query, key, visibility: of a call of `zerojax.attention`.
-      given: which of "segments", "positions", "layout", "softcap" and "sinks" it has.
+      given: those of "segments", "positions", "layout", "softcap" and "sinks" that the call sets.
       capability: compute capability of the GPU.
-      split: over how many devices the heads are split.
+      split: number of devices over which the heads are split.
     """
     if capability < MIN_CAPABILITY:
         return f"it needs compute capability {MIN_CAPABILITY} or newer, not {capability}"
     if query.dtype not in _DTYPES:
-        return f"it takes bfloat16 and float16, not {query.dtype}"
+        return f"it supports bfloat16 and float16, not {query.dtype}"
     head_dim, widest = query.shape[-1], _widest_head(capability)
     if head_dim % 8 or head_dim > widest:
-        return f"it takes a head_dim that is a multiple of 8 and at most {widest}, not {head_dim}"
+        return f"head_dim must be a multiple of 8 and at most {widest}, not {head_dim}"
     if key.shape[2] % split:
         return f"its {key.shape[2]} key/value heads cannot be split over {split} devices"
     if given:
-        return f"it takes no {' and no '.join(sorted(given))}"
+        return f"it does not support {' or '.join(sorted(given))}"
     if visibility.causal and query.shape[1] != key.shape[1]:
-        return "causal, it takes as many queries as keys"
+        return "its causal mask needs as many queries as keys"
     if visibility.window is not None and not visibility.causal:
-        return "it takes a window only with causal"
+        return "it supports a window only with causal=True"
     return None
 
 
@@ -83,17 +83,17 @@ class _Mask:
 def cudnn_attention(
     query: jax.Array, key: jax.Array, value: jax.Array, *, visibility: Visibility, scale: float
 ) -> jax.Array:
-    """Softmax attention by cuDNN; lowers for CUDA alone.
+    """Computes softmax attention by cuDNN; lowers only for CUDA.
 
-    A program that the compiler would cut cannot hold it: it is called where every mesh axis that
-    splits its operands is manual. First derivatives in reverse mode only. The sums of the backward
-    pass are taken in no fixed order, unless XLA is told `--xla_gpu_deterministic_ops`.
+    The compiler cannot partition the custom call, so every mesh axis that splits its operands must
+    be manual. Only first derivatives in reverse mode. The backward pass sums in no fixed order,
+    unless XLA has the option `--xla_gpu_deterministic_ops`.
 
     Args:
       query: [batch, queries, heads, head_dim], bfloat16 or float16.
       key, value: [batch, keys, kv_heads, head_dim].
-      visibility: causal or all, a window only with causal.
-      scale: what scores are multiplied with.
+      visibility: causal or all; a window only with causal.
+      scale: factor of the scores.
 
     Returns:
       [batch, queries, heads, head_dim] in the dtype of `query`.
@@ -110,10 +110,12 @@ def _attend(mask: _Mask, query: jax.Array, key: jax.Array, value: jax.Array) -> 
 def part_forward(
     query: jax.Array, key: jax.Array, value: jax.Array, *, visibility: Visibility, scale: float
 ) -> tuple[jax.Array, jax.Array]:
-    """(out, log-sum-exp of the scores, float32 [batch, queries, heads]), without a derivative.
+    """Returns (out, log-sum-exp of the scores), without a derivative.
+
+    The log-sum-exp is float32 [batch, queries, heads].
 
     Args:
-      query, key, value, visibility, scale: as of `cudnn_attention`.
+      query, key, value, visibility, scale: see `cudnn_attention`.
     """
     mask = _Mask(scale=float(scale), causal=visibility.causal, window=visibility.window or 0)
     out, log_sum = _call_forward(mask, query, key, value)
@@ -131,10 +133,10 @@ def part_backward(
     visibility: Visibility,
     scale: float,
 ) -> tuple[jax.Array, ...]:
-    """Gradients of query, key and value.
+    """Returns the gradients of query, key and value.
 
     Args:
-      query, key, value, visibility, scale: as of `cudnn_attention`.
+      query, key, value, visibility, scale: see `cudnn_attention`.
       out, log_sum: from `part_forward`.
       slope: [batch, queries, heads, head_dim], gradient with respect to `out`.
     """
@@ -165,7 +167,7 @@ _attend.defvjp(_forward, _backward)
 def _call_forward(
     mask: _Mask, query: jax.Array, key: jax.Array, value: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """(out, float32 log-sum-exp [batch, heads, queries])."""
+    """Returns (out, float32 log-sum-exp [batch, heads, queries])."""
     out = _by_heads(query)
     call = jax.ffi.ffi_call(
         FORWARD,
@@ -183,7 +185,7 @@ def _by_heads(x: jax.Array) -> jax.ShapeDtypeStruct:
 
 
 _NO_WORKSPACE = jax.ShapeDtypeStruct((0,), np.uint8)
-"""XLA puts cuDNN's in its place where it finds the library."""
+"""Placeholder that XLA replaces by cuDNN's workspace if it finds the library."""
 
 
 # --- the custom call ------------------------------------------------------------------------------
@@ -203,7 +205,7 @@ def _options(mask: _Mask, query: jax.Array, key: jax.Array, *, is_backward: bool
 def _config(
     mask: _Mask, sizes: tuple[int, ...], element_type: str, is_backward: bool
 ) -> dict[str, Any]:
-    """What XLA reads of the call; see `CudnnfMHABackendConfig` in its backend_configs.proto."""
+    """Returns the backend configuration; see `CudnnfMHABackendConfig` in XLA."""
     attention = {
         "algorithm": {
             "algo_id": "0",
@@ -244,7 +246,7 @@ def _config(
 
 
 def _product(left: int, right: int, left_batch: int, right_batch: int) -> dict[str, list[str]]:
-    """Dimension numbers of a product of arrays whose first dimension is the batch."""
+    """Returns the dimension numbers of a product of arrays whose first dimension is the batch."""
     return {
         "lhs_contracting_dimensions": [str(left)],
         "rhs_contracting_dimensions": [str(right)],
@@ -269,12 +271,12 @@ _BACKWARD_PRODUCTS = {
 
 
 def call_flops(target: str, head_dim: int, config: Mapping[str, Any]) -> int:
-    """FLOPs of one call of cuDNN's attention: products over the scores that its mask shows.
+    """Returns the FLOPs of one call of cuDNN's attention: products over the scores inside its mask.
 
     Args:
       target: name of the custom call, any of cuDNN's attention.
       head_dim: of the query.
-      config: the backend's configuration of the call.
+      config: backend configuration of the call.
     """
     attention = config["cudnn_fmha_backend_config"]
     sizes = [int(size) for size in attention["intermediate_tensor_shape"]["dimensions"]]
@@ -287,10 +289,10 @@ def call_flops(target: str, head_dim: int, config: Mapping[str, Any]) -> int:
 
 
 def _seen_pairs(queries: int, keys: int, *, is_causal: bool, window: int) -> int:
-    """Pairs of a query and a key that it sees; `window` 0: of any distance."""
+    """Returns the number of visible (query, key) pairs; `window` 0 means no window."""
     if not is_causal:
         return queries * keys
     reach = min(window or keys, keys)
-    full = max(0, queries - reach)  # queries that see as many keys as the window has
+    full = max(0, queries - reach)  # queries that see a full window of keys
     near = min(queries, reach)
     return near * (near + 1) // 2 + full * reach

@@ -1,7 +1,7 @@
 """Rows of tokens sorted by expert into buffers of fixed size, and back, in rounds.
 
-Knows rows, experts and places; nothing of what an expert computes, nor of devices. Both directions
-are gathers, in the backward pass too: a scatter that adds would sum in an order of its own on each
+Knows rows, experts and places; neither the computation of an expert nor devices. Both directions
+are gathers, in the backward pass too, because a scatter-add would sum in a different order in each
 run.
 """
 
@@ -18,13 +18,13 @@ from zerojax.operators.marks import LINEAR_RULE
 
 
 class Routes(NamedTuple):
-    """Where every choice of every token goes. A choice has the number token * k + its place in k.
+    """Routing of all choices, sorted by expert. Choice j of token t has the number t * k + j.
 
     Attributes:
-      choices: int32 [T * k], their numbers, sorted by expert.
-      start, count: int32 [E], the first place of each expert in `choices`, and how many it has.
-      expert: int32 [T, k], the expert of each choice.
-      rank: int32 [T, k], its index among the choices of that expert; -1 of a choice of none.
+      choices: int32 [T * k], numbers of the choices, sorted by expert.
+      start, count: int32 [E], first place in `choices` and number of choices of each expert.
+      expert: int32 [T, k], expert of each choice.
+      rank: int32 [T, k], index of each choice among those of its expert; -1 if it has no expert.
     """
 
     choices: jax.Array
@@ -35,14 +35,14 @@ class Routes(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """One round's buffer of E * C slots, and who is in it.
+    """Buffer of one round, with E * C slots, and the choices in it.
 
     Attributes:
-      choice: int32 [E * C], the choice in each slot. One that nobody needs holds a copy of another
-        row: what an expert makes of it is finite if it is for real rows, and goes nowhere.
-      is_taken: bool [E * C], False for such a copy.
-      slot: int32 [T, k], the slot of each choice; 0 where it is not in this round.
-      is_here: bool [T, k], whether it is.
+      choice: int32 [E * C], choice in each slot. A free slot holds a copy of another row: its
+        result is finite if those of real rows are, and is not used.
+      is_taken: bool [E * C], False for a free slot.
+      slot: int32 [T, k], slot of each choice; 0 if it is not in this round.
+      is_here: bool [T, k], whether the choice is in this round.
     """
 
     choice: jax.Array
@@ -52,10 +52,10 @@ class Slots(NamedTuple):
 
 
 def sort_choices(ids: jax.Array, num_experts: int) -> Routes:
-    """Sorts choices by expert; those of one expert stay in the order of tokens.
+    """Sorts choices by expert; choices of one expert stay in the order of tokens.
 
     Args:
-      ids: int32 [T, k], each in [0, num_experts], where num_experts is a choice of none.
+      ids: int32 [T, k], each in [0, num_experts]; num_experts means no expert.
     """
     flat = ids.reshape(-1).astype(jnp.int32)
     index = jnp.arange(flat.size, dtype=jnp.int32)
@@ -76,10 +76,12 @@ def sort_choices(ids: jax.Array, num_experts: int) -> Routes:
 
 
 def slots_of_round(routes: Routes, capacity: int, begin: jax.Array | int) -> Slots:
-    """Who is in a round: of each expert `capacity` choices from its `begin`-th on.
+    """Returns the slots of a round: for each expert `capacity` choices, from its `begin`-th on.
 
     Args:
+      routes: routing of all choices.
       capacity: slots of an expert, C.
+      begin: rank of the first choice of each expert in this round.
     """
     rank = begin + jnp.arange(capacity, dtype=jnp.int32)[None]
     taken = rank < routes.count[:, None]
@@ -91,10 +93,11 @@ def slots_of_round(routes: Routes, capacity: int, begin: jax.Array | int) -> Slo
 
 
 def all_slots(routes: Routes, size: int) -> Slots:
-    """Who is where if every choice has a slot, those of one expert next to each other, no gap.
+    """Returns slots for all choices at once; those of one expert are adjacent, without gaps.
 
     Args:
-      size: slots, as many as choices or more.
+      routes: routing of all choices.
+      size: number of slots, at least the number of choices.
     """
     place = jnp.arange(size, dtype=jnp.int32)
     choice = routes.choices[jnp.minimum(place, routes.choices.size - 1)]
@@ -105,23 +108,23 @@ def all_slots(routes: Routes, size: int) -> Slots:
 
 
 def to_slots(rows: jax.Array, slots: Slots) -> jax.Array:
-    """[T, ...] -> [E * C, ...]: the row of its token in every slot."""
+    """Copies rows to slots, [T, ...] -> [E * C, ...]: each slot gets the row of its token."""
     return _to_slots(rows, slots)
 
 
 def gates_to_slots(gates: jax.Array, slots: Slots) -> jax.Array:
-    """[T, k] -> [E * C]: the number of its choice in every slot."""
-    one = lambda x: x.reshape(-1, 1)  # noqa: E731
-    alone = slots._replace(slot=one(slots.slot), is_here=one(slots.is_here))
-    return _to_slots(gates.reshape(-1), alone)
+    """Copies gates to slots, [T, k] -> [E * C]: each slot gets the gate of its choice."""
+    as_column = lambda x: x.reshape(-1, 1)  # noqa: E731
+    single = slots._replace(slot=as_column(slots.slot), is_here=as_column(slots.is_here))
+    return _to_slots(gates.reshape(-1), single)
 
 
 def from_slots(values: jax.Array, slots: Slots, dtype: Any) -> jax.Array:
-    """[E * C, D] -> [T, D] in `dtype`: the sum over what the choices of each token have here."""
+    """Sums slots by token, [E * C, D] -> [T, D] in `dtype`, over the choices of this round."""
     return _from_slots(values, slots, jnp.dtype(dtype).name)
 
 
-# --- each is the other's transpose ----------------------------------------------------------------
+# --- two functions, each the transpose of the other -----------------------------------------------
 
 
 def _spread(rows: jax.Array, slots: Slots) -> jax.Array:
@@ -129,12 +132,12 @@ def _spread(rows: jax.Array, slots: Slots) -> jax.Array:
 
 
 def _gathered(values: jax.Array, slots: Slots, dtype: Any) -> jax.Array:
-    """Sum over the choices of each row, one gather after the other, without [T, k, D]."""
+    """Sums the values of the choices of each row by k gathers in sequence, without [T, k, D]."""
     shape = (slots.slot.shape[0],) + (1,) * (values.ndim - 1)
     total = None
-    for one in range(slots.slot.shape[1]):
-        value = values.at[slots.slot[:, one]].get(mode="clip").astype(dtype)
-        value = jnp.where(slots.is_here[:, one].reshape(shape), value, 0)
+    for column in range(slots.slot.shape[1]):
+        value = values.at[slots.slot[:, column]].get(mode="clip").astype(dtype)
+        value = jnp.where(slots.is_here[:, column].reshape(shape), value, 0)
         total = value if total is None else total + value
     assert total is not None
     return total

@@ -1,7 +1,7 @@
-"""Products of `zerojax.experts` without slack: where their kernel can run, and on which rows.
+"""Grouped matrix products of `zerojax.experts`: availability of the kernel, and its tiles of rows.
 
-The kernel is `pallas_kernels.grouped`. A plan's trace, which is read and not run, holds one product
-of all rows in its place, which has the arithmetic of the rows alone.
+The kernel is `pallas_kernels.grouped`. A plan's trace is never run: in place of the kernel it holds
+one product of all rows, with the FLOPs of the kernel.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from pallas_kernels.grouped import GroupedImpl, Segments
 from zerojax.operators.attention_choice import device_here
 
 Products = Literal["batched", "grouped", "loop"]
-"""How experts multiply: all slots of all experts in one batched product, or tiles of rows that
-exist, by a kernel, or one after the other by XLA."""
+"""Method of multiplication by experts: one batched product over all slots of all experts; a kernel
+over tiles of occupied rows; or an XLA loop over these tiles."""
 
 Product = Callable[[jax.Array, jax.Array], jax.Array]
-"""(rows [R, in], kernels [E, in, out]) -> [R, out]: each row times the kernel of its expert."""
+"""(rows [R, in], kernels [E, in, out]) -> [R, out], each row times the kernel of its expert."""
 
 
 @dataclasses.dataclass(frozen=True)
 class GroupedProducts:
-    """How a call of `zerojax.experts` multiplies by the kernel.
+    """Settings of the grouped products of one call of `zerojax.experts`.
 
     Attributes:
-      impl: as `pallas_kernels.grouped.grouped_product` has it.
-      is_read: the trace is read and not run.
+      impl: argument of `pallas_kernels.grouped.grouped_product`.
+      is_read: whether the trace is only analysed and never run.
       capability: compute capability of the GPU; None: not known, or a CPU.
     """
 
@@ -42,7 +42,7 @@ class GroupedProducts:
 
     @classmethod
     def here(cls, products: Products) -> GroupedProducts | None:
-        """None for "batched".
+        """Returns the settings for the current devices; None for "batched".
 
         Raises:
           ValueError: the devices of the step, or this JAX, cannot run the kernel.
@@ -61,7 +61,7 @@ class GroupedProducts:
         return cls(impl, device.where == "plan", capability)
 
     def product(self, segments: Segments) -> Product:
-        """Of rows that lie in these segments; other rows of the result are not defined."""
+        """Returns the product for rows in these segments; other rows are undefined."""
 
         def multiply(rows: jax.Array, matrices: jax.Array) -> jax.Array:
             if self.impl != "loop":
@@ -77,23 +77,23 @@ class GroupedProducts:
 
 def _refusal(products: str, why: str) -> ValueError:
     return ValueError(
-        f"products={products!r} of experts: {why}; use products='batched', which computes the same "
-        "(in a run file moe.products)"
+        f"products={products!r} of experts: {why}; use products='batched', which gives the same "
+        "results (moe.products in a run file)"
     )
 
 
 def stand_in(rows: jax.Array, matrices: jax.Array) -> jax.Array:
-    """Shape and arithmetic of a product, for who reads a trace."""
+    """Computes a product of the same shape and FLOPs, for traces that never run."""
     return jnp.matmul(rows, matrices[0])
 
 
 def whole_tiles(rows: int) -> int:
-    """Rows of whole tiles of the kernel."""
+    """Returns `rows` rounded up to whole tiles of the kernel."""
     return -(-rows // kernels.LARGE_TILE) * kernels.LARGE_TILE
 
 
 def whole_slots(capacity: int, num_experts: int, parts: int) -> int:
-    """`capacity` or a little more, so that slots of all experts are whole tiles, and a `parts`-th.
+    """Returns `capacity` rounded up, so that all slots, and 1 / `parts` of them, fill whole tiles.
 
     >>> whole_slots(10, 8, 4), whole_slots(640, 64, 4)
     (32, 640)
@@ -103,11 +103,13 @@ def whole_slots(capacity: int, num_experts: int, parts: int) -> int:
 
 
 def most_rows(choices: int, num_experts: int, spacing: int | None) -> int:
-    """Rows of all tiles that the kernel multiplies at most, of so many rows that there are.
+    """Returns the maximum number of rows in all tiles that the kernel multiplies.
 
     Args:
-      spacing: slots from where rows of one expert begin to where those of the next do, with about
-        equal loads; None: they lie next to each other, with any loads.
+      choices: number of occupied rows.
+      num_experts: number of experts.
+      spacing: distance in slots between the first rows of consecutive experts, whose loads are
+        about equal; None: rows of experts are adjacent, with any loads.
 
     >>> most_rows(32768, 8, None), most_rows(32768, 64, None), most_rows(32768, 64, 640)
     (33664, 36800, 36864)
@@ -122,10 +124,10 @@ def most_rows(choices: int, num_experts: int, spacing: int | None) -> int:
 
 
 def segments_of_slots(taken: jax.Array, capacity: int) -> Segments:
-    """Of slots that are taken from the first on.
+    """Returns the segments of occupied slots, which begin at the first slot of each buffer.
 
     Args:
-      taken: int32 [E, devices], slots that each device's rows take of its `capacity` of an expert.
+      taken: int32 [E, devices], number of occupied slots of each device's `capacity` per expert.
     """
     count: Any = taken.reshape(-1).astype(jnp.int32)
     return Segments(jnp.arange(count.size, dtype=jnp.int32) * capacity, count)

@@ -1,7 +1,7 @@
 """Attention by zerojax's own kernels for Hopper: with packed texts, positions and block layouts.
 
-The kernels are `pallas_kernels.attention`. A layout becomes blocks of 16 tokens, and only those
-that are seen are computed.
+The kernels are `pallas_kernels.attention`. A layout is converted to blocks of 16 tokens, and only
+the visible blocks are computed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zerojax.operators.chunked_attention import KEPT, Visibility
 from zerojax.operators.sparse_layouts import BlockTable
 
 KERNEL_BLOCK = 16
-"""Tokens of a block of the kernels' tables."""
+"""Tokens of a block in the tables of the kernels."""
 Pair = tuple[jax.Array, jax.Array]
 
 
@@ -31,24 +31,24 @@ def obstacle(
     capability: float | None,
     split: int,
 ) -> str | None:
-    """Why the kernels cannot compute this; None if they can.
+    """Returns the reason why the kernels do not support a call; None if they do.
 
     Args:
       query, key, table: of a call of `zerojax.attention`.
       capability: compute capability of the GPU; None: not known.
-      split: over how many devices the heads are split.
+      split: number of devices over which the heads are split.
     """
 
-    if (found := kernels.why_not(query, key, capability=capability)) is not None:
-        return found
+    if (reason := kernels.why_not(query, key, capability=capability)) is not None:
+        return reason
     if key.shape[2] % split:
         return f"their {key.shape[2]} key/value heads cannot be split over {split} devices"
     if table is None:
         return None
     if table.block % KERNEL_BLOCK:
-        return f"they take layouts of blocks of 16 tokens or a multiple, not of {table.block}"
+        return f"they need layout blocks of a multiple of 16 tokens, not of {table.block}"
     if split > 1 and len(table.seen) > 1:
-        return f"each head has a layout of its own, and heads are split over {split} devices"
+        return f"each head has its own layout, but heads are split over {split} devices"
     return None
 
 
@@ -62,16 +62,16 @@ def kernel_attention(
     scale: float,
     table: BlockTable | None,
 ) -> jax.Array:
-    """Softmax attention by the kernels; lowers for CUDA alone.
+    """Computes softmax attention by the kernels; lowers only for CUDA.
 
-    A program that the compiler would cut cannot hold it: it is called where every mesh axis that
-    splits its operands is manual. First derivatives in reverse mode only.
+    The compiler cannot partition the kernel call, so every mesh axis that splits its operands must
+    be manual. Only first derivatives in reverse mode.
 
     Args:
       query: [batch, queries, heads, head_dim], bfloat16 or float16.
       key, value: [batch, keys, kv_heads, head_dim].
-      rows: "segments" and "positions", as far as they are given; see `chunked_attention`.
-      visibility, scale, table: see there.
+      rows: "segments" and "positions", if any; see `chunked_attention`.
+      visibility, scale, table: see `chunked_attention`.
 
     Returns:
       [batch, queries, heads, head_dim] in the dtype of `query`.
@@ -86,7 +86,7 @@ class _Options:
     table: BlockTable | None
 
     def of(self, queries: int, keys: int) -> dict[str, Any]:
-        """What the kernels take."""
+        """Returns the keyword arguments of the kernels."""
         layout = None
         if self.table is not None:
             times = self.table.block // KERNEL_BLOCK
@@ -109,7 +109,10 @@ def part_forward(
     scale: float,
     table: BlockTable | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """(out, log-sum-exp of the scores, float32 [batch, queries, heads]), without a derivative."""
+    """Returns (out, log-sum-exp of the scores), without a derivative.
+
+    The log-sum-exp is float32 [batch, queries, heads].
+    """
     return _part(_Options(visibility, scale, table), query, key, value, rows)
 
 
@@ -126,7 +129,7 @@ def part_backward(
     scale: float,
     table: BlockTable | None,
 ) -> tuple[jax.Array, ...]:
-    """Float32 gradients of query, key and value; see `chunked_attention.part_backward`."""
+    """Returns float32 gradients of query, key and value; see `chunked_attention.part_backward`."""
     options = _Options(visibility, scale, table)
     return kernels.part_gradients(
         *(query, key, value),
@@ -151,7 +154,7 @@ def _forward(options: _Options, query: Any, key: Any, value: Any, rows: Any) -> 
 def _backward(options: _Options, kept: Any, slope: jax.Array) -> Any:
     query, key, value, rows, out, log_sum = kept
     turned = jnp.sum(slope.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
-    found = kernels.part_gradients(
+    gradients = kernels.part_gradients(
         *(query, key, value),
         log_sum=log_sum,
         turned=turned,
@@ -159,14 +162,14 @@ def _backward(options: _Options, kept: Any, slope: jax.Array) -> Any:
         **options.of(query.shape[1], key.shape[1]),
         **rows,
     )
-    return *(x.astype(y.dtype) for x, y in zip(found, (query, key, value), strict=True)), None
+    return *(x.astype(y.dtype) for x, y in zip(gradients, (query, key, value), strict=True)), None
 
 
 _attend.defvjp(_forward, _backward)
 
 
 def _part(options: _Options, query: Any, key: Any, value: Any, rows: Any) -> tuple[Any, Any]:
-    found = kernels.attention_part(
+    result = kernels.attention_part(
         query, key, value, **options.of(query.shape[1], key.shape[1]), **rows
     )
-    return tuple(found)
+    return tuple(result)

@@ -1,7 +1,7 @@
 """Marks in traced programs (jaxprs): operators and adapters write them, `tracing` reads them.
 
-A mark is the name of a value (`checkpoint_name`) or of a scope (`jax.named_scope`). It computes
-nothing.
+A mark is the name of a value (`checkpoint_name`) or of a scope (`jax.named_scope`). It has no
+effect on the computation.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 BatchCall = typing.Literal["batch_sum", "batch_mean"]
-"""What a model takes over the whole batch, by the function's name in `zerojax`."""
+"""Reductions over the whole batch that a model can call, by the function's name in `zerojax`."""
 
 _READ = "zerojax.read:"
 _OVER_BATCH = {f"zerojax.over_batch:{kind}": kind for kind in typing.get_args(BatchCall)}
@@ -28,87 +28,93 @@ _WHOLE_SEQUENCES = "zerojax.whole_sequences:"
 
 
 def mark_read(value: jax.Array, name: str, *, eight_bits: bool = False) -> jax.Array:
-    """`value`, with a mark in the traced program that it was read as parameter `name`.
+    """Marks `value` in the traced program as read from parameter `name`, and returns it.
 
-    The mark also tells the shape that the model sees: under `jax.vmap` the value in the program has
-    the mapped dimensions as well; and whether 8 bits of the value are all that is used of it.
+    The mark records the shape that the model sees, because under `jax.vmap` the value in the
+    program has the mapped dimensions as well. It also records if the model uses only 8 bits of the
+    value.
     """
     shape = "x".join(map(str, value.shape))
     return checkpoint_name(value, f"{_READ}{shape}{_EIGHT_BITS * eight_bits}:{name}")
 
 
 def read_name(equation: Any) -> str | None:
-    """The parameter whose read an equation marks, if it is such a mark."""
+    """Returns the parameter that an equation marks as read; None for other equations."""
     if equation.primitive.name != "name" or not equation.params["name"].startswith(_READ):
         return None
     return equation.params["name"].removeprefix(_READ).partition(":")[2]
 
 
 def read_shape(equation: Any) -> tuple[int, ...]:
-    """The shape that the model sees, of an equation that marks a read."""
+    """Returns the shape that the model sees; the equation must mark a read."""
     shape = equation.params["name"].removeprefix(_READ).partition(":")[0]
     return tuple(map(int, filter(None, shape.removesuffix(_EIGHT_BITS).split("x"))))
 
 
 def reads_eight_bits(equation: Any) -> bool:
-    """Whether 8 bits are all that is used, of an equation that marks a read."""
+    """Returns whether the model uses only 8 bits of the value; the equation must mark a read."""
     return equation.params["name"].removeprefix(_READ).partition(":")[0].endswith(_EIGHT_BITS)
 
 
 def mark_batch_call(value: jax.Array, kind: BatchCall) -> jax.Array:
-    """`value`, with a mark in the traced program: in a step its sum or mean over the batch."""
+    """Marks `value` in the traced program, and returns it: a step reduces it over the batch."""
     return checkpoint_name(value, f"zerojax.over_batch:{kind}")
 
 
 def batch_call(equation: Any) -> BatchCall | None:
-    """What an equation takes over the batch in a step, if it is such a mark."""
+    """Returns the reduction over the batch that an equation marks; None for other equations."""
     return _OVER_BATCH.get(equation.params["name"]) if equation.primitive.name == "name" else None
 
 
 def takes_over_batch(program: Jaxpr) -> bool:
-    """Whether a traced program has such a mark, at any depth."""
+    """Returns whether a traced program marks a reduction over the batch, at any depth."""
     return _has(program, lambda equation: batch_call(equation) is not None)
 
 
-def _has(program: Jaxpr, is_wanted: Callable[[Any], bool]) -> bool:
-    """Whether a program has such an equation, at any depth."""
+def _has(program: Jaxpr, predicate: Callable[[Any], bool]) -> bool:
+    """Returns whether any equation of a program satisfies the predicate, at any depth."""
     return any(
-        is_wanted(equation)
-        or any(_has(inner, is_wanted) for inner in inner_programs(equation.params))
+        predicate(equation)
+        or any(_has(inner, predicate) for inner in inner_programs(equation.params))
         for equation in program.eqns
     )
 
 
 def mark_whole_sequences(value: jax.Array, why: str) -> jax.Array:
-    """`value`, with a mark in the traced program: it mixes tokens of a sequence.
+    """Marks `value` in the traced program, and returns it: it mixes tokens of a sequence.
 
     Args:
-      why: option or call that does; of a mesh that splits sequences an error names it.
+      why: the option or call that mixes tokens; an error about split sequences names it.
     """
     return checkpoint_name(value, _WHOLE_SEQUENCES + why)
 
 
 def what_takes_whole_sequences(program: Jaxpr) -> str | None:
-    """What a traced program has such a mark for, at any depth; None without one."""
-    found: list[str] = []
+    """Returns the option or call of the first `mark_whole_sequences` in a program, at any depth.
+
+    None if there is no such mark.
+    """
+    reasons: list[str] = []
 
     def is_mark(equation: Any) -> bool:
         name = equation.params["name"] if equation.primitive.name == "name" else ""
         if name.startswith(_WHOLE_SEQUENCES):
-            found.append(name.removeprefix(_WHOLE_SEQUENCES))
-        return bool(found)
+            reasons.append(name.removeprefix(_WHOLE_SEQUENCES))
+        return bool(reasons)
 
-    return found[0] if _has(program, is_mark) else None
+    return reasons[0] if _has(program, is_mark) else None
 
 
 def mark_expert_weights(value: jax.Array) -> jax.Array:
-    """`value`, with a mark in the traced program: weights of experts, one for each row."""
+    """Marks `value` in the traced program, and returns it: weights with one row for each expert."""
     return checkpoint_name(value, f"{_EXPERT_WEIGHTS}{value.ndim}")
 
 
 def expert_weights_ndim(equation: Any) -> int | None:
-    """The number of dimensions that a model sees of weights of experts, if an equation marks any;
-    under `jax.vmap` the value in the program has more."""
+    """Returns the dimensions that the model sees of marked expert weights; None without a mark.
+
+    Under `jax.vmap` the value in the program has more dimensions.
+    """
     name = equation.params["name"] if equation.primitive.name == "name" else ""
     if not name.startswith(_EXPERT_WEIGHTS):
         return None
@@ -116,32 +122,34 @@ def expert_weights_ndim(equation: Any) -> int | None:
 
 
 def mark_expert_call(gates: jax.Array, *numbers: int) -> jax.Array:
-    """`gates`, with a mark in the traced program: a call of experts, and numbers of it."""
+    """Marks `gates` in the traced program, and returns them: a call of experts, with its sizes."""
     return checkpoint_name(gates, _EXPERT_CALL + "x".join(map(str, (gates.size, *numbers))))
 
 
 def expert_call(equation: Any) -> tuple[int, ...] | None:
-    """What `mark_expert_call` was given, after the number of gates of one call, if an equation is
-    such a mark; under `jax.vmap` there are more gates."""
+    """Returns the numbers of a `mark_expert_call`, the gates of one call first; else None.
+
+    Under `jax.vmap` the value in the program has more gates.
+    """
     if equation.primitive.name != "name" or not equation.params["name"].startswith(_EXPERT_CALL):
         return None
     return tuple(map(int, equation.params["name"].removeprefix(_EXPERT_CALL).split("x")))
 
 
 def marks_experts(name: str) -> bool:
-    """Whether a name in a traced program is that of a mark of experts."""
+    """Returns whether a name in a traced program is a mark of experts."""
     return name.startswith((_EXPERT_WEIGHTS, _EXPERT_CALL))
 
 
 @dataclasses.dataclass(frozen=True)
 class MarkedRead:
-    """One mark of a read in a program.
+    """Mark of a read in a program.
 
     Attributes:
-      name: of the parameter.
-      shape: that the model sees.
-      loops: how many loops are around the mark.
-      mapped_dims: how many dimensions `jax.vmap` maps there, of the value in the program.
+      name: parameter.
+      shape: shape that the model sees.
+      loops: number of loops around the mark.
+      mapped_dims: number of dimensions of the value that `jax.vmap` has added.
     """
 
     name: str
@@ -151,8 +159,8 @@ class MarkedRead:
 
 
 def marked_reads(program: Jaxpr) -> list[MarkedRead]:
-    """Every mark of a read in a program, in order."""
-    found: list[MarkedRead] = []
+    """Returns every mark of a read in a program, in program order."""
+    reads: list[MarkedRead] = []
 
     def walk(program: Jaxpr, loops: int) -> None:
         for equation in program.eqns:
@@ -161,55 +169,55 @@ def marked_reads(program: Jaxpr) -> list[MarkedRead]:
                 shape = read_shape(equation)
                 value: Any = equation.invars[0]
                 mapped = value.aval.ndim - len(shape)
-                found.append(MarkedRead(name, shape, loops, mapped))
+                reads.append(MarkedRead(name, shape, loops, mapped))
             inside = loops + (equation.primitive.name in ("scan", "while"))
             for inner in inner_programs(equation.params):
                 walk(inner, inside)
 
     walk(program, 0)
-    return found
+    return reads
 
 
 LINEAR_RULE = "zerojax.linear_rule"
-"""Names a value inside a function with a derivative of its own (`jax.custom_vjp`) that is linear in
-what it is given: for all others its scale may matter."""
+"""Name of the result of a function with a custom derivative (`jax.custom_vjp`) whose backward pass
+is linear in its cotangent. Without this name the scale of the cotangent may matter."""
 
 FURTHER_ROUNDS = "further_rounds_of_experts"
-"""A scope (`jax.named_scope`) of a loop that runs no time where experts have equal loads."""
+"""Scope (`jax.named_scope`) of a loop that does no iterations if experts have equal loads."""
 
 _BRANCH = "taken_by_{}_of_{}_layers"
-"""A scope (`jax.named_scope`) of a branch that a table of the model's decides."""
+"""Scope (`jax.named_scope`) of a branch that is chosen by a table of the model."""
 _SCOPE = re.compile(r"(?:/branch_\d+_fun/)?" + _BRANCH.format(r"(\d+)", r"(\d+)"))
 
 
 def branch_scope(count: int, layers: int) -> str:
-    """The name of the scope of a branch that so many of all layers take."""
+    """Returns the name of the scope of a branch that `count` of `layers` layers take."""
     return _BRANCH.format(count, layers)
 
 
 def share_of_branch(scopes: Iterable[str], around: str = "") -> float | None:
-    """Which share of layers takes a branch; None: it was not traced in a scope that says so.
+    """Returns the fraction of layers that take a branch; None if no scope records it.
 
     Args:
-      scopes: of the operations of the branch, those that the compiler moved into it too.
-      around: the scope of the branching, with which those of its branches begin.
+      scopes: of the operations in the branch, including those that the compiler moved there.
+      around: scope of the conditional; the scopes of its branches begin with it.
 
     >>> inner = "jit(step)/while/cond/branch_0_fun/" + branch_scope(1, 4) + "/dot_general"
     >>> share_of_branch([inner, "jit(step)"], "jit(step)/while/cond")
     0.25
     """
     for scope in scopes:
-        if scope.startswith(around) and (found := _SCOPE.match(scope, len(around))):
-            return int(found[1]) / int(found[2])
+        if scope.startswith(around) and (taken := _SCOPE.match(scope, len(around))):
+            return int(taken[1]) / int(taken[2])
     return None
 
 
 def cost_of_branches(costs: Sequence[int], shares: Sequence[float | None]) -> int:
-    """What a branching costs: the mean over layers where a table decides, else the dearest branch.
+    """Returns the mean cost of branches over layers; the maximum if the shares are not known.
 
     Args:
-      costs: of each branch.
-      shares: of layers that take it (`share_of_branch`).
+      costs: cost of each branch.
+      shares: fraction of layers that take each branch (`share_of_branch`).
 
     >>> cost_of_branches([100, 20], [0.25, 0.75]), cost_of_branches([100, 20], [None, None])
     (40, 100)
@@ -221,7 +229,7 @@ def cost_of_branches(costs: Sequence[int], shares: Sequence[float | None]) -> in
 
 
 def inner_programs(params: Mapping[str, Any]) -> Iterator[Jaxpr]:
-    """The programs among the parameters of an equation."""
+    """Yields the programs among the parameters of an equation."""
     return _programs(params.values())
 
 

@@ -1,9 +1,10 @@
-"""Experts of a mixture for any model: `zerojax.experts`, without dropped rows, in static buffers.
+"""Mixture-of-experts layers for any model: `zerojax.experts`, without dropped rows or dynamic
+shapes.
 
-Rows go to experts in rounds of at most C rows each, as many as the fullest expert needs. The first
-is in line; a balanced batch needs no other. The result is a sum over rounds, so the backward pass
-is the same loop over the derivative of one round. Where experts are split over devices, each round
-sends rows to their experts and results back.
+Rows go to experts in rounds of at most C rows per expert, as many rounds as the fullest expert
+needs. The first round is straight-line code; a balanced batch needs no other. The result is a sum
+over rounds, so the backward pass is the same loop over the derivative of one round. If experts are
+split over devices, each round sends rows to their experts and results back.
 """
 
 from __future__ import annotations
@@ -51,14 +52,15 @@ from zerojax.operators.marks import (
 )
 
 FEWEST_SLOTS = 8
-"""Of an expert in a round: a few tokens, as in generation, are seldom balanced."""
+"""Minimum slots of an expert in a round: with few tokens, as in generation, loads are uneven."""
 
 SLACK = 1.25
-"""Slots of an expert in the first round over the mean load."""
+"""Slots of an expert in the first round, relative to the mean load."""
 
 PARTS = 4
-"""A round after the first has a quarter of its slots: an expert that is a little too full costs a
-quarter more, not as much again, and the loop's buffers are small beside the first round's."""
+"""Ratio of the slots of the first round to those of further rounds: an expert slightly above
+capacity adds a quarter of a round, and the loop's buffers are small beside those of the first
+round."""
 
 Apply = Callable[..., jax.Array]
 
@@ -67,10 +69,13 @@ _AXIS: contextvars.ContextVar[str | None] = contextvars.ContextVar("expert_axis"
 
 @contextlib.contextmanager
 def experts_split_over(axis: str | None) -> Iterator[None]:
-    """In models that are traced meanwhile, weights of experts are those of this device's experts.
+    """Sets the mesh axis over which experts are split while a model is traced.
+
+    Inside this context the weights of experts are those of this device's experts.
 
     Args:
-      axis: manual axis of the mesh over which experts lie, in order; None: each device has all.
+      axis: manual axis of the mesh over which experts are split, in order; None: each device has
+        all.
     """
     token = _AXIS.set(axis)
     try:
@@ -91,39 +96,38 @@ def experts(
     keep: jax.Array | None = None,
     products: Products = "batched",
 ) -> jax.Array:
-    """The sum over its k choices of gate * expert(row), for every token; no row is dropped.
+    """Computes the sum of gate * expert(row) over the k choices of every token; drops no row.
 
     Rows are sorted by expert into buffers of C = ceil(slack * tokens * k / E) slots for each expert
-    (at least 8), and `apply` runs once on all of them. Where an expert has more rows than that,
-    further rounds of C / 4 slots run in a loop, so that results do not depend on `slack`; time
-    does. Products
-    accumulate as `apply` says, gates are multiplied and choices summed in float32 (float64 for
-    such rows). First derivatives in reverse mode.
+    (at least 8), and `apply` runs once on all of them. If an expert has more rows, further rounds
+    of C / 4 slots run in a loop: `slack` changes the time, not the result. `apply` determines the
+    precision of products; gates are multiplied and choices summed in float32 (float64 for float64
+    rows). Only first derivatives in reverse mode.
 
     Args:
       x: [..., D], floating point: one row for each token.
-      gates: [..., k], floating point, best float32: what the output of each choice is multiplied
-        by. A NaN makes the token's output NaN.
-      ids: [..., k], integers in [0, E): the expert of each choice. Concrete ones are checked; a
-        traced one out of range makes the token's output NaN, so that no choice is lost unseen.
-      weights: a tree of arrays whose first dimension is E, the number of experts; in the dtype that
-        `apply` computes with.
-      apply: (weights, rows [E, C, D]) -> [E, C, D_out], each expert on its rows; rows must not
-        depend on each other. It takes arrays from its arguments alone.
-      slack: C in units of the mean load; more memory, and fewer batches that need a second round.
-      keep: bool [..., k], False for choices that are left out, which take no slot and add nothing;
-        None: all are computed.
-      products: "batched", as above. "grouped": a kernel for Hopper multiplies the tiles of rows
-        that there are, and `apply` is (weights, rows [R, D], product) -> [R, D_out], where
-        product(rows, kernels [E, in, out]) is each row times the kernel of its expert; without the
-        axis `expert` there is one round then. "loop": these tiles one after the other, anywhere.
+      gates: [..., k], floating point, preferably float32: factor of the output of each choice. A
+        NaN makes the token's output NaN.
+      ids: [..., k], integers in [0, E): expert of each choice. Concrete values are checked; a
+        traced value out of range makes the token's output NaN, so that no choice is lost silently.
+      weights: tree of arrays whose first dimension is E, the number of experts; in the dtype that
+        `apply` computes in.
+      apply: (weights, rows [E, C, D]) -> [E, C, D_out], applies each expert to its rows; rows must
+        not depend on each other. It must not close over traced arrays.
+      slack: C relative to the mean load; more memory, and fewer batches that need a second round.
+      keep: bool [..., k], False for choices to skip, which occupy no slot and contribute 0; None:
+        all choices are computed.
+      products: "batched": see above. "grouped": a kernel for Hopper multiplies only tiles of
+        occupied rows, and `apply` is (weights, rows [R, D], product) -> [R, D_out], where
+        product(rows, kernels [E, in, out]) multiplies each row by the kernel of its expert; without
+        the axis `expert` there is a single round. "loop": the same tiles in an XLA loop, on any
+        device.
 
     Returns:
-      [..., D_out] in the dtype of what `apply` gives.
+      [..., D_out] in the dtype of the result of `apply`.
 
     Raises:
-      TypeError, ValueError: shapes, dtypes or concrete ids that do not fit, with the value and the
-        limit.
+      TypeError, ValueError: shapes, dtypes or concrete ids are invalid.
     """
     axis = _AXIS.get()
     devices = 1 if axis is None else lax.axis_size(axis)
@@ -155,7 +159,7 @@ def experts(
 
 
 def slots_per_expert(tokens: int, k: int, num_experts: int, slack: float) -> int:
-    """C, the rows that one expert takes in one round.
+    """Returns C, the number of rows that one expert takes in the first round.
 
     >>> slots_per_expert(4096, 8, 64, 1.25), slots_per_expert(2, 2, 8, 1.25)
     (640, 4)
@@ -165,7 +169,7 @@ def slots_per_expert(tokens: int, k: int, num_experts: int, slack: float) -> int
 
 
 def _capacity(tokens: int, k: int, num_experts: int, slack: float, is_grouped: bool) -> int:
-    """`slots_per_expert`; where the kernel multiplies what other devices send, whole tiles."""
+    """Returns `slots_per_expert`, in whole tiles if the kernel multiplies rows of other devices."""
     capacity = slots_per_expert(tokens, k, num_experts, slack)
     if not is_grouped or _AXIS.get() is None:
         return capacity
@@ -175,13 +179,13 @@ def _capacity(tokens: int, k: int, num_experts: int, slack: float, is_grouped: b
 def rounds_needed(
     ids: jax.Array, num_experts: int, slack: float = SLACK, *, products: Products = "batched"
 ) -> jax.Array:
-    """int32 []: how many rounds `experts` takes for these choices of one device.
+    """Returns the number of rounds, int32 [], that `experts` needs for these choices of one device.
 
-    Where experts are split over devices, all of a group take as many as the device that needs most.
+    If experts are split over devices, all devices of a group take the maximum of their numbers.
 
     Args:
-      ids: [..., k], num_experts for what is left out; num_experts, slack, products: as `experts`
-        has them.
+      ids: [..., k]; num_experts for skipped choices.
+      num_experts, slack, products: see `experts`.
 
     >>> rounds_needed(jnp.zeros((16, 1), jnp.int32), 2).item()  # 10 slots, and then 3 each
     3
@@ -196,20 +200,21 @@ def rounds_needed(
 
 
 def slots_of_further_rounds(capacity: int) -> int:
-    """The rows that one expert takes in each round after the first, which has C."""
+    """Returns the rows that one expert takes in each round after the first."""
     return -(-capacity // PARTS)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """What is known before any array.
+    """Static properties of a call of `experts`.
 
     Attributes:
-      apply: as `experts` has it.
+      apply: argument of `experts`.
       num_experts, capacity: E and C.
-      dtype: of what `apply` gives, by name; wide: in which choices are summed.
-      axis: over which experts are split; None: they are not.
-      grouped: how the kernel multiplies; None: it does not.
+      dtype: name of the dtype of the result of `apply`.
+      wide: name of the dtype in which choices are summed.
+      axis: mesh axis over which experts are split; None: not split.
+      grouped: settings of the kernel; None: batched products.
     """
 
     apply: Apply
@@ -221,7 +226,7 @@ class _Call:
     grouped: GroupedProducts | None = None
 
     def slots_of(self, routes: Routes, begin: Any) -> tuple[Slots, tuple[int, int, int]]:
-        """Slots of a round, and the shape [experts, slots of each, -1] of what is in them."""
+        """Returns the slots of a round, and their shape [experts, slots of each, -1]."""
         if self.takes_all:
             size = whole_tiles(routes.choices.size)
             return all_slots(routes, size), (1, size, -1)
@@ -230,18 +235,18 @@ class _Call:
 
     @property
     def takes_all(self) -> bool:
-        """Whether there is one round, with a slot for each choice."""
+        """Whether there is a single round, with a slot for each choice."""
         return self.grouped is not None and self.axis is None
 
     def segments(self, routes: Routes, begin: Any) -> Segments:
-        """Where rows lie that a round brings to this device's experts."""
+        """Returns the segments of rows that a round brings to this device's experts."""
         if self.takes_all:
             return Segments(routes.start, routes.count)
         taken = jnp.clip(routes.count - begin, 0, self.capacity)
         return segments_of_slots(self.to_experts(taken[:, None]), self.capacity)
 
     def results(self, weights: Any, rows: jax.Array, segments: Segments | None) -> jax.Array:
-        """What experts give for their rows [experts, slots of each, D]."""
+        """Applies the experts to their rows [experts, slots of each, D]."""
         if self.grouped is None:
             return self.apply(weights, rows)
         assert segments is not None
@@ -250,13 +255,13 @@ class _Call:
         return out.reshape(*rows.shape[:2], -1)
 
     def to_experts(self, slots: jax.Array) -> jax.Array:
-        """[E, C, ...] of this device's rows -> [own experts, devices * C, ...] of all devices'."""
+        """Sends rows to their experts, [E, C, ...] -> [own experts, devices * C, ...]."""
         if self.axis is None:
             return slots
         return lax.all_to_all(slots, self.axis, split_axis=0, concat_axis=1, tiled=True)
 
     def from_experts(self, slots: jax.Array) -> jax.Array:
-        """The way back."""
+        """Reverses `to_experts`."""
         if self.axis is None:
             return slots
         return lax.all_to_all(slots, self.axis, split_axis=1, concat_axis=0, tiled=True)
@@ -274,8 +279,11 @@ _CHEAP = frozenset(_ELEMENT_BY_ELEMENT.split())
 
 
 def _is_kept(primitive: Any, *_: Any, **params: Any) -> bool:
-    """The policy of a round: results of products, kernels and exchanges are kept for the backward
-    pass; rows in their slots, and what is computed element by element, is made again there."""
+    """Returns whether a checkpoint in a round saves the results of a primitive.
+
+    Results of products, kernels and exchanges are saved for the backward pass; rows in their slots
+    and element-wise results are recomputed.
+    """
     if primitive.name in _CALLS:
         return any(
             _is_kept(equation.primitive, **equation.params)
@@ -288,7 +296,10 @@ def _is_kept(primitive: Any, *_: Any, **params: Any) -> bool:
 def _one_round(
     call: _Call, routes: Routes, begin: Any, rows: jax.Array, gates: jax.Array, weights: Any
 ) -> jax.Array:
-    """[T, D_out] in `call.wide`: what C rows of each expert, from `begin` on, add to the result."""
+    """Returns the contribution of a round, [T, D_out] in `call.wide`.
+
+    A round takes `call.capacity` rows of each expert, from rank `begin` on.
+    """
     slots, size = call.slots_of(routes, begin)
     segments = None if call.grouped is None else call.segments(routes, begin)
 
@@ -297,29 +308,32 @@ def _one_round(
         return call.results(weights, brought, segments)
 
     def summed(out: jax.Array, gates: jax.Array) -> jax.Array:
-        # With its row, so that its derivative is made where the expert's result is.
+        # Gates travel with their rows, so that their gradient is computed beside the result.
         gate = call.to_experts(gates_to_slots(gates, slots).reshape(size))
         out = (out.astype(call.wide) * gate.astype(call.wide)).astype(call.dtype)
         out = call.from_experts(out)
         return from_slots(out.reshape(-1, out.shape[-1]), slots, call.wide)
 
-    # Two, so that rows are taken to their slots again only after the gradient of `out` is there,
-    # and what it is made of is gone.
+    # Two checkpoints: the backward pass copies rows to their slots again only after it has computed
+    # the gradient of `out` and freed its operands.
     out = jax.checkpoint(results, policy=_is_kept)(rows, weights)
     return jax.checkpoint(summed, policy=_is_kept)(out, gates)
 
 
 def _fullest(call: _Call, routes: Routes) -> jax.Array:
-    """int32 []: rows that the fullest expert has from any of the devices that exchange rows."""
+    """Returns int32 []: the maximum of the rows per expert, over the devices that exchange rows."""
     most = jnp.max(routes.count)
     return most if call.axis is None else lax.pmax(most, call.axis)
 
 
 def _further(call: _Call, routes: Routes, add: Callable[[_Call, Any, Any], Any], first: Any) -> Any:
-    """`add(call, begin, total)` over the rounds after the first, which are smaller.
+    """Runs `add(call, begin, total)` over the rounds after the first, which are smaller.
 
     Args:
-      first: the total of the first round.
+      call: call of `experts`, with the capacity of the first round.
+      routes: routing of all choices.
+      add: adds one round to the total.
+      first: total of the first round.
     """
     if call.takes_all:
         return first
@@ -355,8 +369,8 @@ def _rest_of(
 def _forward(
     call: _Call, rows: jax.Array, gates: jax.Array, weights: Any, routes: Routes
 ) -> tuple[jax.Array, Any]:
-    # What the derivative of the first round needs is kept as any layer's (see `_is_kept`), and
-    # computed again where a `jax.checkpoint` around the model says so.
+    # Residuals of the first round are saved like those of any layer (see `_is_kept`), and
+    # recomputed under a `jax.checkpoint` around the model.
     first, pull = jax.vjp(functools.partial(_one_round, call, routes, 0), rows, gates, weights)
     out = _rest_of(call, rows, gates, weights, routes, first)
     return out, (pull, rows, gates, weights, routes)
@@ -364,31 +378,31 @@ def _forward(
 
 def _backward(call: _Call, kept: Any, slope: jax.Array) -> tuple[Any, ...]:
     pull, rows, gates, weights, routes = kept
-    given = rows, gates, weights
+    operands = rows, gates, weights
 
     def add(call: _Call, begin: jax.Array, total: Any) -> Any:
-        _, again = jax.vjp(functools.partial(_one_round, call, routes, begin), *given)
-        return jax.tree.map(lambda sum_, one: sum_ + one.astype(sum_.dtype), total, again(slope))
+        _, again = jax.vjp(functools.partial(_one_round, call, routes, begin), *operands)
+        return jax.tree.map(lambda sum_, part: sum_ + part.astype(sum_.dtype), total, again(slope))
 
     total = _further(call, routes, add, jax.tree.map(_widened, pull(slope)))
-    return *jax.tree.map(lambda x, like: x.astype(like.dtype), total, given), None
+    return *jax.tree.map(lambda x, like: x.astype(like.dtype), total, operands), None
 
 
 _in_rounds.defvjp(_forward, _backward)
 
 
 def _widened(x: jax.Array) -> jax.Array:
-    """At least float32: rounds are summed in it."""
+    """Casts to at least float32, in which rounds are summed."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
-# --- refusals -------------------------------------------------------------------------------------
+# --- checks of the arguments ----------------------------------------------------------------------
 
 
 def _result(
     apply: Apply, weights: Any, shape: tuple[int, ...], dtype: Any
 ) -> tuple[tuple[int, ...], np.dtype]:
-    """(shape, dtype) of what `apply` gives for rows of such a shape, [E, C, D] or [R, D]."""
+    """Returns (shape, dtype) of the result of `apply` for rows of a shape, [E, C, D] or [R, D]."""
     run = apply if len(shape) == 3 else functools.partial(_with_stand_in, apply)
     closed, result = jax.make_jaxpr(run, return_shape=True)(
         weights, jax.ShapeDtypeStruct(shape, dtype)
@@ -397,19 +411,19 @@ def _result(
         if isinstance(value, jax.core.Tracer):
             raise ValueError(
                 f"apply uses an array of shape {list(value.shape)} that is computed outside of it; "
-                "give it as a part of weights, with the experts as its first dimension"
+                "pass it as a part of weights, with the experts as its first dimension"
             )
-    found = getattr(result, "shape", None)
-    if found is None or len(found) != len(shape) or found[:-1] != shape[:-1]:
+    result_shape = getattr(result, "shape", None)
+    if result_shape is None or len(result_shape) != len(shape) or result_shape[:-1] != shape[:-1]:
         dims = "experts, slots, width" if len(shape) == 3 else "rows, width"
         raise ValueError(
-            f"apply gives {found if found is not None else type(result).__name__} for rows of "
-            f"shape {list(shape)} ({dims}); return one array "
+            f"apply returns {type(result).__name__ if result_shape is None else result_shape} for "
+            f"rows of shape {list(shape)} ({dims}); return one array "
             f"[{', '.join(map(str, shape[:-1]))}, width]"
         )
     if not jnp.issubdtype(result.dtype, jnp.floating):
-        raise TypeError(f"apply gives {result.dtype.name}; return an array of floating point")
-    return found, np.dtype(result.dtype)
+        raise TypeError(f"apply returns {result.dtype.name}; return a floating-point array")
+    return result_shape, np.dtype(result.dtype)
 
 
 def _with_stand_in(apply: Apply, weights: Any, rows: jax.Array) -> jax.Array:
@@ -417,30 +431,34 @@ def _with_stand_in(apply: Apply, weights: Any, rows: jax.Array) -> jax.Array:
 
 
 def _check(x: Any, gates: Any, ids: Any, weights: Any, slack: float, devices: int) -> int:
-    """The number of experts, of which `weights` has those of one of so many devices.
+    """Returns the number of experts of all `devices`; `weights` has those of one device.
 
     Raises:
-      TypeError, ValueError: as `experts` has them.
+      TypeError, ValueError: see `experts`.
     """
     for name, value in (("x", x), ("gates", gates)):
         if not jnp.issubdtype(jnp.result_type(value), jnp.floating):
-            raise TypeError(f"{name} is of {jnp.result_type(value).name}; give floating point")
+            raise TypeError(f"{name} has {jnp.result_type(value).name}; use a floating-point dtype")
     if not jnp.issubdtype(jnp.result_type(ids), jnp.integer):
-        raise TypeError(f"ids are of {jnp.result_type(ids).name}; give integers, as jax.lax.top_k")
+        raise TypeError(
+            f"ids have {jnp.result_type(ids).name}; use integers, as jax.lax.top_k returns"
+        )
     if jnp.ndim(x) < 1 or jnp.ndim(ids) < 1 or ids.shape[:-1] != x.shape[:-1]:
         raise ValueError(
-            f"ids have the shape {list(jnp.shape(ids))} and x {list(jnp.shape(x))}; ids are "
-            "[..., k] for x [..., D], with the same leading dimensions"
+            f"ids have shape {list(jnp.shape(ids))} and x has shape {list(jnp.shape(x))}; ids must "
+            "be [..., k] for x [..., D], with the same leading dimensions"
         )
     if jnp.shape(gates) != ids.shape:
         raise ValueError(
-            f"gates have the shape {list(jnp.shape(gates))} and ids {list(ids.shape)}; give one "
-            "gate for each choice"
+            f"gates have shape {list(jnp.shape(gates))} and ids have shape {list(ids.shape)}; "
+            "they must be equal: one gate for each choice"
         )
     if 0 in (*x.shape, *ids.shape):
-        raise ValueError(f"x {list(x.shape)} with ids {list(ids.shape)} has no rows; leave it out")
+        raise ValueError(
+            f"x {list(x.shape)} with ids {list(ids.shape)} has no rows; skip the call of experts"
+        )
     if not (isinstance(slack, int | float) and 0 < slack < math.inf):
-        raise ValueError(f"slack={slack!r} is not a number above 0; 1.25 is usual")
+        raise ValueError(f"slack={slack!r} must be a number above 0; 1.25 is usual")
     num_experts = _number_of_experts(weights) * devices
     _check_ids(ids, num_experts)
     return num_experts
@@ -452,14 +470,14 @@ def _number_of_experts(weights: Any) -> int:
     if len(sizes) != 1 or sizes == {()} or sizes == {(0,)}:
         shapes = [list(jnp.shape(leaf)) for leaf in leaves]
         raise ValueError(
-            f"weights have the shapes {shapes}; each array's first dimension is the number of "
-            "experts, the same for all"
+            f"weights have the shapes {shapes}; the first dimension of each array must be the "
+            "number of experts"
         )
     return sizes.pop()[0]
 
 
 def _check_ids(ids: Any, num_experts: int) -> None:
-    """Refuses concrete ids that name no expert."""
+    """Raises ValueError for concrete ids outside of [0, num_experts)."""
     if isinstance(ids, jax.core.Tracer):
         return
     held = np.asarray(ids)
@@ -467,6 +485,6 @@ def _check_ids(ids: Any, num_experts: int) -> None:
     if low < 0 or high >= num_experts:
         wrong = low if low < 0 else high
         raise ValueError(
-            f"ids have {wrong}, and there are {num_experts} experts; give numbers from 0 to "
+            f"ids contain {wrong}, but there are {num_experts} experts; use ids from 0 to "
             f"{num_experts - 1}"
         )

@@ -1,7 +1,7 @@
-"""Tables of block layouts: which blocks of keys the queries of a block see.
+"""Tables of block layouts: the blocks of keys that each block of queries sees.
 
-Equal to the tables that DeepSpeed's code makes of the same parameters (`tests/golden` has some of
-them). They are numpy's; nothing here knows a device.
+They equal the tables that DeepSpeed's code makes from the same parameters (`tests/golden` has some
+of them). NumPy arrays; independent of devices.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from zerojax.config.attention_layouts import (
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BlockTable:
-    """Which blocks of keys each block of queries sees.
+    """Block-sparse attention mask.
 
-    Two tables are equal where their blocks and entries are.
+    Two tables are equal if their block sizes, entries and names are equal.
 
     Attributes:
-      block: tokens of a block of queries, and of one of keys.
+      block: tokens of a block, of queries and of keys.
       seen: bool [heads or 1, query blocks, key blocks]; read-only.
-      name: of the layout, for sentences.
+      name: name of the layout, for messages.
 
     Raises:
-      ValueError: entries that are not bool, not three dimensions, or a block below 1.
+      ValueError: entries are not bool, `seen` has not three dimensions, or the block is below 1.
     """
 
     block: int
@@ -49,12 +49,12 @@ class BlockTable:
         seen = np.asarray(self.seen)
         if seen.dtype != bool or seen.ndim != 3:
             raise ValueError(
-                f"seen is {seen.dtype} of shape {seen.shape}; give bool "
+                f"seen is {seen.dtype} of shape {seen.shape}, but must be bool "
                 "[heads or 1, query blocks, key blocks]"
             )
         if isinstance(self.block, bool) or not isinstance(self.block, int) or self.block < 1:
-            raise ValueError(f"block={self.block!r} must be a whole number of at least 1")
-        seen = np.array(seen)  # the caller's stays writable
+            raise ValueError(f"block={self.block!r} must be an integer of at least 1")
+        seen = np.array(seen)  # a copy, so that the caller's array stays writable
         seen.setflags(write=False)
         object.__setattr__(self, "seen", seen)
 
@@ -71,14 +71,14 @@ class BlockTable:
 
     @property
     def share(self) -> float:
-        """Fraction of the blocks that is seen, over all heads."""
+        """Fraction of the blocks that is visible, over all heads."""
         return float(self.seen.mean()) if self.seen.size else 0.0
 
     def cut(self, queries: int, keys: int) -> BlockTable:
-        """The table of the first tokens.
+        """Returns the table of the first tokens.
 
         Args:
-          queries, keys: numbers of tokens; the last block may be filled in part.
+          queries, keys: numbers of tokens; the last block may be partial.
 
         Raises:
           ValueError: the table has fewer blocks.
@@ -86,23 +86,26 @@ class BlockTable:
         blocks = -(-queries // self.block), -(-keys // self.block)
         if blocks == self.seen.shape[1:]:
             return self
-        if any(wanted > here for wanted, here in zip(blocks, self.seen.shape[1:], strict=True)):
+        if any(needed > size for needed, size in zip(blocks, self.seen.shape[1:], strict=True)):
             rows, columns = (n * self.block for n in self.seen.shape[1:])
             raise ValueError(
-                f"the table of the layout is for at most {rows} queries and {columns} keys, and "
-                f"there are {queries} and {keys}; make it for {max(queries, keys)} tokens"
+                f"the block table is for at most {rows} queries and {columns} keys, but the call "
+                f"has {queries} and {keys}; make it for {max(queries, keys)} tokens"
             )
         return dataclasses.replace(self, seen=self.seen[:, : blocks[0], : blocks[1]])
 
     def of_tokens(self, queries: int, keys: int) -> jax.Array:
-        """Bool [heads or 1, queries, keys], an entry for each pair of tokens."""
+        """Returns the mask by tokens, bool [heads or 1, queries, keys]."""
         size, (heads, rows, columns) = self.block, self.seen.shape
-        shape = heads, rows, size, columns, size  # not repeated by numpy: a program would hold it
+        # Repeated by JAX: an array repeated by NumPy would be a large constant of the program.
+        shape = heads, rows, size, columns, size
         seen = jnp.broadcast_to(jnp.asarray(self.seen)[:, :, None, :, None], shape)
         return seen.reshape(heads, rows * size, columns * size)[:, :queries, :keys]
 
     def of_positions(self, queries: jax.Array, keys: int) -> jax.Array:
-        """Bool [heads or 1, queries, keys] for queries at these places, and keys from 0 on.
+        """Returns the mask, bool [heads or 1, queries, keys], for queries at these positions.
+
+        The keys are at positions 0, 1, ..., keys - 1.
 
         Raises:
           ValueError: the table has fewer keys.
@@ -114,14 +117,15 @@ class BlockTable:
 
 @functools.lru_cache(maxsize=64)
 def layout_table(layout: BlockLayout, *, num_heads: int, num_tokens: int) -> BlockTable:
-    """The table of a layout for so many tokens.
+    """Returns the block table of a layout for `num_tokens` tokens.
 
-    A random layout is equal to DeepSpeed's after `random.seed(layout.seed)`. DeepSpeed makes the
-    table of the longest sequence and cuts it for shorter ones, as `BlockTable.cut` does.
+    A random layout equals DeepSpeed's after `random.seed(layout.seed)`. DeepSpeed makes the table
+    of the longest sequence and cuts it for shorter ones, as `BlockTable.cut` does.
 
     Args:
-      num_heads: of the queries; the table has as many where heads differ, else 1.
-      num_tokens: of a row; the last block may be filled in part.
+      layout: parameters of the layout.
+      num_heads: query heads; the table has as many if heads differ, else 1.
+      num_tokens: tokens of a row; the last block may be partial.
 
     Raises:
       ValueError: the layout needs more blocks than there are.
@@ -152,10 +156,10 @@ def layout_table(layout: BlockLayout, *, num_heads: int, num_tokens: int) -> Blo
 
 
 def _check_fits(layout: BlockLayout, name: str, blocks: int) -> None:
-    wanted = getattr(layout, name, 0)
-    if wanted > blocks:
+    value = getattr(layout, name, 0)
+    if value > blocks:
         raise ValueError(
-            f"{name}={wanted} of the layout {layout.mode} is more than the {blocks} blocks of "
+            f"{name}={value} of the layout {layout.mode} is more than the {blocks} blocks of "
             f"{layout.block} tokens; use at most {blocks}, or a smaller block"
         )
 
@@ -169,7 +173,7 @@ def _fixed(layout: FixedLayout, seen: np.ndarray, head: int, _: random.Random) -
     _windows(seen, range(0, blocks, size), size, is_causal)
     first = size - (1 + head % layout.num_different_global_patterns) * number
     starts = list(range(first, blocks - blocks % size, size))
-    if blocks % size:  # the global blocks of a short last window are its last at the latest
+    if blocks % size:  # the global blocks of a short last window must end inside the sequence
         starts.append(min(blocks - blocks % size + first, blocks - number))
     for start in starts:
         seen[start if is_causal else 0 :, start : start + number] = True
@@ -230,7 +234,7 @@ _MARKERS: dict[type[BlockLayout], Callable[..., None]] = {
 
 
 def _windows(seen: np.ndarray, starts: range | list[int], size: int, is_causal: bool) -> None:
-    """Marks square windows of blocks; causal: up to the diagonal."""
+    """Marks square windows of blocks; causal windows up to the diagonal."""
     for start in starts:
         window = seen[start : start + size, start : start + size]
         window |= np.tri(len(window), dtype=bool) if is_causal else True
@@ -245,7 +249,7 @@ def _slide(seen: np.ndarray, width: int) -> None:
 def _global_ranges(
     layout: VariableLayout | BSLongformerLayout, blocks: int
 ) -> list[tuple[int, int]]:
-    """[first, end) of the global blocks inside the sequence."""
+    """Returns [first, end) of the global blocks, cut to the sequence."""
     starts = layout.global_block_indices
     ends = layout.global_block_end_indices or [start + 1 for start in starts]
     return [(a, min(b, blocks)) for a, b in zip(starts, ends, strict=True) if a < blocks]

@@ -1,4 +1,4 @@
-"""Attention that holds all scores, in plain XLA: `jax.nn`'s where that has what is asked for."""
+"""Attention that stores all scores, in plain XLA; uses `jax.nn`'s function if that suffices."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zerojax.operators.chunked_attention import Visibility
 from zerojax.operators.sparse_layouts import BlockTable
 
 _NEVER = -0.7 * float(jnp.finfo(jnp.float32).max)
-"""A score that no softmax sees, and whose difference to others is finite."""
+"""Masked score: its softmax is 0, and its differences from other scores are finite."""
 
 
 def stored_attention(
@@ -27,10 +27,10 @@ def stored_attention(
     softcap: float | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Softmax attention with an array of all scores; see `zerojax.attention`.
+    """Computes softmax attention with an array of all scores; see `zerojax.attention`.
 
     Args:
-      visibility: its window may be a traced integer here, since every score is computed.
+      visibility: its window may be a traced integer, because all scores are computed.
     """
     run = functools.partial(jax.nn.dot_product_attention, scale=scale, implementation="xla")
     plain = positions is None and visibility.window is None and table is None
@@ -65,9 +65,13 @@ def masked_attention(
     softcap: float | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """`stored_attention` with `seen`: bool [batch or 1, heads or 1, queries, keys]; None: all.
+    """Computes `stored_attention` with an explicit mask.
 
-    A query that sees no key gives 0.
+    Args:
+      seen: bool [batch or 1, heads or 1, queries, keys]; None: all keys are visible.
+
+    Returns:
+      [batch, queries, heads, head_dim] in the dtype of `query`; 0 for a query that sees no key.
     """
     if softcap is None and sinks is None:
         out = jax.nn.dot_product_attention(
@@ -90,7 +94,10 @@ def _with_own_scores(
     softcap: float | None,
     sinks: jax.Array | None,
 ) -> jax.Array:
-    """Scores and softmax in float32, products in the dtype of the inputs."""
+    """Computes attention with explicit scores, which allow a softcap and sinks.
+
+    Scores and softmax are float32; products take operands in the dtype of the inputs.
+    """
     batch, queries, heads, features = query.shape
     kv_heads = key.shape[2]
     grouped = query.reshape(batch, queries, kv_heads, heads // kv_heads, features)

@@ -1,14 +1,14 @@
 """Sums and means over the whole global batch, for models that couple rows.
 
-A step runs a model on the rows of one device at a time. What a model computes of its rows (a mean
-of router probabilities, the mean and the mean square of a batch norm) is another number on each
-device, and what is made of it, such as a product of two means, is not what one device with all rows
-makes. `batch_sum` and `batch_mean` take it over all devices.
+A step runs a model on the rows of one device. A statistic of these rows (the mean of router
+probabilities, the mean and the mean square of a batch norm) differs between devices, and a
+nonlinear function of it, such as a product of two means, differs from that of the whole batch.
+`batch_sum` and `batch_mean` compute the statistic over all devices.
 
-The step's loss is the sum of what all devices return, divided once, and the gradients of all
-devices are added up. So where y = sum over devices d of x_d is given to every device, the gradient
-of the summed loss with respect to x_d is the sum over all devices of their gradients with respect
-to y: a sum again. With it no factor of the number of devices is left or missing.
+The step's loss is the sum of the losses of all devices, divided once, and the gradients of all
+devices are summed. Let every device receive y = sum over devices d of x_d. Then the gradient of the
+summed loss with respect to x_d is the sum over all devices of their gradients with respect to y:
+again a sum. Gradients therefore need no factor of the number of devices.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from jax import lax
 from zerojax.operators.marks import BatchCall, mark_batch_call
 
 IN_TURN = (
-    "with deterministic='mesh': virtual shards are computed one after the other, and none has the "
-    "rows of all; leave deterministic out, or compute each row from that row alone"
+    "is not available with deterministic='mesh': virtual shards are computed one after the other, "
+    "so none of them holds the whole batch; leave deterministic out, or compute each row from that "
+    "row alone"
 )
-"""Why there are no sums over the batch where its pieces are computed in turn."""
+"""Reason why sums over the batch are refused while its pieces are computed one after the other."""
 _AXES: contextvars.ContextVar[tuple[str, ...] | None] = contextvars.ContextVar(
     "batch_axes", default=()
 )
@@ -37,12 +38,14 @@ _AXES: contextvars.ContextVar[tuple[str, ...] | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def batch_split_over(axes: tuple[str, ...] | None) -> Iterator[None]:
-    """Models that are traced meanwhile see a part of the batch on each device of these axes.
+    """Sets the mesh axes over which the batch is split while a model is traced.
 
-    None: they see pieces of it in turn (`IN_TURN`), and sums over the batch are refused.
+    All tracing with these manual axes must happen inside this context: JAX caches traces by mesh
+    and manual axes, and does not know this setting.
 
-    Everything that is traced where the axes are manual is to be inside: JAX keeps what it has
-    traced of a function for a mesh and its manual axes, and knows nothing of this setting.
+    Args:
+      axes: manual axes whose devices hold different rows. None: pieces of the batch are computed
+        one after the other, and sums over the batch are refused (`IN_TURN`).
     """
     token = _AXES.set(axes)
     try:
@@ -52,31 +55,32 @@ def batch_split_over(axes: tuple[str, ...] | None) -> Iterator[None]:
 
 
 def batch_axes() -> tuple[str, ...] | None:
-    """The axes whose devices have other parts of the batch where a model is traced now; None where
-    pieces are computed in turn."""
+    """Returns the axes that split the batch in the current trace.
+
+    None if pieces of the batch are computed one after the other.
+    """
     return _AXES.get()
 
 
 def batch_sum(x: Any) -> jax.Array:
-    """The sum of `x` over all devices that hold other rows of the same batch.
+    """Returns the sum of `x` over all devices that hold other rows of the same batch.
 
-    In a step of zerojax, and in its evaluation, `x` is what this device computed of its own rows
-    of one microbatch, already summed over them; the result is that of all rows of the microbatch,
-    the same on every device, and gradients through it are those of one device with all rows.
-    Where rows count differently (weights, padding), a mean over the batch is
-    `batch_sum(jnp.sum(x * w, 0)) / batch_sum(jnp.sum(w))`.
+    In a step of zerojax, and in its evaluation, `x` is already summed over the rows of this device
+    in one microbatch. The result is the sum over all rows of the microbatch, the same on every
+    device, and its gradients are those of one device with all rows. If rows have different weights
+    (padding), the mean over the batch is `batch_sum(jnp.sum(x * w, 0)) / batch_sum(jnp.sum(w))`.
 
     Anywhere else (plain JAX, one device) the result is `x`.
 
     Args:
       x: any shape, the same on every device; integers, floating-point or complex. Sums of 16-bit
-        floats are taken in float32.
+        floats are accumulated in float32.
 
     Returns:
       The shape and dtype of `x`.
 
     Raises:
-      TypeError: booleans, of which a sum is another dtype.
+      TypeError: `x` is boolean; a sum of booleans has another dtype.
       ValueError: under `deterministic: mesh`.
 
     >>> batch_sum(jnp.arange(3.0))
@@ -86,11 +90,12 @@ def batch_sum(x: Any) -> jax.Array:
 
 
 def batch_mean(x: Any) -> jax.Array:
-    """The mean of `x` over all devices that hold other rows of the same batch.
+    """Returns the mean of `x` over all devices that hold other rows of the same batch.
 
-    As `batch_sum`, divided by the number of these devices: each has equally many rows, so of means
-    over rows it is the mean over all rows of a microbatch. With it the loss that balances a mixture
-    of experts, `E * jnp.sum(batch_mean(f) * batch_mean(p))`, is that of one device.
+    This is `batch_sum` divided by the number of these devices. Each device has equally many rows,
+    so the mean of means over rows is the mean over all rows of a microbatch. The load-balancing
+    loss of a mixture of experts, `E * jnp.sum(batch_mean(f) * batch_mean(p))`, is then that of one
+    device.
 
     Args:
       x: any shape, the same on every device, floating-point or complex.
@@ -99,14 +104,14 @@ def batch_mean(x: Any) -> jax.Array:
       The shape and dtype of `x`.
 
     Raises:
-      TypeError: integers or booleans, whose mean is none.
+      TypeError: `x` has integers or booleans, whose mean has another dtype.
       ValueError: under `deterministic: mesh`.
     """
     return _over_batch(x, "batch_mean")
 
 
 def batch_max(x: Any) -> jax.Array:
-    """The largest `x` of all devices that hold other rows of the same batch; without a gradient."""
+    """Returns the maximum of `x` over all devices with other rows of the batch; no gradient."""
     x, axes = lax.stop_gradient(jnp.asarray(x)), _AXES.get()
     if axes is None:
         raise ValueError(f"batch_max {IN_TURN}")
@@ -134,8 +139,8 @@ def _check_dtype(x: jax.Array, kind: BatchCall) -> None:
         return
     remedy = "x.astype(jnp.float32)" if kind == "batch_mean" else "jnp.sum(x, axis=0)"
     raise TypeError(
-        f"zerojax.{kind} was given {x.dtype.name}{list(x.shape)}, and its result has the dtype of "
-        f"what it is given; give it {remedy}"
+        f"zerojax.{kind} cannot take {x.dtype.name}{list(x.shape)}: its result has the dtype of "
+        f"its argument; use {remedy}"
     )
 
 

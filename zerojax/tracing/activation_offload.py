@@ -1,11 +1,11 @@
-"""Activation offload: the input of each layer, kept in host memory until the backward pass.
+"""Activation offload: keeps the input of each layer in host memory until the backward pass.
 
-The layers of a model are the loops (`jax.lax.scan`) that slice stacked parameters. Of each layer
-the floating-point arrays that the loop carries into it leave the device for pinned host memory in
-the forward pass and come back in the backward pass, which computes everything else of the layer
-again. A checkpoint that the model puts into a layer is dissolved: one inside of the other would
-compute the layer three times, and what it keeps would stay on the device. One inside of a loop
-within a layer stays, since it bounds what that loop keeps.
+Layers are the iterations of loops (`jax.lax.scan`) that slice stacked parameters. The
+floating-point arrays that a loop carries into a layer move to pinned host memory in the forward
+pass and back in the backward pass, which recomputes everything else of the layer. Checkpoints of
+the model inside a layer are removed: nested checkpoints would compute the layer three times, and
+values that they save would stay on the device. A checkpoint inside a loop within a layer stays,
+since it limits the memory of that loop.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from zerojax.tracing.jaxpr import evaluate_in_pieces, is_checkpoint, program_of,
 from zerojax.tracing.trees import format_bytes
 
 LAYER_INPUT = "zerojax.layer_input"
-"""What a traced program calls the arrays that wait on the host."""
+"""Name of the offloaded arrays in a traced program."""
 _CALLS = ("jit", "pjit")
-# What may stand between a parameter and the loop that slices it.
+# Primitives that are allowed between a parameter and the loop that slices it.
 _ROW_BY_ROW = ("convert_element_type", "copy", "name")
 _POLICY = jax.checkpoint_policies.save_and_offload_only_these_names(
     names_which_can_be_saved=[],
@@ -46,11 +46,11 @@ _REMEDY = (
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LayerScan:
-    """A loop over layers.
+    """Loop over layers.
 
     Attributes:
       equation: the `scan`.
-      inside: the operation that it is inside of, "" for none but calls.
+      inside: primitive of the enclosing equation; "" at the top level or inside calls only.
     """
 
     equation: Any
@@ -62,7 +62,7 @@ class LayerScan:
 
     @property
     def waiting(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """What of each layer's inputs waits on the host."""
+        """Offloaded inputs of each layer."""
         num_consts, num_carry = split_scan(self.equation)
         carried = self.equation.invars[num_consts : num_consts + num_carry]
         return tuple(
@@ -73,19 +73,19 @@ class LayerScan:
 
     @property
     def bytes(self) -> int:
-        """Of all that waits, of all layers."""
+        """Bytes of the offloaded inputs of all layers."""
         return self.num_layers * sum(x.size * x.dtype.itemsize for x in self.waiting)
 
 
 def find_layer_scans(closed: ClosedJaxpr, parameters: Sequence[bool]) -> list[LayerScan]:
-    """The loops over layers of a traced loss.
+    """Returns the loops over layers of a traced loss.
 
     Args:
       closed: the loss.
       parameters: for each input of the program, whether it is a parameter (or a part of one).
 
     Raises:
-      ValueError: there are none, or one that cannot be rewritten; with the remedy.
+      ValueError: there is no such loop, or one that cannot be rewritten; with the remedy.
     """
     return _checked(find_loops_over_layers(closed, parameters))
 
@@ -93,37 +93,37 @@ def find_layer_scans(closed: ClosedJaxpr, parameters: Sequence[bool]) -> list[La
 def find_loops_over_layers(closed: ClosedJaxpr, parameters: Sequence[bool]) -> list[LayerScan]:
     """Returns all loops over layers, also those that `find_layer_scans` refuses."""
     inputs = closed.jaxpr.invars
-    held = {v for v, is_one in zip(inputs, parameters, strict=True) if is_one}
+    held = {v for v, is_parameter in zip(inputs, parameters, strict=True) if is_parameter}
     return list(_find(closed.jaxpr, held, ""))
 
 
 def describe_layer_inputs(
     settings: MeshConfig, forward: ClosedJaxpr, num_parameters: int
 ) -> tuple[str, ...]:
-    """What a plan says of activations on the host: one line per loop; () where they stay.
+    """Returns a plan's lines about activations on the host, one for each loop; () without offload.
 
     Args:
       settings: the mesh options.
       forward: the loss of one microbatch on one data shard; its first inputs are parameters.
-      num_parameters: how many.
+      num_parameters: number of parameters.
 
     Raises:
-      ValueError: it cannot be done with this model or with stages; with the remedy.
+      ValueError: the model, or pipeline stages, do not allow it; with the remedy.
     """
     if settings.offload.activations != HOST:
         return ()
     if settings.stage > 1:
         raise ValueError(
             f"offload activations=host cannot be combined with stage={settings.stage}: a pipeline "
-            "keeps its own stash of what each stage is given; use stage=1, or leave activations on "
-            "the device"
+            "stores the inputs of each stage itself; use stage=1, or leave activations on the "
+            "device"
         )
     inputs = len(forward.jaxpr.invars)
     scans = find_layer_scans(forward, [place < num_parameters for place in range(inputs)])
     return tuple(
-        f"activations wait on the host: {_texts(scan.waiting)} of each of {scan.num_layers} layers "
-        f"({format_bytes(scan.bytes)} of one microbatch on one data shard); everything else of a "
-        "layer is computed again in the backward pass, whatever the model's remat is"
+        f"activations are offloaded to the host: {_texts(scan.waiting)} of each of "
+        f"{scan.num_layers} layers ({format_bytes(scan.bytes)} per microbatch and data shard); the "
+        "backward pass recomputes the rest of each layer, regardless of the model's remat"
         for scan in scans
     )
 
@@ -135,14 +135,17 @@ def _texts(arrays: Sequence[jax.ShapeDtypeStruct]) -> str:
 def keep_inputs_on_host(
     function: Callable[..., Any], constants: Sequence[Any] = ()
 ) -> Callable[..., Any]:
-    """`function(parameters, *others)` with the same values and derivatives, whose layers' inputs
-    wait for the backward pass in pinned host memory.
+    """Returns `function(parameters, *others)` with the inputs of layers offloaded.
+
+    Values and derivatives are the same. The inputs stay in pinned host memory until the backward
+    pass.
 
     Args:
-      constants: arrays that it closes over and that are parameters, too.
+      function: takes the parameters first.
+      constants: arrays in the closure of `function` that are parameters as well.
 
     Raises:
-      ValueError: when it is traced: see `find_layer_scans`.
+      ValueError: when it is traced; see `find_layer_scans`.
     """
 
     def rewritten(parameters: Any, *others: Any) -> Any:
@@ -156,19 +159,21 @@ def keep_inputs_on_host(
 
 
 def trace_with_loops(
-    function: Callable[..., Any], given: Sequence[Any], constants: Sequence[Any]
+    function: Callable[..., Any], arguments: Sequence[Any], constants: Sequence[Any]
 ) -> tuple[ClosedJaxpr, Any, list[LayerScan]]:
-    """Traces `function(*given)`, whose first argument holds parameters.
+    """Traces `function(*arguments)`, whose first argument holds parameters.
 
     Args:
-      constants: arrays that it closes over and that are parameters, too.
+      function: takes the parameters first.
+      arguments: its arguments.
+      constants: arrays in the closure of `function` that are parameters as well.
 
     Returns:
       (the program, the shapes of its result, its loops over layers).
     """
-    closed, shape = jax.make_jaxpr(function, return_shape=True)(*given)
+    closed, shape = jax.make_jaxpr(function, return_shape=True)(*arguments)
     fixed = {id(leaf) for leaf in jax.tree.leaves(list(constants))}
-    held = set(closed.jaxpr.invars[: len(jax.tree.leaves(given[0]))])
+    held = set(closed.jaxpr.invars[: len(jax.tree.leaves(arguments[0]))])
     pairs = zip(closed.jaxpr.constvars, closed.consts, strict=True)
     held |= {variable for variable, value in pairs if id(value) in fixed}
     return closed, shape, list(_find(closed.jaxpr, held, ""))
@@ -178,49 +183,49 @@ def _checked(scans: list[LayerScan]) -> list[LayerScan]:
     if not scans:
         raise ValueError(f"{_REMEDY}. The loss has no such loop")
     for scan in scans:
-        what = f"the loop of {scan.num_layers} layers"
+        description = f"the loop of {scan.num_layers} layers"
         if scan.inside:
             raise ValueError(
-                f"{_REMEDY}. {what.capitalize()} is inside of a `{scan.inside}`: run it in the "
-                "loss itself (jax.checkpoint belongs around the layer, or nowhere: with "
-                "activations=host layers are computed again as it is)"
+                f"{_REMEDY}. {description.capitalize()} is inside of a `{scan.inside}`: run it in "
+                "the loss itself (put jax.checkpoint around the layer, or leave it out: "
+                "activations=host recomputes layers anyway)"
             )
         if not scan.waiting:
             raise ValueError(
-                f"{_REMEDY}. {what.capitalize()} carries no floating-point array of two or more "
-                "dimensions from layer to layer, so nothing could wait on the host"
+                f"{_REMEDY}. {description.capitalize()} carries no floating-point array of two or "
+                "more dimensions from layer to layer, so there is nothing to offload"
             )
     return scans
 
 
 def _waits(aval: Any) -> bool:
-    # A single number or a row of them costs a transfer each and saves nothing.
+    # The transfer of a scalar or a vector costs more than its memory is worth.
     return jnp.issubdtype(aval.dtype, jnp.floating) and aval.ndim >= 2
 
 
-# --- which loops ----------------------------------------------------------------------------------
+# --- search for loops -----------------------------------------------------------------------------
 
 
 def _find(program: Jaxpr, held: set[Any], inside: str) -> Iterator[LayerScan]:
-    """Loops that slice what is held; not those over what another loop slices."""
+    """Yields loops that slice the held parameters, without loops over slices of another loop."""
     held = set(held)
     for equation in program.eqns:
         kind = equation.primitive.name
-        given: list[Any] = list(equation.invars)
+        operands: list[Any] = list(equation.invars)
         if kind in _ROW_BY_ROW:
-            held.update(equation.outvars if _holds(held, given[0]) else ())
+            held.update(equation.outvars if _holds(held, operands[0]) else ())
             continue
         if kind == "scan":
             first = sum(split_scan(equation))
-            if any(_holds(held, atom) for atom in given[first:]):
+            if any(_holds(held, atom) for atom in operands[first:]):
                 yield LayerScan(equation, inside)
                 continue
-            given[first:] = [None] * (len(given) - first)
+            operands[first:] = [None] * (len(operands) - first)
         elif kind == "cond":
-            given = given[1:]
+            operands = operands[1:]
         for inner in inner_programs(equation.params):
-            if len(inner.invars) == len(given):
-                pairs = zip(inner.invars, given, strict=True)
+            if len(inner.invars) == len(operands):
+                pairs = zip(inner.invars, operands, strict=True)
                 passed = {variable for variable, atom in pairs if _holds(held, atom)}
                 if passed:
                     yield from _find(inner, passed, inside or ("" if kind in _CALLS else kind))
@@ -241,28 +246,32 @@ def evaluate_loops(
     chosen: Set[int],
     run_loop: Callable[[Any, Sequence[Any]], Sequence[Any]],
 ) -> list[Any]:
-    """The outputs of a program, some of whose loops run otherwise.
+    """Evaluates a program, with another implementation for some of its loops.
 
     Args:
-      closed: the program; inputs: what it is given.
-      chosen: `id` of the equations of these loops, in the program or in calls.
-      run_loop: (equation, its inputs) -> its outputs, for these.
+      closed: the program.
+      inputs: its inputs.
+      chosen: `id` of the equations of these loops, at the top level or inside calls.
+      run_loop: (equation, its inputs) -> its outputs, for these loops.
+
+    Returns:
+      The outputs of the program.
     """
 
     def rewrite(equation: Any) -> _Run | None:
         if id(equation) in chosen:
-            return lambda given: run_loop(equation, given)
+            return lambda operands: run_loop(equation, operands)
         if equation.primitive.name in _CALLS and contains(equation, lambda e: id(e) in chosen):
             inner = program_of(equation)
-            return lambda given: _evaluate(inner, given, rewrite)
+            return lambda operands: _evaluate(inner, operands, rewrite)
         return None
 
     return _evaluate(closed, inputs, rewrite)
 
 
-def _run_layers(equation: Any, given: Sequence[Any]) -> Sequence[Any]:
+def _run_layers(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
     params, (num_consts, num_carry) = equation.params, split_scan(equation)
-    consts, carry = given[:num_consts], given[num_consts : num_consts + num_carry]
+    consts, carry = operands[:num_consts], operands[num_consts : num_consts + num_carry]
 
     def layer(carry: Sequence[Any], items: Sequence[Any]) -> list[Any]:
         named = [checkpoint_name(x, LAYER_INPUT) if _waits(x) else x for x in carry]
@@ -278,7 +287,7 @@ def _run_layers(equation: Any, given: Sequence[Any]) -> Sequence[Any]:
     carry, items = lax.scan(
         body,
         list(carry),
-        list(given[num_consts + num_carry :]),
+        list(operands[num_consts + num_carry :]),
         length=params["length"],
         reverse=params["reverse"],
     )
@@ -286,18 +295,21 @@ def _run_layers(equation: Any, given: Sequence[Any]) -> Sequence[Any]:
 
 
 def _dissolve(equation: Any) -> _Run | None:
-    """Checkpoints of a layer, without those in loops of its own."""
+    """Returns a function without the checkpoint of an equation; None if it is to stay as it is.
+
+    Checkpoints inside loops of the layer stay.
+    """
     is_call = equation.primitive.name in _CALLS and contains(equation, is_checkpoint)
     if is_call or is_checkpoint(equation):
         inner = program_of(equation)
-        return lambda given: _evaluate(inner, given, _dissolve)
+        return lambda operands: _evaluate(inner, operands, _dissolve)
     return None
 
 
-def contains(equation: Any, wanted: Callable[[Any], bool]) -> bool:
-    """Whether a call holds such an equation, directly or in calls of its own."""
+def contains(equation: Any, predicate: Callable[[Any], bool]) -> bool:
+    """Returns whether a call contains a matching equation, directly or in nested calls."""
     return any(
-        wanted(inner) or (inner.primitive.name in _CALLS and contains(inner, wanted))
+        predicate(inner) or (inner.primitive.name in _CALLS and contains(inner, predicate))
         for program in inner_programs(equation.params)
         for inner in program.eqns
     )
@@ -306,12 +318,12 @@ def contains(equation: Any, wanted: Callable[[Any], bool]) -> bool:
 def _evaluate(
     closed: ClosedJaxpr, inputs: Sequence[Any], rewrite: Callable[[Any], _Run | None]
 ) -> list[Any]:
-    """The outputs of a program, some of whose equations run otherwise."""
+    """Evaluates a program, with another implementation for the equations that `rewrite` picks."""
 
-    def run_apart(equation: Any, given: Sequence[Any]) -> Sequence[Any]:
+    def run_apart(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
         run = rewrite(equation)
         assert run is not None
-        return run(given)
+        return run(operands)
 
     return evaluate_in_pieces(
         closed, inputs, is_apart=lambda equation: rewrite(equation) is not None, run_apart=run_apart

@@ -1,4 +1,4 @@
-"""Calls of `zerojax.batch_sum` and `batch_mean` in a traced loss: of which values, how often."""
+"""Calls of `zerojax.batch_sum` and `batch_mean` in a traced loss: their operands and counts."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _OF_BATCH, _OF_MODEL, _OF_TRAINED = 1, 2, 4
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchSum:
-    """One call, as a step runs it.
+    """Call of a reduction over the batch, as a step runs it.
 
     Attributes:
       kind: of the call.
-      num_bytes: of its array, as it is summed: at least 4 for each floating-point number.
-      times: in one forward pass of a microbatch: in loops, once for each turn.
-      passes: how often one step sums for each of these: forward, backward where its gradient is
-        wanted, and once more where a checkpoint computes it again.
-      of_batch, of_model: whether its array depends on the batch, on parameters or on state.
+      num_bytes: of its array in the dtype of the sum: at least 4 for each floating-point number.
+      times: number of runs in one forward pass of a microbatch; in loops one for each iteration.
+      passes: number of sums in one step for each of these runs: one in the forward pass, one in the
+        backward pass if its gradient is needed, and one for a recomputation in a checkpoint.
+      of_batch, of_model: whether its array depends on the batch; on parameters or on state.
     """
 
     kind: BatchCall
@@ -39,35 +39,36 @@ class BatchSum:
 
 
 def find_batch_sums(program: Jaxpr, *, trained: Sequence[bool], num_extras: int) -> list[BatchSum]:
-    """All calls in a traced loss, in order.
+    """Returns all calls in a traced loss, in order.
 
     Args:
       program: its inputs are parameters, state and leaves of the batch.
-      trained: for each parameter; num_extras: how many arrays of state follow them.
+      trained: for each parameter, whether it is trained.
+      num_extras: number of arrays of state, which follow the parameters.
     """
-    marks = [_OF_MODEL | _OF_TRAINED if one else _OF_MODEL for one in trained]
+    marks = [_OF_MODEL | _OF_TRAINED if is_trained else _OF_MODEL for is_trained in trained]
     marks += [_OF_MODEL] * num_extras
     marks += [_OF_BATCH] * (len(program.invars) - len(marks))
-    given = _Given()
-    given.outputs(program, marks)
-    return list(_walk(program, given.found, 1, False))
+    follow = _CallMarks()
+    follow.outputs(program, marks)
+    return list(_walk(program, follow.marks, 1, False))
 
 
-class _Given(Follow):
-    """Notes the marks of what each call is given."""
+class _CallMarks(Follow):
+    """Walk that records the marks of the operand of each call."""
 
     def __init__(self) -> None:
         super().__init__(frozenset())
-        self.found: dict[int, Marks] = {}
+        self.marks: dict[int, Marks] = {}
 
-    def _ends(self, equation: Any, given: list[Marks]) -> bool:
+    def _ends(self, equation: Any, operands: list[Marks]) -> bool:
         return False
 
-    def _leaf(self, equation: Any, given: list[Marks]) -> Marks:
+    def _leaf(self, equation: Any, operands: list[Marks]) -> Marks:
         if batch_call(equation) is not None:
             # A loop's body is followed more than once, with more marks each time.
-            self.found[id(equation)] = self.found.get(id(equation), 0) | union(given)
-        return union(given)
+            self.marks[id(equation)] = self.marks.get(id(equation), 0) | union(operands)
+        return union(operands)
 
 
 def _walk(program: Jaxpr, marks: dict[int, Marks], times: int, again: bool) -> Iterator[BatchSum]:
@@ -76,17 +77,17 @@ def _walk(program: Jaxpr, marks: dict[int, Marks], times: int, again: bool) -> I
         if kind is not None:
             array: Any = equation.invars[0].aval
             floating = jnp.issubdtype(array.dtype, jnp.inexact)
-            found = marks.get(id(equation), 0)
-            wanted = floating and bool(found & _OF_TRAINED)
+            mark = marks.get(id(equation), 0)
+            needs_gradient = floating and bool(mark & _OF_TRAINED)
             yield BatchSum(
                 kind=kind,
                 num_bytes=math.prod(array.shape) * max(array.dtype.itemsize, 4 * floating),
                 times=times,
-                passes=1 + wanted * (1 + again),
-                of_batch=bool(found & _OF_BATCH),
-                of_model=bool(found & _OF_MODEL),
+                passes=1 + needs_gradient * (1 + again),
+                of_batch=bool(mark & _OF_BATCH),
+                of_model=bool(mark & _OF_MODEL),
             )
-        turns = equation.params["length"] if equation.primitive.name == "scan" else 1
+        iterations = equation.params["length"] if equation.primitive.name == "scan" else 1
         inside = again or is_checkpoint(equation)
         for inner in inner_programs(equation.params):
-            yield from _walk(inner, marks, times * turns, inside)
+            yield from _walk(inner, marks, times * iterations, inside)

@@ -1,9 +1,9 @@
 """Dependence of each result of a traced program on the rows of a batch.
 
-The kinds are those of `row_dependence`. What is not understood is other, so each answer but that
-one can be relied on. Which numbers a row is computed with besides (parameters, random numbers, the
-place of the row) does not matter. What `zerojax.batch_sum` and `batch_mean` give is the same for
-all pieces of a microbatch, so it counts as independent of the batch, too.
+The kinds of dependence are those of `row_dependence`. An operation without a rule gives other, so
+every other answer is reliable. Values besides the batch (parameters, random numbers, the index of
+the row) do not matter. Results of `zerojax.batch_sum` and `batch_mean` are the same for all pieces
+of a microbatch, so they count as independent of the batch.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from zerojax.tracing.row_rules import SEVERAL_OUTPUTS, pairs_rows, rows_after
 
 _PRODUCT = Other(is_product=True)
 _MOST_DIVISORS = 64
-"""Of more, it is not said that none of them counts rows."""
+"""Limit of the recorded divisors; above it, the divisors of a total count as not known."""
 
 _REARRANGING_NAMES = """
 broadcast_in_dim dynamic_slice expand_dims reduce_sum reshape rev slice squeeze tile transpose
 unstack
 """
-# A total stays one in other shapes, and added up.
+# Reshapes and sums of a total are totals.
 _REARRANGES = frozenset(_REARRANGING_NAMES.split())
 _KEEPS_TOTALS = frozenset(
     ["convert_element_type", "copy", "copy_p", "name", "reduce_precision", "stop_gradient"]
@@ -55,7 +55,7 @@ _KEEPS_INPUTS = frozenset(["copy", "copy_p", "name", "optimization_barrier"])
 _ADDS = frozenset(["add", "add_any", "neg", "sub"])
 _LINEAR_ALONG_A_DIM = frozenset(["concatenate", "cumsum", "split", "stack"])
 _MULTIPLIES = frozenset(["dot_general", "integer_pow", "mul", "square"])
-# A sum that has a term stays one that has it.
+# These primitives keep the terms of a sum.
 _KEEPS_TERMS = frozenset(["add", "add_any", "div", "mul", "neg", "sub"]) | _REARRANGES
 
 
@@ -67,15 +67,17 @@ def follow_rows(
     over_batch: list[tuple[BatchCall, Dependence]] | None = None,
     compared: list[str] | None = None,
 ) -> list[Dependence]:
-    """How each output of a program depends on the rows of its batch.
+    """Returns the dependence of each output of a program on the rows of its batch.
 
     Args:
-      closed: traced.
-      inputs: for each input; a leaf of the batch is `Rows(0)`, all others `Fixed(place)`.
+      closed: traced program.
+      inputs: dependence of each input: `Rows(0)` for a leaf of the batch, else `Fixed(place)`.
       num_rows: of the batch.
-      over_batch: gets (kind, what it was given) of each call of `zerojax.batch_sum` and
-        `batch_mean`, of one in a loop several times.
-      compared: gets the primitive of each equation that makes a value for each pair of rows.
+      over_batch: list to which (kind, dependence of the operand) of each call of
+        `zerojax.batch_sum` and `batch_mean` is appended; a call in a loop may be appended several
+        times.
+      compared: list to which the primitive of each equation is appended that computes a value for
+        each pair of rows.
     """
     return _Follow(num_rows, over_batch, compared).outputs(closed.jaxpr, inputs, closed.consts)
 
@@ -95,58 +97,61 @@ class _Follow:
     def outputs(
         self, program: Jaxpr, inputs: Sequence[Dependence], consts: Sequence[Any] = ()
     ) -> list[Dependence]:
-        found: dict[Any, Dependence] = dict(zip(program.invars, inputs, strict=True))
+        held: dict[Any, Dependence] = dict(zip(program.invars, inputs, strict=True))
         for variable, value in zip(program.constvars, consts, strict=False):
             self._numbers[variable] = _number_of(value)
 
         def of(atom: Any) -> Dependence:
-            return FIXED if isinstance(atom, Literal) else found.get(atom, FIXED)
+            return FIXED if isinstance(atom, Literal) else held.get(atom, FIXED)
 
         for equation in program.eqns:
-            given = [of(atom) for atom in equation.invars]
+            operands = [of(atom) for atom in equation.invars]
             results = [
-                self._with_scales(equation, given, x) for x in self._equation(equation, given)
+                self._with_scales(equation, operands, x) for x in self._equation(equation, operands)
             ]
-            found.update(zip(equation.outvars, results, strict=True))
+            held.update(zip(equation.outvars, results, strict=True))
         return [of(atom) for atom in program.outvars]
 
-    def _equation(self, equation: Any, given: list[Dependence]) -> Sequence[Dependence]:
+    def _equation(self, equation: Any, operands: list[Dependence]) -> Sequence[Dependence]:
         kind, number = equation.primitive.name, len(equation.outvars)
-        if (known := self._renamed(equation, given)) is not None:
+        if (known := self._renamed(equation, operands)) is not None:
             return known
         if kind in ("scan", "while"):
-            return (self._scan if kind == "scan" else self._while)(equation, given)
+            return (self._scan if kind == "scan" else self._while)(equation, operands)
         if kind != "cond" and self._inner(equation) is None:
-            given = [plain(one) if isinstance(one, Raised) else one for one in given]
-        if all(isinstance(one, Fixed) for one in given):
+            operands = [
+                plain(operand) if isinstance(operand, Raised) else operand for operand in operands
+            ]
+        if all(isinstance(operand, Fixed) for operand in operands):
             inner = self._inner(equation)
-            return [FIXED] * number if inner is None else self.outputs(inner, given)
-        if kind == "div" and isinstance(given[0], Total) and not isinstance(given[1], Fixed):
+            return [FIXED] * number if inner is None else self.outputs(inner, operands)
+        if kind == "div" and isinstance(operands[0], Total) and not isinstance(operands[1], Fixed):
             return [Other(is_ratio=True)]
-        if kind in _KEEPS_TOTALS and isinstance(given[0], Other):
-            return [OTHER] if given[0].is_affine and _rounds(equation) else given
-        if _is_product(kind, given):
+        if kind in _KEEPS_TOTALS and isinstance(operands[0], Other):
+            return [OTHER] if operands[0].is_affine and _rounds(equation) else operands
+        if _is_product(kind, operands):
             return [_PRODUCT] * number
-        if any(isinstance(one, Other) for one in given) and not list(
+        if any(isinstance(operand, Other) for operand in operands) and not list(
             inner_programs(equation.params)
         ):
-            return [_linear(equation, given)] * number
+            return [_linear(equation, operands)] * number
         if kind == "cond":
-            return self._cond(equation, given)
+            return self._cond(equation, operands)
         inner = self._inner(equation)
         if inner is not None:
-            return self.outputs(inner, given)
+            return self.outputs(inner, operands)
         if number != 1 and kind not in SEVERAL_OUTPUTS:
             return [OTHER] * number
-        return [self._one(equation, given)] * number
+        return [self._single_output(equation, operands)] * number
 
     def _with_scales(
-        self, equation: Any, given: list[Dependence], result: Dependence
+        self, equation: Any, operands: list[Dependence], result: Dependence
     ) -> Dependence:
-        """A result with the scales of its terms, where it is a sum of totals and not one itself."""
+        """Returns the result with the scales of its terms, if it is a sum of totals."""
         if not isinstance(result, Total | Other) or scales_of(result) is not None:
             return result
-        kind, scales, factor = equation.primitive.name, [scales_of(one) for one in given], None
+        kind, factor = equation.primitive.name, None
+        scales = [scales_of(operand) for operand in operands]
         if kind in ("add", "add_any"):
             factor = (1.0, 1.0)
         elif kind == "sub":
@@ -155,37 +160,42 @@ class _Follow:
             factor = (-1.0,)
         elif kind in _KEEPS_TOTALS | _REARRANGES and not (scales[1:] or _rounds(equation)):
             factor = (1.0,)
-        elif kind in ("mul", "div") and isinstance(given[1], Fixed):
+        elif kind in ("mul", "div") and isinstance(operands[1], Fixed):
             number = self._number(equation.invars[1])
             if number:
                 factor = (1 / number if kind == "div" else number, 0.0)
-        elif kind == "mul" and isinstance(given[0], Fixed):
+        elif kind == "mul" and isinstance(operands[0], Fixed):
             factor = (0.0, self._number(equation.invars[0]) or math.nan)
         if factor is None or None in scales:
             return result
-        terms = tuple(f * one for f, part in zip(factor, scales, strict=True) for one in part or ())
+        terms = tuple(f * x for f, part in zip(factor, scales, strict=True) for x in part or ())
         known = 0 < len(terms) <= _MOST_DIVISORS and all(x and math.isfinite(x) for x in terms)
         return dataclasses.replace(result, scales=terms) if known else result
 
-    def _renamed(self, equation: Any, given: list[Dependence]) -> Sequence[Dependence] | None:
-        """Of an equation that gives its inputs under other names, or over the whole batch, or an
-        input with something added."""
+    def _renamed(self, equation: Any, operands: list[Dependence]) -> Sequence[Dependence] | None:
+        """Returns the outputs of a copy, a reduction over the batch, or an addition to an input.
+
+        None for other equations.
+        """
         kind = equation.primitive.name
         if (call := batch_call(equation)) is not None:
-            self._over_batch.append((call, given[0]))
+            self._over_batch.append((call, operands[0]))
             return [FIXED]
-        if kind in _KEEPS_INPUTS and len(given) == len(equation.outvars):
-            return given
-        if kind == "convert_element_type" and isinstance(given[0], Fixed | Count | Raised):
+        if kind in _KEEPS_INPUTS and len(operands) == len(equation.outvars):
+            return operands
+        if kind == "convert_element_type" and isinstance(operands[0], Fixed | Count | Raised):
             same = equation.invars[0].aval.dtype == equation.outvars[0].aval.dtype
-            if same or isinstance(given[0], Fixed):
-                return given if same else [FIXED]
-            return [_linear(equation, [plain(given[0])])]
-        raised = _raised(kind, given)
+            if same or isinstance(operands[0], Fixed):
+                return operands if same else [FIXED]
+            return [_linear(equation, [plain(operands[0])])]
+        raised = _raised(kind, operands)
         return None if raised is None else [raised]
 
     def _inner(self, equation: Any) -> Jaxpr | None:
-        """The program of a call, which has the equation's inputs: a reduction's has elements."""
+        """Returns the program of a call with the equation's inputs; None if there is none.
+
+        The program of a reduction has elements as inputs, so it is no such program.
+        """
         if equation.primitive.name in ("while", "cond", "scan", "shard_map"):
             return None
         inner = list(inner_programs(equation.params))
@@ -193,19 +203,22 @@ class _Follow:
             return None
         return inner[0] if _shapes(inner[0].invars) == _shapes(equation.invars) else None
 
-    def _cond(self, equation: Any, given: list[Dependence]) -> Sequence[Dependence]:
-        if not isinstance(given[0], Fixed):
+    def _cond(self, equation: Any, operands: list[Dependence]) -> Sequence[Dependence]:
+        if not isinstance(operands[0], Fixed):
             return [OTHER] * len(equation.outvars)
-        branches = [self.outputs(b.jaxpr, given[1:]) for b in equation.params["branches"]]
+        branches = [self.outputs(b.jaxpr, operands[1:]) for b in equation.params["branches"]]
         return [join(outputs) for outputs in zip(*branches, strict=True)]
 
-    def _scan(self, equation: Any, given: list[Dependence]) -> Sequence[Dependence]:
-        """Stacks lose dimension 0 inside; a carry is followed until it stays what it is."""
+    def _scan(self, equation: Any, operands: list[Dependence]) -> Sequence[Dependence]:
+        """Follows the body of a loop until the carry is stable.
+
+        Inside the body, stacks lack dimension 0.
+        """
         num_consts, num_carry = split_scan(equation)
         body = equation.params["jaxpr"].jaxpr
-        consts = [plain(one) for one in given[:num_consts]]
-        carry = [plain(one) for one in given[num_consts : num_consts + num_carry]]
-        items = [_inside(one) for one in given[num_consts + num_carry :]]
+        consts = [plain(operand) for operand in operands[:num_consts]]
+        carry = [plain(operand) for operand in operands[num_consts : num_consts + num_carry]]
+        items = [_inside(operand) for operand in operands[num_consts + num_carry :]]
         while True:
             outputs = self.outputs(body, [*consts, *carry, *items])
             joined = [
@@ -215,15 +228,18 @@ class _Follow:
                 return [*carry, *map(_outside, outputs[num_carry:])]
             carry = joined
 
-    def _while(self, equation: Any, given: list[Dependence]) -> Sequence[Dependence]:
-        """As many turns for all rows, or it is not understood."""
+    def _while(self, equation: Any, operands: list[Dependence]) -> Sequence[Dependence]:
+        """Follows the body of a loop until the carry is stable.
+
+        If the trip count depends on rows, the result is other.
+        """
         conditions, bodies = (equation.params[f"{part}_nconsts"] for part in ("cond", "body"))
-        given = [plain(one) for one in given]
-        consts, carry = given[conditions : conditions + bodies], given[conditions + bodies :]
+        operands = [plain(operand) for operand in operands]
+        consts, carry = operands[conditions : conditions + bodies], operands[conditions + bodies :]
         while True:
-            known = [*given[:conditions], *carry]
-            (goes_on,) = self.outputs(equation.params["cond_jaxpr"].jaxpr, known)
-            if not isinstance(goes_on, Fixed):
+            known = [*operands[:conditions], *carry]
+            (predicate,) = self.outputs(equation.params["cond_jaxpr"].jaxpr, known)
+            if not isinstance(predicate, Fixed):
                 return [OTHER] * len(carry)
             outputs = self.outputs(equation.params["body_jaxpr"].jaxpr, [*consts, *carry])
             joined = [_joined_carry(a, plain(b)) for a, b in zip(carry, outputs, strict=True)]
@@ -231,38 +247,42 @@ class _Follow:
                 return carry
             carry = joined
 
-    # One output
+    # Equations with one output
 
-    def _one(self, equation: Any, given: list[Dependence]) -> Dependence:
+    def _single_output(self, equation: Any, operands: list[Dependence]) -> Dependence:
         kind = equation.primitive.name
         if kind in ("add", "add_any", "sub", "mul", "div", "neg", *_KEEPS_TOTALS) and any(
-            isinstance(one, Total | Count) for one in given
+            isinstance(operand, Total | Count) for operand in operands
         ):
-            found = self._of_totals(equation, given)
-            return _linear(equation, given) if found == OTHER else found
-        if kind in _REARRANGES and isinstance(given[0], Total):
-            return given[0] if all(isinstance(one, Fixed) for one in given[1:]) else OTHER
-        if any(isinstance(one, Total | Count) for one in given):
-            return _linear(equation, given)
-        if pairs_rows(equation, given):
+            result = self._of_totals(equation, operands)
+            return _linear(equation, operands) if result == OTHER else result
+        if kind in _REARRANGES and isinstance(operands[0], Total):
+            return (
+                operands[0]
+                if all(isinstance(operand, Fixed) for operand in operands[1:])
+                else OTHER
+            )
+        if any(isinstance(operand, Total | Count) for operand in operands):
+            return _linear(equation, operands)
+        if pairs_rows(equation, operands):
             self._compared.append(kind)
-        return rows_after(equation, given, self._num_rows)
+        return rows_after(equation, operands, self._num_rows)
 
-    def _of_totals(self, equation: Any, given: list[Dependence]) -> Dependence:
+    def _of_totals(self, equation: Any, operands: list[Dependence]) -> Dependence:
         kind = equation.primitive.name
-        first = given[0]
+        first = operands[0]
         if kind in _KEEPS_TOTALS:
             return OTHER if _rounds(equation) else first
         if kind == "neg":
             return _negated(first)
-        second = given[1]
+        second = operands[1]
         if kind in ("add", "add_any", "sub"):
             second = _negated(second) if kind == "sub" else second
             zeros = [
-                isinstance(one, Fixed) and self._number(atom) == 0
-                for one, atom in zip(given, equation.invars, strict=True)
+                isinstance(operand, Fixed) and self._number(atom) == 0
+                for operand, atom in zip(operands, equation.invars, strict=True)
             ]
-            if True in zeros:  # as `sum` of Python begins
+            if True in zeros:  # the start value of Python's `sum`
                 return second if zeros[0] else first
             return _added(first, second, commutes=kind != "sub")
         if kind == "div" and jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.integer):
@@ -281,7 +301,7 @@ class _Follow:
 
 
 def number_of_output(closed: ClosedJaxpr, place: int) -> float | None:
-    """The number that an output of a program is whatever its inputs are; None where it is none."""
+    """Returns the constant number that an output of a program is; None if it is not constant."""
     atom = closed.jaxpr.outvars[place]
     if isinstance(atom, Literal):
         return _number_of(atom.val)
@@ -289,7 +309,7 @@ def number_of_output(closed: ClosedJaxpr, place: int) -> float | None:
 
 
 def _number_of(value: Any) -> float | None:
-    """A scalar that is known while a program is traced."""
+    """Returns the number of a scalar that is known during tracing; None for other values."""
     if (
         value is None
         or np.ndim(value)
@@ -300,7 +320,7 @@ def _number_of(value: Any) -> float | None:
 
 
 def _rounds(equation: Any) -> bool:
-    """Whether numbers lose what is behind the point, so that parts do not add up to the whole."""
+    """Returns whether an equation casts to integers, so that parts need not sum to the whole."""
     before, after = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
     whole = jnp.integer, jnp.bool_
     return jnp.issubdtype(after, jnp.integer) and not any(jnp.issubdtype(before, x) for x in whole)
@@ -310,23 +330,23 @@ def _shapes(atoms: Sequence[Any]) -> list[Any]:
     return [getattr(atom.aval, "shape", None) for atom in atoms]
 
 
-def _scaled(one: Dependence, number: float | None) -> Dependence:
-    if not isinstance(one, Total):
+def _scaled(total: Dependence, number: float | None) -> Dependence:
+    if not isinstance(total, Total):
         return OTHER
-    if number is None or one.scale is None:
+    if number is None or total.scale is None:
         return Total(None, is_scaled=True)
-    scale = one.scale * number
-    if scale == 0 or len(one.divisors) >= _MOST_DIVISORS:
+    scale = total.scale * number
+    if scale == 0 or len(total.divisors) >= _MOST_DIVISORS:
         return Total(None, is_scaled=True)
     divisor = abs(1 / number)
-    divisors = {divisor, *one.divisors, *(divisor * other for other in one.divisors)}
-    return dataclasses.replace(one, scale=scale, is_scaled=True, divisors=frozenset(divisors))
+    divisors = {divisor, *total.divisors, *(divisor * other for other in total.divisors)}
+    return dataclasses.replace(total, scale=scale, is_scaled=True, divisors=frozenset(divisors))
 
 
-def _negated(one: Dependence) -> Dependence:
-    if isinstance(one, Total):
-        return dataclasses.replace(one, scale=None if one.scale is None else -one.scale)
-    return one if isinstance(one, Fixed) else OTHER
+def _negated(value: Dependence) -> Dependence:
+    if isinstance(value, Total):
+        return dataclasses.replace(value, scale=None if value.scale is None else -value.scale)
+    return value if isinstance(value, Fixed) else OTHER
 
 
 def _added(first: Dependence, second: Dependence, *, commutes: bool) -> Dependence:
@@ -343,33 +363,36 @@ def _added(first: Dependence, second: Dependence, *, commutes: bool) -> Dependen
         return OTHER
     if first == second:
         return first
-    # A sum of totals is one, but of no single scale: 1 where one of them is a plain sum.
+    # A sum of totals is a total without a single scale.
     return Total(None, is_scaled=True)
 
 
-def _raised(kind: str, given: Sequence[Dependence]) -> Raised | None:
-    """What an input, or what was raised already, becomes with one more term that is other."""
+def _raised(kind: str, operands: Sequence[Dependence]) -> Raised | None:
+    """Returns an input, or a `Raised`, plus one more term that is other; None for other sums."""
     if kind not in ("add", "add_any"):
         return None
-    for one, added in (given, given[::-1]):
-        starts = isinstance(one, Fixed) and one.input is not None and isinstance(added, Other)
-        more = isinstance(one, Count) and isinstance(added, Other)
-        again = isinstance(one, Raised) and isinstance(added, Other | Total)
+    for base, added in (operands, operands[::-1]):
+        starts = isinstance(base, Fixed) and base.input is not None and isinstance(added, Other)
+        more = isinstance(base, Count) and isinstance(added, Other)
+        again = isinstance(base, Raised) and isinstance(added, Other | Total)
         if starts or more or again:
-            affine = is_affine(one) and is_affine(added)
-            return Raised(one.input, affine)  # type: ignore[union-attr]
+            affine = is_affine(base) and is_affine(added)
+            return Raised(base.input, affine)  # type: ignore[union-attr]
     return None
 
 
 def _joined_carry(before: Dependence, after: Dependence) -> Dependence:
-    """What a loop carries: a sum that has got a term keeps it, and other stays other."""
+    """Joins the dependence of a carry before and after an iteration.
+
+    A sum that has gained a product as a term keeps it, and other stays other.
+    """
     return after if after == _PRODUCT and before != OTHER else join([before, after])
 
 
-def _linear(equation: Any, given: Sequence[Dependence]) -> Other:
-    """What an equation makes of such sums that it does not tell more closely."""
-    kind, is_fixed = equation.primitive.name, [isinstance(one, Fixed) for one in given]
-    if not all(map(is_affine, given)):
+def _linear(equation: Any, operands: Sequence[Dependence]) -> Other:
+    """Returns affine if the equation keeps sums of totals affine, else other."""
+    kind, is_fixed = equation.primitive.name, [isinstance(operand, Fixed) for operand in operands]
+    if not all(map(is_affine, operands)):
         return OTHER
     if kind == "div":
         whole = jnp.issubdtype(equation.outvars[0].aval.dtype, jnp.integer)
@@ -387,25 +410,23 @@ def _linear(equation: Any, given: Sequence[Dependence]) -> Other:
     return AFFINE if stays else OTHER
 
 
-def _is_product(kind: str, given: Sequence[Dependence]) -> bool:
-    """Whether a result is a product of totals, or a sum with such a term."""
-    if any(isinstance(one, Rows) for one in given):
+def _is_product(kind: str, operands: Sequence[Dependence]) -> bool:
+    """Returns whether a result is a product of totals, or a sum with such a term."""
+    if any(isinstance(operand, Rows) for operand in operands):
         return False
-    if kind in _MULTIPLIES and all(isinstance(one, Total) for one in given):
+    if kind in _MULTIPLIES and all(isinstance(operand, Total) for operand in operands):
         return True
-    terms = given[:1] if kind == "div" else given
+    terms = operands[:1] if kind == "div" else operands
     return kind in _KEEPS_TERMS and _PRODUCT in terms
 
 
-def _inside(one: Dependence) -> Dependence:
-    if isinstance(one, Rows):
-        return Rows(one.dim - 1) if one.dim else OTHER
-    if isinstance(one, Fixed):
-        return (
-            one  # of an input of the program the part of each turn, which makes that of the stack
-        )
-    return plain(one) if isinstance(one, Total) or one == AFFINE else OTHER
+def _inside(value: Dependence) -> Dependence:
+    if isinstance(value, Rows):
+        return Rows(value.dim - 1) if value.dim else OTHER
+    if isinstance(value, Fixed):
+        return value  # slices of an input depend on the batch as the input does
+    return plain(value) if isinstance(value, Total) or value == AFFINE else OTHER
 
 
-def _outside(one: Dependence) -> Dependence:
-    return Rows(one.dim + 1) if isinstance(one, Rows) else one
+def _outside(value: Dependence) -> Dependence:
+    return Rows(value.dim + 1) if isinstance(value, Rows) else value

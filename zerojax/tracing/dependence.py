@@ -1,8 +1,8 @@
 """Dependence of values of a traced program on its inputs, through any control flow.
 
-Marks are integers, of which bit i stands for input i (or for a group of inputs): a union is one
-operation, also for a model with thousands of parameters. Labels are sets of names, for programs of
-few inputs.
+Marks are integers in which bit i stands for input i (or for a group of inputs), so that a union is
+one operation even with thousands of parameters. Labels are sets of names, for programs with few
+inputs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zerojax.tracing.jaxpr import has_own_rules, is_own_rule, split_scan, variab
 Marks = int
 
 STOP_GRADIENT = frozenset(["stop_gradient"])
-"""Where a derivative ends, whatever the value depends on."""
+"""Primitives that end a derivative, although the value depends on its input."""
 
 
 SAME_NUMBERS = frozenset(
@@ -47,37 +47,37 @@ _CLEAN: frozenset[Any] = frozenset()
 def marks_of_own_rules(
     program: Jaxpr, inputs: Sequence[Marks], *, as_they_are: bool = False
 ) -> list[Marks]:
-    """What each function with a derivative of its own (`jax.custom_vjp`) is given.
+    """Returns the marks of the operands of each custom derivative (`jax.custom_vjp`).
 
     Args:
-      program: traced; rules that are marked as linear do not count.
-      inputs: one for each input.
-      as_they_are: an input counts only where it reaches the function by selection, reshaping or a
-        change of dtype, and not where the function is given a value computed from it.
+      program: traced; rules that are marked as linear are ignored.
+      inputs: marks of each input.
+      as_they_are: if True, an input counts only if it reaches the function by selection, reshaping
+        or a change of dtype, not as a part of a computation.
     """
-    follow = _Given(as_they_are)
+    follow = _RuleMarks(as_they_are)
     follow.outputs(program, inputs)
-    return list(follow.found.values())
+    return list(follow.marks.values())
 
 
 def marks_of_outputs(
     program: Jaxpr, inputs: Sequence[Marks], *, ends_at: frozenset[str] = frozenset()
 ) -> list[Marks]:
-    """The union of the marks of all inputs that each output is computed from.
+    """Returns for each output the union of the marks of all inputs that it depends on.
 
-    A value depends on what it is computed from and on what decided that it is: the predicate of a
-    `cond`, the condition of a `while`. Its shape is not dependence.
+    A value depends on its operands and on the control flow around it: the predicate of a `cond`,
+    the condition of a `while`. It does not depend on arrays through their shapes.
 
     Args:
       program: traced.
-      inputs: one for each input.
+      inputs: marks of each input.
       ends_at: names of primitives whose results carry no marks.
     """
     return Follow(ends_at).outputs(program, inputs)
 
 
 class Follow:
-    """A walk over a program that gives each value the union of the marks it is computed from.
+    """Walk over a program that computes for each value the union of the marks it depends on.
 
     Args:
       ends_at: names of primitives whose results carry no marks.
@@ -93,52 +93,52 @@ class Follow:
             return 0 if isinstance(atom, Literal) else held.get(atom, 0)
 
         for equation in program.eqns:
-            given = [of(atom) for atom in equation.invars]
-            if self._ends(equation, given):
+            operands = [of(atom) for atom in equation.invars]
+            if self._ends(equation, operands):
                 continue
-            held.update(zip(equation.outvars, self._equation(equation, given), strict=True))
+            held.update(zip(equation.outvars, self._equation(equation, operands), strict=True))
         return [of(atom) for atom in program.outvars]
 
-    def _ends(self, equation: Any, given: list[Marks]) -> bool:
-        return not any(given) or equation.primitive.name in self._ends_at
+    def _ends(self, equation: Any, operands: list[Marks]) -> bool:
+        return not any(operands) or equation.primitive.name in self._ends_at
 
-    def _equation(self, equation: Any, given: list[Marks]) -> Sequence[Marks]:
+    def _equation(self, equation: Any, operands: list[Marks]) -> Sequence[Marks]:
         kind, params = equation.primitive.name, equation.params
         if kind == "scan":
-            return self._scan(equation, given)
+            return self._scan(equation, operands)
         if kind == "while":
-            return self._while(params, given)
+            return self._while(params, operands)
         if kind == "cond":
-            branches = [self.outputs(b.jaxpr, given[1:]) for b in params["branches"]]
-            return [given[0] | union(marks) for marks in zip(*branches, strict=True)]
+            branches = [self.outputs(b.jaxpr, operands[1:]) for b in params["branches"]]
+            return [operands[0] | union(marks) for marks in zip(*branches, strict=True)]
         inner = list(inner_programs(params))
-        calls = len(inner) == 1 and len(inner[0].invars) == len(given)
+        calls = len(inner) == 1 and len(inner[0].invars) == len(operands)
         if calls and len(inner[0].outvars) == len(equation.outvars):
-            return self.outputs(inner[0], given)
-        return [self._leaf(equation, given)] * len(equation.outvars)
+            return self.outputs(inner[0], operands)
+        return [self._leaf(equation, operands)] * len(equation.outvars)
 
-    def _leaf(self, equation: Any, given: list[Marks]) -> Marks:
-        """The marks of the results of an equation that is not a call."""
-        return union(given)
+    def _leaf(self, equation: Any, operands: list[Marks]) -> Marks:
+        """Returns the marks of the results of an equation that is not a call."""
+        return union(operands)
 
-    def _scan(self, equation: Any, given: list[Marks]) -> Sequence[Marks]:
-        """A carry may come back with more marks, so it is followed until none is added."""
+    def _scan(self, equation: Any, operands: list[Marks]) -> Sequence[Marks]:
+        """Follows the body of a loop until its carry gains no more marks."""
         num_consts, num_carry = split_scan(equation)
         body = equation.params["jaxpr"].jaxpr
         carry = slice(num_consts, num_consts + num_carry)
         while True:
-            outputs = self.outputs(body, given)
-            joined = [a | b for a, b in zip(given[carry], outputs[:num_carry], strict=True)]
-            if joined == given[carry]:
+            outputs = self.outputs(body, operands)
+            joined = [a | b for a, b in zip(operands[carry], outputs[:num_carry], strict=True)]
+            if joined == operands[carry]:
                 return [*joined, *outputs[num_carry:]]
-            given = [*given[: carry.start], *joined, *given[carry.stop :]]
+            operands = [*operands[: carry.start], *joined, *operands[carry.stop :]]
 
-    def _while(self, params: Any, given: list[Marks]) -> Sequence[Marks]:
+    def _while(self, params: Any, operands: list[Marks]) -> Sequence[Marks]:
         first, second = params["cond_nconsts"], params["body_nconsts"]
         condition, consts, carry = (
-            given[:first],
-            given[first : first + second],
-            given[first + second :],
+            operands[:first],
+            operands[first : first + second],
+            operands[first + second :],
         )
         while True:
             (decides,) = self.outputs(params["cond_jaxpr"].jaxpr, [*condition, *carry])
@@ -149,33 +149,33 @@ class Follow:
             carry = joined
 
 
-class _Given(Follow):
-    """Notes what is given to functions with derivatives of their own, in every program."""
+class _RuleMarks(Follow):
+    """Walk that records the operands of functions with custom derivatives, at any depth."""
 
     def __init__(self, as_they_are: bool) -> None:
         super().__init__(frozenset())
         self._as_they_are = as_they_are
-        self.found: dict[int, Marks] = {}
+        self.marks: dict[int, Marks] = {}
 
-    def _ends(self, equation: Any, given: list[Marks]) -> bool:
+    def _ends(self, equation: Any, operands: list[Marks]) -> bool:
         return False
 
-    def _equation(self, equation: Any, given: list[Marks]) -> Sequence[Marks]:
+    def _equation(self, equation: Any, operands: list[Marks]) -> Sequence[Marks]:
         if not is_own_rule(equation):
-            return super()._equation(equation, given)
+            return super()._equation(equation, operands)
         # A loop's body is followed more than once, with more marks each time.
-        self.found[id(equation)] = self.found.get(id(equation), 0) | union(given)
-        return [0 if self._as_they_are else union(given)] * len(equation.outvars)
+        self.marks[id(equation)] = self.marks.get(id(equation), 0) | union(operands)
+        return [0 if self._as_they_are else union(operands)] * len(equation.outvars)
 
-    def _leaf(self, equation: Any, given: list[Marks]) -> Marks:
+    def _leaf(self, equation: Any, operands: list[Marks]) -> Marks:
         if any(map(has_own_rules, inner_programs(equation.params))):
-            self.found[id(equation)] = union(given)
+            self.marks[id(equation)] = union(operands)
         computed = self._as_they_are and equation.primitive.name not in SAME_NUMBERS
-        return 0 if computed else union(given)
+        return 0 if computed else union(operands)
 
 
 def union(marks: Sequence[Marks]) -> Marks:
-    """All of them together."""
+    """Returns the union of marks."""
     result = 0
     for mark in marks:
         result |= mark
@@ -183,30 +183,30 @@ def union(marks: Sequence[Marks]) -> Marks:
 
 
 def follow_labels(program: Any, sources: Mapping[Any, frozenset[Any]]) -> LabelsOf:
-    """The labels that each value of a program depends on.
+    """Returns a function from a value of a program to the labels that it depends on.
 
     Args:
       program: a jaxpr.
-      sources: variable -> its own labels; none is made by an equation of the program.
+      sources: variable -> its own labels; no equation of the program may define such a variable.
     """
-    found = dict(sources)
+    labels = dict(sources)
 
     def of(atom: Any) -> frozenset[Any]:
-        return _CLEAN if isinstance(atom, Literal) else found.get(atom, _CLEAN)
+        return _CLEAN if isinstance(atom, Literal) else labels.get(atom, _CLEAN)
 
     for equation in program.eqns:
         marks = _CLEAN.union(*map(of, equation.invars))
         for variable in equation.outvars:
             if marks:
-                found[variable] = marks
+                labels[variable] = marks
     return of
 
 
 def inline_calls_with_loops(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The same program, in which no loop is inside of a `jax.jit`; the loops are as they were."""
+    """Returns the same program without loops inside a `jax.jit`; the loops are unchanged."""
     if not any(map(_hides_loop, closed.jaxpr.eqns)):
         return closed
-    # Tracing anew gives every call variables of its own, where one program is called twice.
+    # A new trace gives each call its own variables, even if a program is called twice.
     return jax.make_jaxpr(lambda *inputs: _evaluate_inlined(closed, inputs))(
         *(_abstract(variable.aval) for variable in closed.jaxpr.invars)
     )

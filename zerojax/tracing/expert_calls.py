@@ -1,8 +1,8 @@
-"""Calls of `zerojax.experts` in a traced loss: which parameters are their weights, what they send.
+"""Calls of `zerojax.experts` in a traced loss: the parameters of their weights, and bytes sent.
 
-Where experts are split over devices, a parameter of theirs is a part on each device. That is known
-to be right for the weights of `zerojax.experts` alone: a norm of all experts would be one of a
-part.
+If experts are split over devices, each device has a part of their parameters. This is known to be
+correct only for the weights of `zerojax.experts`: the norm of all experts, for example, would be
+computed from a part of them.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from zerojax.operators.routed_experts import PARTS, slots_of_further_rounds
 from zerojax.tracing.jaxpr import is_checkpoint, split_scan
 
 Name = str | None
-"""The parameter whose values a variable holds: all, or those of one layer; None: no one's."""
+"""Parameter whose values a variable holds, all or those of one layer; None: no parameter."""
 
 _SAME = frozenset({"name", "convert_element_type", "optimization_barrier", "copy", "copy_p"})
 
 
 @dataclasses.dataclass
 class ExpertCalls:
-    """What a program does with parameters and `zerojax.experts`.
+    """Uses of parameters in a program with calls of `zerojax.experts`.
 
     Attributes:
       dims: {parameter that is a call's weights: its dimension of experts, negative}.
-      elsewhere: {parameter: where else it goes, for people}.
-      computed: shapes of weights that are no parameter as it is stored.
+      elsewhere: {parameter: description of another use}.
+      computed: shapes of weights that are computed, and not a parameter as it is stored.
       conditional: "cond" or "while" around a call, if there is one.
-      count: how many arrays of weights calls have.
+      count: number of arrays of weights of all calls.
     """
 
     dims: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -48,17 +48,18 @@ def find_expert_calls(program: Jaxpr, names: Sequence[str]) -> ExpertCalls:
     """Follows parameters through a traced loss.
 
     Args:
-      program: its first inputs are the parameters `names`, in this order.
+      program: traced loss; its first inputs are the parameters `names`, in this order.
+      names: of the parameters.
     """
-    found = _Follow()
+    follow = _Follow()
     rest = len(program.invars) - len(names)
-    for name in found.outputs(program, [*names, *[None] * rest], None):
-        found.note(name, "is returned")
-    return found.calls
+    for name in follow.outputs(program, [*names, *[None] * rest], None):
+        follow.note(name, "is returned")
+    return follow.calls
 
 
 class _Follow:
-    """Follows what is stored, or one layer of it, in any dtype."""
+    """Walk that follows stored parameters, or one layer of them, in any dtype."""
 
     def __init__(self) -> None:
         self.calls = ExpertCalls()
@@ -68,38 +69,38 @@ class _Follow:
             self.calls.elsewhere.setdefault(name, where)
 
     def outputs(self, program: Jaxpr, inputs: Sequence[Name], around: str | None) -> list[Name]:
-        """What each output of a program holds."""
+        """Returns the parameter that each output of a program holds."""
         held: dict[Any, Name] = dict(zip(program.invars, inputs, strict=True))
 
         def name_of(atom: Any) -> Name:
             return None if isinstance(atom, Literal) else held.get(atom)
 
         for equation in program.eqns:
-            given = [name_of(atom) for atom in equation.invars]
-            held |= zip(equation.outvars, self._equation(equation, given, around), strict=True)
+            operands = [name_of(atom) for atom in equation.invars]
+            held |= zip(equation.outvars, self._equation(equation, operands, around), strict=True)
         return [name_of(atom) for atom in program.outvars]
 
-    def _equation(self, equation: Any, given: list[Name], around: str | None) -> list[Name]:
+    def _equation(self, equation: Any, operands: list[Name], around: str | None) -> list[Name]:
         kind = equation.primitive.name
         nothing: list[Name] = [None] * len(equation.outvars)
         ndim = expert_weights_ndim(equation)
         if ndim is not None:
-            self._weights(equation.invars[0].aval, ndim, given[0], around)
+            self._weights(equation.invars[0].aval, ndim, operands[0], around)
             return nothing
         if kind == "scan":
-            return self._scan(equation, given, around)
+            return self._scan(equation, operands, around)
         if kind == "cond":
-            return self._cond(equation, given, around)
+            return self._cond(equation, operands, around)
         if kind == "while":
-            return self._while(equation, given, around)
+            return self._while(equation, operands, around)
         inner = list(inner_programs(equation.params))
-        if len(inner) == 1 and len(inner[0].invars) == len(given):
-            return self.outputs(inner[0], given, around)
+        if len(inner) == 1 and len(inner[0].invars) == len(operands):
+            return self.outputs(inner[0], operands, around)
         if kind in _SAME:
-            return given
-        if _takes_a_layer(equation) and not any(given[1:]):
-            return given[:1]
-        for name in given:
+            return operands
+        if _takes_a_layer(equation) and not any(operands[1:]):
+            return operands[:1]
+        for name in operands:
             self.note(name, f"goes into `{kind}`")
         return nothing
 
@@ -114,34 +115,34 @@ class _Follow:
         elif calls.dims.setdefault(name, -ndim) != -ndim:
             self.note(name, "goes into zerojax.experts with two numbers of dimensions")
 
-    def _scan(self, equation: Any, given: list[Name], around: str | None) -> list[Name]:
+    def _scan(self, equation: Any, operands: list[Name], around: str | None) -> list[Name]:
         num_consts, num_carry = split_scan(equation)
         body, carry = equation.params["jaxpr"].jaxpr, slice(num_consts, num_consts + num_carry)
-        return self._repeated(body, given, carry, around)
+        return self._repeated(body, operands, carry, around)
 
-    def _while(self, equation: Any, given: list[Name], around: str | None) -> list[Name]:
+    def _while(self, equation: Any, operands: list[Name], around: str | None) -> list[Name]:
         first, second = (equation.params[f"{part}_nconsts"] for part in ("cond", "body"))
-        for name in given[:first]:
+        for name in operands[:first]:
             self.note(name, "decides how often a loop runs")
         body = equation.params["body_jaxpr"].jaxpr
-        return self._repeated(body, given[first:], slice(second, None), around or "while")
+        return self._repeated(body, operands[first:], slice(second, None), around or "while")
 
     def _repeated(
-        self, body: Jaxpr, given: list[Name], carry: slice, around: str | None
+        self, body: Jaxpr, operands: list[Name], carry: slice, around: str | None
     ) -> list[Name]:
-        """Of a loop: what it carries has to be the same in each turn."""
-        carried = given[carry]
-        outputs = self.outputs(body, given, around)
+        """Follows the body of a loop, whose carry must hold the same parameters throughout."""
+        carried = operands[carry]
+        outputs = self.outputs(body, operands, around)
         for before, after in zip(carried, outputs, strict=False):
             if before != after:
                 self.note(before, "is carried by a loop")
                 self.note(after, "is carried by a loop")
         return outputs
 
-    def _cond(self, equation: Any, given: list[Name], around: str | None) -> list[Name]:
-        self.note(given[0], "decides a branch")
+    def _cond(self, equation: Any, operands: list[Name], around: str | None) -> list[Name]:
+        self.note(operands[0], "decides a branch")
         branches = [
-            self.outputs(branch.jaxpr, given[1:], around or "cond")
+            self.outputs(branch.jaxpr, operands[1:], around or "cond")
             for branch in equation.params["branches"]
         ]
         outputs: list[Name] = []
@@ -154,7 +155,7 @@ class _Follow:
 
 
 def _takes_a_layer(equation: Any) -> bool:
-    """Whether an equation takes one piece of a stack, as `stack[i]` does."""
+    """Returns whether an equation takes one row of a stack, as `stack[i]` does."""
     kind, before, after = equation.primitive.name, equation.invars, equation.outvars
     if kind == "squeeze":
         return equation.params["dimensions"] == (0,)
@@ -168,16 +169,16 @@ def _takes_a_layer(equation: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowsOfCall:
-    """What a call of `zerojax.experts` sends between the devices that its experts are split over.
+    """Rows that a call of `zerojax.experts` exchanges between devices.
 
     Attributes:
-      choices: of one device's tokens, k for each.
+      choices: number of choices of one device's tokens, k for each token.
       num_experts, capacity: E and C.
-      products: as the call has them.
-      row_bytes, result_bytes, gate_bytes: of what an expert is given, of what it gives, and of what
-        this is multiplied by.
-      times: in one forward pass of a microbatch: in loops, once for each turn.
-      again: whether a checkpoint computes the call again in the backward pass.
+      products: argument of the call.
+      row_bytes, result_bytes, gate_bytes: bytes of an expert's input row, of its result, and of the
+        gate.
+      times: number of runs in one forward pass of a microbatch; in loops one for each iteration.
+      again: whether a checkpoint recomputes the call in the backward pass.
     """
 
     choices: int
@@ -191,10 +192,11 @@ class RowsOfCall:
     again: bool
 
     def computed(self, products: Products, devices: int) -> int:
-        """Rows that are multiplied in the first round: all slots, or at most so many of tiles.
+        """Returns the rows that the first round multiplies: all slots, or at most those of tiles.
 
         Args:
-          devices: that experts are split over.
+          products: method of multiplication.
+          devices: number of devices over which experts are split.
         """
         if products == "batched":
             return self.num_experts * self.capacity
@@ -203,28 +205,29 @@ class RowsOfCall:
 
     @property
     def first_round(self) -> int:
-        """Bytes of all slots in one step, each travel counted, without (n - 1) / n.
+        """Bytes of all slots in one step, over all transfers, without the factor (n - 1) / n.
 
-        Rows, gates and results go in the forward pass, the gradients of all three in the backward
-        pass, rows and gates once more where they are computed again.
+        Rows, gates and results are sent in the forward pass, and their gradients in the backward
+        pass; a recomputation sends rows and gates once more.
         """
-        given = self.row_bytes + self.gate_bytes
-        sent = (3 if self.again else 2) * given + 2 * self.result_bytes
+        inputs = self.row_bytes + self.gate_bytes
+        sent = (3 if self.again else 2) * inputs + 2 * self.result_bytes
         return self.times * self.num_experts * self.capacity * sent
 
     @property
     def further_round(self) -> int:
-        """The same of one of the rounds after the first, which always computes again."""
+        """Bytes of one round after the first, which always recomputes; see `first_round`."""
         slots = self.num_experts * slots_of_further_rounds(self.capacity)
         sent = 3 * (self.row_bytes + self.gate_bytes) + 2 * self.result_bytes
         return self.times * slots * sent
 
 
 def find_rows(program: Jaxpr, times: int = 1, again: bool = False) -> Iterator[RowsOfCall]:
-    """All calls in a traced loss, in order.
+    """Yields all calls in a traced loss, in order.
 
     Args:
-      times, again: of the program itself, as `RowsOfCall` has them.
+      program: traced loss.
+      times, again: of the program itself, see `RowsOfCall`.
     """
     for equation in program.eqns:
         numbers = expert_call(equation)
@@ -245,17 +248,17 @@ def find_rows(program: Jaxpr, times: int = 1, again: bool = False) -> Iterator[R
                 times=times * (array.size // gates),
                 again=again,
             )
-        turns = equation.params["length"] if equation.primitive.name == "scan" else 1
+        iterations = equation.params["length"] if equation.primitive.name == "scan" else 1
         inside = again or (is_checkpoint(equation) and not _keeps_rows(equation))
         for inner in inner_programs(equation.params):
-            yield from find_rows(inner, times * turns, inside)
+            yield from find_rows(inner, times * iterations, inside)
 
 
 def _keeps_rows(equation: Any) -> bool:
-    """Whether a checkpoint's policy keeps what an all-to-all has brought."""
+    """Returns whether a checkpoint's policy saves the result of an all-to-all."""
     policy = equation.params["policy"]
     if policy is None or not equation.invars:
         return False
     how = {"axis_name": ("expert",), "split_axis": 0, "concat_axis": 1, "tiled": True}
     kept = policy(lax.all_to_all_p, equation.invars[0].aval, axis_index_groups=None, **how)
-    return kept is True  # and no object that says where it is kept
+    return kept is True  # and not an object that names a memory kind

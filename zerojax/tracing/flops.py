@@ -15,15 +15,15 @@ from zerojax.operators.marks import FURTHER_ROUNDS, cost_of_branches, share_of_b
 
 
 def count_flops(fn: Callable[..., Any], *abstract_args: Any) -> float:
-    """Floating-point operations of products, convolutions and fused attention in one call of `fn`.
+    """Returns the FLOPs of matrix products, convolutions and fused attention in `fn`.
 
-    A multiply-add is two. Loops count as often as they run, a `cond` as its dearest branch, or as
-    the mean over layers where the kind of a layer decides; the body of a `shard_map` counts once
-    per device: the result is a sum over all devices; rounds of `zerojax.experts` after the first,
-    which equal loads do not need, count nothing. Elementwise work is left out, as in every
-    published MFU, and so is what no result depends on. What remat computes again is counted when
-    `fn` contains its backward pass; for MFU (model FLOPs) count the forward pass times
-    `TRAINING_FACTOR`.
+    A multiply-add is two operations. Loops count every iteration. A `cond` counts its most
+    expensive branch, or the mean over layers if the kind of a layer decides. The body of a
+    `shard_map` counts once per device: the result is a sum over all devices. Rounds of
+    `zerojax.experts` after the first count 0, since equal loads do not need them. Element-wise
+    operations are not counted, as in every published MFU, and neither is dead code. Recomputation
+    by remat is counted if `fn` contains its backward pass; for MFU (model FLOPs) use the forward
+    pass times `TRAINING_FACTOR`.
 
     Args:
       fn: any function that JAX can trace.
@@ -36,12 +36,12 @@ def count_flops(fn: Callable[..., Any], *abstract_args: Any) -> float:
 
 
 def count_program_flops(program: core.ClosedJaxpr) -> float:
-    """The same of a program that is traced already; what nothing needs is left out."""
+    """Returns `count_flops` of a program that is already traced, without dead code."""
     return float(_jaxpr_flops(without_waste(program)))
 
 
 def further_round_flops(program: core.ClosedJaxpr) -> float:
-    """FLOPs of one round after the first of each call of `zerojax.experts` in a program."""
+    """Returns the FLOPs of one round after the first, over all calls of `zerojax.experts`."""
     return float(_further_flops(without_waste(program)))
 
 
@@ -51,13 +51,13 @@ def _further_flops(jaxpr: core.Jaxpr) -> int:
         inner = list(_inner_jaxprs(equation.params))
         if _is_further(equation):
             total += sum(map(_jaxpr_flops, inner))
-        elif found := sum(map(_further_flops, inner)):
-            total += found * times_run(equation)
+        elif further := sum(map(_further_flops, inner)):
+            total += further * times_run(equation)
     return total
 
 
 def eight_bit_flops(program: core.ClosedJaxpr) -> float:
-    """FLOPs of the products among them whose two operands are 8-bit floats."""
+    """Returns the FLOPs of the products in a program whose two operands are 8-bit floats."""
     return float(
         sum(
             flops
@@ -72,14 +72,14 @@ def _is_float8(variable: Any) -> bool:
 
 
 def without_waste(program: core.ClosedJaxpr) -> core.Jaxpr:
-    """The program without what no result depends on."""
+    """Returns the program without dead code."""
     outputs = [True] * len(program.jaxpr.outvars)
     needed, _ = partial_eval.dce_jaxpr(program.jaxpr, outputs, instantiate=True)
     return needed
 
 
 TRAINING_FACTOR = 3
-"""Forward and backward over forward: each product y = x w has two more of its size, dx and dw."""
+"""FLOPs of both passes over forward pass: a product y = x w has two more, dx and dw."""
 
 
 def _jaxpr_flops(jaxpr: core.Jaxpr) -> int:
@@ -87,7 +87,7 @@ def _jaxpr_flops(jaxpr: core.Jaxpr) -> int:
 
 
 def equation_flops(equation: core.JaxprEqn) -> int:
-    """FLOPs of one equation, all that is inside of it counted."""
+    """Returns the FLOPs of one equation, including nested programs."""
     name = equation.primitive.name
     if name in ("dot_general", "ragged_dot", "ragged_dot_general"):
         return _dot_flops(equation)
@@ -95,7 +95,7 @@ def equation_flops(equation: core.JaxprEqn) -> int:
         return _convolution_flops(equation)
     if name == "ffi_call":
         return _library_flops(equation)
-    if (cost := equation.params.get("cost_estimate")) is not None:  # a kernel that says so itself
+    if (cost := equation.params.get("cost_estimate")) is not None:  # declared by the kernel
         return cost.flops
     inner = [_jaxpr_flops(jaxpr) for jaxpr in _inner_jaxprs(equation.params)]
     if name == "cond":
@@ -104,7 +104,7 @@ def equation_flops(equation: core.JaxprEqn) -> int:
 
 
 def _share(branch: core.Jaxpr) -> float | None:
-    """Of the layers that take a branch; None: it was not traced in the scope that says so."""
+    """Returns the fraction of layers that take a branch; None if its scope does not record it."""
     return share_of_branch(str(equation.source_info.name_stack) for equation in branch.eqns)
 
 
@@ -113,10 +113,10 @@ PRODUCTS = ("dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dil
 
 
 def products(program: core.Jaxpr) -> Iterator[tuple[core.JaxprEqn, int]]:
-    """(equation, FLOPs in all of its runs) of each product of a program, in loops and branches too.
+    """Yields (equation, FLOPs in all of its runs) of each product of a program, also nested ones.
 
     Warns:
-      UserWarning: as `count_flops`, of a loop that has a product.
+      UserWarning: see `count_flops`; for a loop that contains a product.
     """
     for equation in program.eqns:
         if equation.primitive.name in PRODUCTS:
@@ -129,24 +129,25 @@ def products(program: core.Jaxpr) -> Iterator[tuple[core.JaxprEqn, int]]:
 
 
 def ragged_groups(program: core.Jaxpr) -> dict[int, int]:
-    """{number of groups: FLOPs} of products of rows with the matrix of their group.
+    """Returns {number of groups: FLOPs} of products of rows with the matrix of their group.
 
-    Those are `jax.lax.ragged_dot` and its kin with more than one group, in loops and branches too.
+    These are `jax.lax.ragged_dot` and related primitives with more than one group, also nested
+    ones.
 
     Warns:
-      UserWarning: as `count_flops`, of a loop that has a product.
+      UserWarning: see `count_flops`; for a loop that contains a product.
     """
-    found: dict[int, int] = {}
+    flops_by_groups: dict[int, int] = {}
     for equation, flops in products(program):
         if equation.primitive.name in ("ragged_dot", "ragged_dot_general"):
             groups = _shape(equation.invars[2])[-1]
             if groups > 1:
-                found[groups] = found.get(groups, 0) + flops
-    return found
+                flops_by_groups[groups] = flops_by_groups.get(groups, 0) + flops
+    return flops_by_groups
 
 
 def times_run(equation: core.JaxprEqn) -> int:
-    """How often the program inside of an equation runs, over all devices."""
+    """Returns the number of runs of the program inside an equation, over all devices."""
     name, params = equation.primitive.name, equation.params
     if name == "scan":
         return params["length"]
@@ -160,7 +161,7 @@ def times_run(equation: core.JaxprEqn) -> int:
 
 
 def _is_further(equation: core.JaxprEqn) -> bool:
-    """Whether an equation is the loop of the rounds after the first."""
+    """Returns whether an equation is the loop of the rounds after the first."""
     is_loop = equation.primitive.name == "while"
     return is_loop and FURTHER_ROUNDS in str(equation.source_info.name_stack)
 
@@ -192,12 +193,12 @@ def _convolution_flops(equation: core.JaxprEqn) -> int:
     kernel, out = _shape(equation.invars[1]), _shape(equation.outvars[0])
     out_channels = kernel[params["dimension_numbers"].rhs_spec[0]]
     per_output = math.prod(kernel) // out_channels
-    # The zeros that a transposed convolution puts between its inputs are not work.
+    # The zeros between the inputs of a transposed convolution do not count.
     return 2 * math.prod(out) * per_output // math.prod(params["lhs_dilation"])
 
 
 def _library_flops(equation: core.JaxprEqn) -> int:
-    """Of cuDNN's attention; 0 for any other call of a library."""
+    """Returns the FLOPs of cuDNN's attention; 0 for any other library call."""
     target, config = equation.params["target_name"], equation.params["legacy_backend_config"]
     if target not in (FORWARD, BACKWARD):
         return 0
@@ -209,7 +210,10 @@ def _shape(var: Any) -> tuple[int, ...]:
 
 
 def _trip_count(equation: core.JaxprEqn) -> int:
-    """Iterations of `while i < n: i += c` with constants; 1 and a warning for anything else."""
+    """Returns the iterations of `while i < n: i += c` with constants.
+
+    Other loops give 1 and a warning.
+    """
     params = equation.params
     cond, body = params["cond_jaxpr"].jaxpr, params["body_jaxpr"].jaxpr
     cond_consts, body_consts = params["cond_nconsts"], params["body_nconsts"]
@@ -226,9 +230,9 @@ def _trip_count(equation: core.JaxprEqn) -> int:
                 start, stop, by = limits
                 return max(0, -(-(stop - start) // by))  # type: ignore[operator]
     warn_user(
-        "the FLOPs that are reported and forecast are too few: nobody knows before it runs how "
-        "many turns a while loop has, so its products count once. Nothing else depends on it; a "
-        "jax.lax.scan, or a fori_loop with constant bounds, counts every turn"
+        "the reported and forecast FLOPs are too low: the trip count of a while loop is not known "
+        "before it runs, so its products count once. Nothing else is affected. Use jax.lax.scan, "
+        "or a fori_loop with constant bounds, to count every iteration"
     )
     return 1
 

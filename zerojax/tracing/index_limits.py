@@ -1,8 +1,8 @@
 """Limits of the integers in a batch that index rows of a parameter, from the traced model.
 
-JAX does not refuse an index outside of a table: `jnp.take` and `Embed` give NaN, and `table[ids]`
-gives whatever row is nearest. A limit is found only where an array of the batch reaches the table
-unchanged; what a model computes of it, clips or masks is its own affair.
+JAX does not raise an error for an index outside of a table: `jnp.take` and `Embed` give NaN, and
+`table[ids]` gives the nearest row. A limit is known only if an array of the batch reaches the table
+unchanged; indices that the model computes, clips or masks have no limit here.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from zerojax.operators.marks import inner_programs, read_name
 
 @dataclasses.dataclass(frozen=True)
 class IndexLimit:
-    """Values of an array of the batch have to be in [low, high).
+    """Range [low, high) for the values of an array of the batch.
 
     Attributes:
-      low, high: the range; negative indices count from the end where the model takes them.
-      parameter: whose rows they are.
-      window: the part of the array that it holds for, a slice for each dimension.
+      low, high: the range; low is negative if the model lets indices count from the end.
+      parameter: parameter whose rows the values index.
+      window: part of the array to which the range applies, a slice for each dimension.
     """
 
     low: int
@@ -40,14 +40,14 @@ class _Table:
 
 @dataclasses.dataclass(frozen=True)
 class _Index:
-    """An array of the batch, or a part of it, with its values as they are.
+    """Array of the batch, or a part of it, with unchanged values.
 
     Attributes:
       leaf: its name.
       window: (start, limit, stride) of each of its dimensions.
-      is_whole: its dimensions are those of the leaf, so that it can be cut further.
-      added: what was added to all values: half of how JAX counts indices from the end.
-      wraps: negative values count from the end.
+      is_whole: whether its dimensions are those of the leaf, so that it can be sliced further.
+      added: number that was added to all values, as JAX does for indices from the end.
+      wraps: whether negative values count from the end.
     """
 
     leaf: str
@@ -64,48 +64,54 @@ _OTHER_SHAPE = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transp
 def find_index_limits(
     program: Jaxpr, batch: Sequence[tuple[str, Any] | None]
 ) -> dict[str, tuple[IndexLimit, ...]]:
-    """{name of a leaf of the batch: what its values must keep to}.
+    """Returns {name of a leaf of the batch: limits of its values}.
 
     Args:
-      program: traced with a mark at every read of a parameter (`tracing.jaxpr.mark_read`).
-      batch: for each input of the program the name and the shape of a leaf of integers, or None.
+      program: traced with a mark at every read of a parameter (`operators.marks.mark_read`).
+      batch: for each input of the program, name and shape of a leaf of integers, or None.
     """
-    found: dict[str, list[IndexLimit]] = {}
+    limits_by_leaf: dict[str, list[IndexLimit]] = {}
     inputs = [
         None if each is None else _Index(each[0], tuple((0, size, 1) for size in each[1]))
         for each in batch
     ]
-    _follow(program, inputs, found)
-    return {name: tuple(limits) for name, limits in found.items()}
+    _follow(program, inputs, limits_by_leaf)
+    return {name: tuple(limits) for name, limits in limits_by_leaf.items()}
 
 
-def _follow(program: Jaxpr, inputs: Sequence[Any], found: dict[str, list[IndexLimit]]) -> list[Any]:
+def _follow(
+    program: Jaxpr, inputs: Sequence[Any], limits_by_leaf: dict[str, list[IndexLimit]]
+) -> list[Any]:
     held: dict[Any, Any] = dict(zip(program.invars, inputs, strict=True))
     for equation in program.eqns:
-        given = [None if isinstance(x, Literal) else held.get(x) for x in equation.invars]
-        for variable, tag in zip(equation.outvars, _outputs(equation, given, found), strict=True):
+        operands = [None if isinstance(x, Literal) else held.get(x) for x in equation.invars]
+        for variable, tag in zip(
+            equation.outvars, _outputs(equation, operands, limits_by_leaf), strict=True
+        ):
             if tag is not None:
                 held[variable] = tag
     return [None if isinstance(x, Literal) else held.get(x) for x in program.outvars]
 
 
-def _outputs(equation: Any, given: list[Any], found: dict[str, list[IndexLimit]]) -> Sequence[Any]:
+def _outputs(
+    equation: Any, operands: list[Any], limits_by_leaf: dict[str, list[IndexLimit]]
+) -> Sequence[Any]:
     kind, nothing = equation.primitive.name, [None] * len(equation.outvars)
     if (name := read_name(equation)) is not None:
         return [_Table(name)]
     if kind == "gather":
-        _note(equation, given[0], given[1], found)
+        _note(equation, operands[0], operands[1], limits_by_leaf)
         return nothing
     inner = list(inner_programs(equation.params))
     if kind not in ("scan", "while", "cond") and len(inner) == 1:
-        if len(inner[0].invars) == len(given):
-            return _follow(inner[0], given, found)
+        if len(inner[0].invars) == len(operands):
+            return _follow(inner[0], operands, limits_by_leaf)
         return nothing
     if kind in _SAME_VALUES:
-        return given[: len(equation.outvars)]
-    if kind == "select_n" and len(given) == 3:
-        return [_wrapped(given[1], given[2])]
-    first = given[0] if given else None
+        return operands[: len(equation.outvars)]
+    if kind == "select_n" and len(operands) == 3:
+        return [_wrapped(operands[1], operands[2])]
+    first = operands[0] if operands else None
     if not isinstance(first, _Index):
         return nothing
     if kind in _OTHER_SHAPE:
@@ -132,7 +138,7 @@ def _cut(index: _Index, params: Mapping[str, Any]) -> _Index | None:
 
 
 def _wrapped(first: Any, second: Any) -> _Index | None:
-    """`where(index < 0, index + size, index)`: JAX's way to count from the end."""
+    """Returns the index of `where(index < 0, index + size, index)`: JAX's negative indices."""
     if not (isinstance(first, _Index) and isinstance(second, _Index)):
         return None
     plain, raised = sorted((first, second), key=lambda index: index.added)
@@ -141,7 +147,9 @@ def _wrapped(first: Any, second: Any) -> _Index | None:
     return dataclasses.replace(plain, wraps=True)
 
 
-def _note(equation: Any, table: Any, index: Any, found: dict[str, list[IndexLimit]]) -> None:
+def _note(
+    equation: Any, table: Any, index: Any, limits_by_leaf: dict[str, list[IndexLimit]]
+) -> None:
     if not (isinstance(table, _Table) and isinstance(index, _Index)) or index.added:
         return
     numbers, params = equation.params["dimension_numbers"], equation.params
@@ -151,12 +159,12 @@ def _note(equation: Any, table: Any, index: Any, found: dict[str, list[IndexLimi
     if params["slice_sizes"][dim] != 1:
         return
     high = equation.invars[0].aval.shape[dim]
-    # Rows are cut over devices and microbatches outside of the trace: dimension 0 is all of it.
+    # Rows are split over devices and microbatches outside of the trace: dimension 0 must be whole.
     rows, *rest = index.window
     if rows[0] != 0 or rows[2] != 1:
         return
     window = (slice(None), *(slice(*part) for part in rest))
     limit = IndexLimit(-high if index.wraps else 0, high, table.parameter, window)
-    limits = found.setdefault(index.leaf, [])
+    limits = limits_by_leaf.setdefault(index.leaf, [])
     if limit not in limits:
         limits.append(limit)

@@ -18,22 +18,23 @@ from zerojax.operators.marks import LINEAR_RULE, batch_call, inner_programs
 
 
 def has_side_effects(effects: Iterable[Any]) -> bool:
-    """Returns whether one is a callback, such as `jax.debug.print`.
+    """Returns whether any effect is a callback, such as `jax.debug.print`.
 
-    What reads a mesh axis, as a sum over the batch does, has an effect for JAX, and none outside.
+    An operation that reads a mesh axis, such as a sum over the batch, has an effect only inside
+    JAX.
     """
     return any(not isinstance(effect, _of_axes()) for effect in effects)
 
 
 @functools.cache
 def _of_axes() -> type:
-    """The type of the effect of a mesh axis, which has no public name."""
+    """Returns the type of the effect of a mesh axis, which has no public name."""
     program = jax.make_jaxpr(lambda x: lax.psum(x, "i"), axis_env=[("i", 2)])(1.0)
     return type(next(iter(program.effects)))
 
 
 def has_own_rules(program: Jaxpr) -> bool:
-    """Whether a traced program has derivatives of its own that may not be linear, at any depth."""
+    """Returns whether a program has custom derivatives that may not be linear, at any depth."""
     return any(
         is_own_rule(equation) or any(map(has_own_rules, inner_programs(equation.params)))
         for equation in program.eqns
@@ -41,7 +42,7 @@ def has_own_rules(program: Jaxpr) -> bool:
 
 
 def is_own_rule(equation: Any) -> bool:
-    """Whether an equation is the call of a function with a derivative that may not be linear."""
+    """Returns whether an equation calls a custom derivative that may not be linear."""
     called = equation.primitive.name.startswith("custom_vjp")
     return called and not any(map(_is_linear, inner_programs(equation.params)))
 
@@ -52,21 +53,21 @@ def _is_linear(rule: Jaxpr) -> bool:
 
 
 def is_checkpoint(equation: Any) -> bool:
-    """Whether an equation is a `jax.checkpoint`."""
+    """Returns whether an equation is a `jax.checkpoint`."""
     return equation.primitive.name in ("checkpoint", "remat", "remat2")
 
 
 def program_of(equation: Any) -> ClosedJaxpr:
-    """The program of a call or a checkpoint.
+    """Returns the program of a call or a checkpoint.
 
-    A checkpoint holds an open program, a call a closed one; JAX 0.12 knows one kind only.
+    A checkpoint holds an open jaxpr, a call a closed one; JAX 0.12 has only one kind.
     """
     inner = equation.params["jaxpr"]
     return inner if hasattr(inner, "consts") else ClosedJaxpr(inner, ())
 
 
 def free_variables(equations: Sequence[Any]) -> list[Any]:
-    """The variables that equations take from before them."""
+    """Returns the variables that equations use and do not define."""
     made: set[Any] = set()
     taken: dict[Any, None] = {}
     for equation in equations:
@@ -78,53 +79,53 @@ def free_variables(equations: Sequence[Any]) -> list[Any]:
 
 
 def variables(atoms: Sequence[Any]) -> Iterator[Any]:
-    """Those that are no literals."""
+    """Returns the atoms that are not literals."""
     return (atom for atom in atoms if not isinstance(atom, Literal))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Piece:
-    """A part of a program without dead code.
+    """Part of a program without dead code.
 
     Attributes:
-      closed: takes the values it was cut at, then the inputs of the program that it needs.
-      inputs: positions of the latter among all inputs of the program.
+      closed: takes the values of the variables at the cut, then the inputs of the program it needs.
+      inputs: positions of these inputs among all inputs of the program.
     """
 
     closed: ClosedJaxpr
     inputs: tuple[int, ...]
 
-    def __call__(self, given: Sequence[Any], inputs: Mapping[int, Any]) -> list[Any]:
-        """The values of the piece, from those it was cut at and {position: input}."""
-        return jaxpr_as_fun(self.closed)(*given, *(inputs[place] for place in self.inputs))
+    def __call__(self, values: Sequence[Any], inputs: Mapping[int, Any]) -> list[Any]:
+        """Evaluates the piece on the values at the cut and on {position: input}."""
+        return jaxpr_as_fun(self.closed)(*values, *(inputs[place] for place in self.inputs))
 
 
-def cut_piece(closed: ClosedJaxpr, outputs: Sequence[Any], given: Sequence[Any] = ()) -> Piece:
-    """What a program computes of `outputs` when the variables `given` are known.
+def cut_piece(closed: ClosedJaxpr, outputs: Sequence[Any], boundary: Sequence[Any] = ()) -> Piece:
+    """Returns the part of a program that computes `outputs` from the variables of `boundary`.
 
     Args:
       closed: the whole program.
       outputs: variables or literals of it.
-      given: variables of it at which the search for what is needed ends.
+      boundary: variables of it whose values are inputs of the piece.
     """
-    program, known = closed.jaxpr, set(given)
-    wanted = set(variables(outputs))
+    program, known = closed.jaxpr, set(boundary)
+    needed = set(variables(outputs))
     kept = []
     for equation in reversed(program.eqns):
         made = set(equation.outvars)
-        if made & wanted and not made & known:
+        if made & needed and not made & known:
             kept.append(equation)
-            wanted.update(variables(equation.invars))
+            needed.update(variables(equation.invars))
     consts = {
         variable: value
         for variable, value in zip(program.constvars, closed.consts, strict=True)
-        if variable in wanted
+        if variable in needed
     }
-    # An input that is also `given` arrives as such.
-    inputs = [i for i, v in enumerate(program.invars) if v in wanted and v not in known]
+    # An input that is also in `boundary` is passed only once.
+    inputs = [i for i, v in enumerate(program.invars) if v in needed and v not in known]
     part = program.replace(
         constvars=list(consts),
-        invars=[*given, *(program.invars[i] for i in inputs)],
+        invars=[*boundary, *(program.invars[i] for i in inputs)],
         outvars=list(outputs),
         eqns=kept[::-1],
         effects=program.effects,
@@ -133,14 +134,14 @@ def cut_piece(closed: ClosedJaxpr, outputs: Sequence[Any], given: Sequence[Any] 
 
 
 RunPiece = Callable[[Jaxpr, Sequence[Any], Sequence[Any], Sequence[Any]], Callable[..., Any]]
-"""(program, equations of a piece, what they take, what of theirs is needed) -> the piece as a
-function of what it takes that gives what is needed."""
+"""(program, equations of a piece, variables it takes, needed results) -> the piece as a function of
+these variables that returns these results."""
 
 
 def piece_function(
     program: Jaxpr, equations: Sequence[Any], taken: Sequence[Any], needed: Sequence[Any]
 ) -> Callable[..., Any]:
-    """A straight piece of a program as it is: the plain `RunPiece`."""
+    """Returns a piece of a program without changes: the default `RunPiece`."""
     piece = program.replace(
         constvars=[],
         invars=list(taken),
@@ -159,14 +160,18 @@ def evaluate_in_pieces(
     run_apart: Callable[[Any, Sequence[Any]], Sequence[Any]],
     run_piece: RunPiece = piece_function,
 ) -> list[Any]:
-    """The outputs of a program, some of whose equations run otherwise.
+    """Evaluates a program, with another implementation for some of its equations.
 
     Args:
       closed: the program.
-      inputs: what it is given.
-      is_apart: whether an equation runs otherwise. All between two such are one piece.
-      run_apart: (equation, its inputs) -> its outputs, for these.
-      run_piece: what runs a piece.
+      inputs: its inputs.
+      is_apart: whether an equation has another implementation. The equations between two such
+        equations form one piece.
+      run_apart: (equation, its inputs) -> its outputs, for these equations.
+      run_piece: runs a piece.
+
+    Returns:
+      The outputs of the program.
     """
     program = closed.jaxpr
     values = dict(zip(program.constvars, closed.consts, strict=True))
@@ -190,11 +195,12 @@ def evaluate_in_pieces(
 def _pieces(
     program: Jaxpr, is_apart: Callable[[Any], bool]
 ) -> Iterator[tuple[list[Any], list[Any], bool]]:
-    """Cuts a program at the equations that run otherwise.
+    """Cuts a program at the equations that have another implementation.
 
     Yields:
-      (equations of a piece, those of its results that something after it needs, whether it is one
-      equation that runs otherwise).
+      (equations of a piece, its results that later pieces need, whether the piece is a single
+        equation
+      with another implementation).
     """
     pieces: list[tuple[list[Any], bool]] = []
     for equation in program.eqns:
@@ -208,13 +214,13 @@ def _pieces(
     for equations, _ in reversed(pieces):
         later.append(needed)
         needed = needed | set(free_variables(equations))
-    for (equations, apart), wanted in zip(pieces, reversed(later), strict=True):
+    for (equations, apart), needed_later in zip(pieces, reversed(later), strict=True):
         made = [variable for equation in equations for variable in equation.outvars]
-        yield equations, [variable for variable in made if variable in wanted], apart
+        yield equations, [variable for variable in made if variable in needed_later], apart
 
 
 def constant_bytes(program: ClosedJaxpr) -> int:
-    """Bytes of the arrays that a traced function closes over, at any depth, each once."""
+    """Returns the bytes of the arrays in a function's closure, at any depth, each once."""
     arrays = {id(array): array for array in _constants([program])}
     return sum(getattr(array, "nbytes", 0) for array in arrays.values())
 
@@ -233,11 +239,11 @@ def _constants(values: Any) -> Iterator[Any]:
 
 
 def split_scan(equation: Any) -> tuple[int, int]:
-    """(number of constants, number of carried values) of a `scan` equation.
+    """Returns (number of constants, number of carried values) of a `scan` equation.
 
     Its inputs are constants, carried values and stacks; its outputs are carried values and stacks.
-    Stacks have one dimension less inside, which, unlike the equation's parameters, is the same in
-    every version of JAX.
+    Stacks have one dimension less inside the loop, in every version of JAX; the equation's
+    parameters differ between versions.
     """
     body = equation.params["jaxpr"].jaxpr
     num_carry = _count_whole(equation.outvars, body.outvars)
@@ -245,7 +251,7 @@ def split_scan(equation: Any) -> tuple[int, int]:
 
 
 def _count_whole(outside: Any, inside: Any) -> int:
-    """How many values have the same number of dimensions outside and inside of a loop."""
+    """Counts the values with the same number of dimensions outside and inside of a loop."""
     pairs = zip(outside, inside, strict=True)
     return sum(outer.aval.ndim == inner.aval.ndim for outer, inner in pairs)
 
@@ -262,12 +268,14 @@ COLLECTIVES = (
     "reduce_scatter",
     "unreduced_",
 )
-"""How the names of JAX's collectives begin, `psum_invariant` and `all_gather_reduced` included."""
+"""Prefixes of the names of JAX's collectives, also `psum_invariant` and `all_gather_reduced`."""
 
 
 def holds_collectives(program: ClosedJaxpr | Jaxpr) -> bool:
-    """Whether a traced program has a collective over manual axes, at any depth, or would have it
-    in a step."""
+    """Returns whether a program has a collective over manual axes, or will have one in a step.
+
+    Nested programs are included.
+    """
     jaxpr: Any = getattr(program, "jaxpr", program)
     return any(
         equation.primitive.name.startswith(COLLECTIVES)

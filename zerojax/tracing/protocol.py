@@ -1,4 +1,4 @@
-"""The `Model` protocol: arrays, and a call with other arrays."""
+"""`Model` protocol: arrays, and a call with other arrays."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Rule = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class StepRule(NamedTuple):
-    """What becomes of a count once per step.
+    """Update of an extra from a count, once per step.
 
     Attributes:
-      target: name of the extra that is made anew.
-      rule: as `zerojax.models.StepCount` has it.
-      ndim: dimensions of the count in its module; more in the state are those of stacks.
+      target: name of the extra that is updated.
+      rule: see `zerojax.models.StepCount`.
+      ndim: dimensions of the count in its module; additional ones in the state are those of stacks.
     """
 
     target: str
@@ -30,7 +30,7 @@ class StepRule(NamedTuple):
     ndim: int
 
     def apply(self, value: Any, counts: Any) -> Any:
-        """The next value of the target, of arrays with the dimensions of stacks before others."""
+        """Returns the next value of the target from `counts`; dimensions of stacks come first."""
         rule = self.rule
         for _ in range(np.ndim(counts) - self.ndim):
             rule = jax.vmap(rule)
@@ -42,12 +42,12 @@ NO_RULES: Mapping[str, StepRule] = types.MappingProxyType({})
 
 @runtime_checkable
 class LazyArray(Protocol):
-    """An array that lies in files until somebody asks for a part of it.
+    """Array in files, which are read on demand.
 
     Attributes:
       shape, dtype: of the whole array.
-      is_stacked: dimension 0 counts layers that are stored apart, so that reading one at a time
-        costs nothing.
+      is_stacked: whether dimension 0 counts layers that are stored separately, so that reading one
+        at a time has no extra cost.
     """
 
     shape: tuple[int, ...]
@@ -55,22 +55,22 @@ class LazyArray(Protocol):
     is_stacked: bool
 
     def read(self, index: Sequence[tuple[int, int]]) -> np.ndarray:
-        """The box with the range (first, behind the last) in each dimension, in new memory."""
+        """Returns the box with the range [first, end) in each dimension, in new memory."""
         ...
 
 
 class Model(Protocol):
-    """The internal form of every model.
+    """Internal form of every model.
 
     Attributes:
-      kind: what the user gave, for people: "nnx module", "nnx factory", "pretrained model",
+      kind: kind of the user's model, for messages: "nnx module", "nnx factory", "pretrained model",
         "linen module", "functions".
       source: the user's own object.
       reads_lazily: whether `on_read` runs where the model uses a parameter (True), or for all
         parameters before the model starts (False: a pair of functions has no point of use).
-      overwritten: names of the extras whose gradient is their new value, as Flax means by its
-        collection `_overwrite_with_gradient` (scales of 8-bit products); known after `init`.
-      step_rules: {name of an extra that passes count in: what becomes of it once per step}.
+      overwritten: names of the extras whose gradient is their new value, as in Flax's collection
+        `_overwrite_with_gradient` (scales of 8-bit products); known after `init`.
+      step_rules: {name of an extra that counts in a step: its update once per step}.
     """
 
     kind: str
@@ -86,22 +86,22 @@ class Model(Protocol):
     def parameter_names(self) -> Any:
         """Returns the user's tree of the parameters, with names for leaves; after `init`.
 
-        It is what an optimizer of optax is given in a loop of the user's own.
+        In the user's own training loop, an optax optimizer would get a tree of this structure.
         """
         ...
 
     def init(self, key: jax.Array, batch: Any, loss: Loss) -> tuple[Arrays, Arrays]:
-        """New arrays, traceable: `({name: parameter}, {name: extra})`.
+        """Returns new arrays, `({name: parameter}, {name: extra})`; can be traced.
 
         Extras hold PRNG keys as key data.
         """
         ...
 
     def initial_arrays(self) -> tuple[Arrays, Arrays] | None:
-        """The arrays that the user's object already holds, or None when `init` has to make them.
+        """Returns the arrays of the user's object; None if `init` has to create them.
 
-        Every name is there; a parameter may be a `LazyArray`, and a `ShapeDtypeStruct` stands for
-        an array that `init` has to make after all.
+        Every name is present. A parameter may be a `LazyArray`; a `ShapeDtypeStruct` stands for an
+        array that `init` has to create.
         """
         ...
 
@@ -118,18 +118,18 @@ class Model(Protocol):
         """Calls `function(model)` with these arrays bound into the model.
 
         Args:
-          params: {name: array, or whatever pytree `on_read[name]` takes}.
+          params: {name: array, or the pytree that `on_read[name]` takes}.
           extras: {name: array}.
           key: typed PRNG key of this call; every random stream of the model is folded with it.
           function: usually a loss; gets an object to call like the user's model.
           train: False switches dropout off and uses running averages, as the model itself defines.
-          on_read: per name, what the model gets when it reads that parameter.
+          on_read: {name: function of the stored value that returns the value the model reads}.
 
         Returns:
-          (what `function` returned, the extras afterwards).
+          (result of `function`, the new extras).
         """
         ...
 
     def to_source(self, params: Arrays, extras: Arrays) -> Any:
-        """The user's kind of object holding these arrays."""
+        """Returns the user's kind of object with these arrays."""
         ...

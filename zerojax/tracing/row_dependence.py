@@ -1,9 +1,9 @@
-"""The kinds of dependence that a traced value can have on the rows of a batch.
+"""Kinds of dependence of a traced value on the rows of a batch.
 
-A value is one of: independent of the batch; **rows**, where each row of it depends on one row of
-the batch; a **total**, the sum over all rows of something computed row by row; a **count**, an
-input plus a total; **raised**, an input plus something that is other; or **other**. `batch_rows`
-finds which.
+A value is one of: independent of the batch (fixed); **rows**, whose each row depends on one row of
+the batch; a **total**, the sum over all rows of a value computed row by row; a **count**, an input
+plus a total; **raised**, an input plus a value that is other; or **other**. `batch_rows` determines
+the kind.
 """
 
 from __future__ import annotations
@@ -15,27 +15,36 @@ from collections.abc import Sequence
 
 @dataclasses.dataclass(frozen=True)
 class Fixed:
-    """Independent of the batch. input: the input of the program that it is, unchanged, or None."""
+    """Value that is independent of the batch.
+
+    Attributes:
+      input: position of the input of the program that it equals, or None.
+    """
 
     input: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Dimension `dim` has the rows of the batch one after the other, each in as many places."""
+    """Value with the rows of the batch, in order, along dimension `dim`.
+
+    Each row has equally many places.
+    """
 
     dim: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Total:
-    """A sum over rows, times `scale`; None where that is not a number that the program holds.
+    """Sum over rows, times `scale`.
 
-    is_scaled: whether it was multiplied or divided by anything.
-    divisors: the numbers that it was divided by, and the product of any of them. A mean stays one
-      under a factor, as in `2 * jnp.mean(x)`.
-    num_added: elements that the sum over rows added up for each of its own; None where not known.
-    scales: those of its terms, where it has no scale of its own; None where not known.
+    Attributes:
+      scale: constant factor; None if it is not a constant of the program.
+      is_scaled: whether it was multiplied or divided by anything.
+      divisors: the numbers that it was divided by, and the products of any of them. A mean with a
+        factor, as in `2 * jnp.mean(x)`, is recognised by them.
+      num_added: number of elements in the sum of each element; None if not known.
+      scales: scales of its terms, if it has no single scale; None if not known.
     """
 
     scale: float | None = 1.0
@@ -45,16 +54,17 @@ class Total:
     scales: tuple[float, ...] | None = dataclasses.field(default=None, compare=False)
 
     def is_sum(self, num_rows: int, weight: float | None = None) -> bool:
-        """Whether it is certain that this is not a mean over so many rows.
+        """Returns whether this is certainly not a mean over `num_rows` rows.
 
         A mean over rows and any other dimensions divides by a multiple of the number of rows.
 
         Args:
-          weight: what it will be divided by, where that is known.
+          num_rows: of the batch.
+          weight: divisor of the value later on, if known.
         """
         if self.scale is None or self.scale == 0:
             return False
-        if num_rows == 1:  # dividing by 1 is all that tells a mean; a weight of 1 tells nothing
+        if num_rows == 1:  # only a division shows that it is a mean; a weight of 1 does not
             return not self.is_scaled and weight is None
         divisors = {*self.divisors}
         if weight is not None:
@@ -62,10 +72,11 @@ class Total:
         return not any(_counts_rows(number, num_rows) for number in divisors)
 
     def is_plain_mean(self, num_rows: int, weight: float = 1.0) -> bool:
-        """Whether all it is divided by is the number of rows, or of elements, that it adds up.
+        """Returns whether its only divisor is the number of rows, or of elements, that it sums.
 
         Args:
-          weight: what it will be divided by.
+          num_rows: of the batch.
+          weight: divisor of the value later on.
         """
         if not self.scale:
             return False
@@ -80,7 +91,7 @@ def _counts_rows(number: float, num_rows: int) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Count:
-    """An input plus a total."""
+    """Input plus a total."""
 
     input: int
     total: Total
@@ -88,7 +99,7 @@ class Count:
 
 @dataclasses.dataclass(frozen=True)
 class Raised:
-    """An input plus something that is other; is_affine: as of `Other`."""
+    """Input plus a value that is other; for `is_affine` see `Other`."""
 
     input: int
     is_affine: bool = False
@@ -96,13 +107,15 @@ class Raised:
 
 @dataclasses.dataclass(frozen=True)
 class Other:
-    """Anything else.
+    """Value with any other dependence.
 
-    is_ratio: whether it is a total divided by a total; is_product: whether it is a sum of terms one
-    of which is a product of totals, times anything that is no row.
-    is_affine: whether it is a sum of totals and of what is independent of the batch, as a mean plus
-    a penalty on parameters is.
-    scales: of a sum of totals and of what is independent of the batch, those of the totals.
+    Attributes:
+      is_ratio: whether it is a total divided by a total.
+      is_product: whether it is a sum in which a term is a product of totals, times anything but
+        rows.
+      is_affine: whether it is a sum of totals and of values that are independent of the batch, such
+        as a mean plus a penalty on parameters.
+      scales: scales of the totals in such a sum; None if not known.
     """
 
     is_ratio: bool = False
@@ -116,39 +129,39 @@ Dependence = Fixed | Rows | Total | Count | Raised | Other
 FIXED, OTHER, AFFINE = Fixed(), Other(), Other(is_affine=True)
 
 
-def scales_of(one: Dependence) -> tuple[float, ...] | None:
-    """The scale of each total that a value is the sum of; None where that is not known."""
-    if isinstance(one, Fixed):
+def scales_of(value: Dependence) -> tuple[float, ...] | None:
+    """Returns the scale of each total in a sum; None if not known."""
+    if isinstance(value, Fixed):
         return ()
-    if isinstance(one, Total) and one.scale is not None:
-        return (one.scale,)
-    return one.scales if isinstance(one, Total | Other) else None
+    if isinstance(value, Total) and value.scale is not None:
+        return (value.scale,)
+    return value.scales if isinstance(value, Total | Other) else None
 
 
-def is_affine(one: Dependence) -> bool:
-    """Whether a value is a sum of totals and of what is independent of the batch, of one or more.
+def is_affine(value: Dependence) -> bool:
+    """Returns whether a value is a sum of totals and of values that are independent of the batch.
 
-    Of pieces with equally many rows, a mean of such values is that of the whole batch.
+    The mean of such values over pieces with equally many rows is the value of the whole batch.
     """
-    return isinstance(one, Fixed | Total | Count) or getattr(one, "is_affine", False)
+    return isinstance(value, Fixed | Total | Count) or getattr(value, "is_affine", False)
 
 
 def join(several: Sequence[Dependence]) -> Dependence:
-    """What a value is that is one of these, or computed element by element from them."""
-    rest = [one for one in several if not isinstance(one, Fixed)]
+    """Returns the dependence of a value that is computed from several, element by element."""
+    rest = [value for value in several if not isinstance(value, Fixed)]
     if not rest:
         return several[0] if len(set(several)) == 1 else FIXED
-    if all(one == rest[0] for one in rest) and (
+    if all(value == rest[0] for value in rest) and (
         len(rest) == len(several) or isinstance(rest[0], Rows)
     ):
         return plain(rest[0]) if len(rest) > 1 else rest[0]
     return AFFINE if all(map(is_affine, several)) else OTHER
 
 
-def plain(one: Dependence) -> Dependence:
-    """Without the input that a value is, and the scales of its terms: a loop may change them."""
-    if isinstance(one, Raised):
-        return AFFINE if one.is_affine else OTHER
-    if isinstance(one, Total | Other):
-        return dataclasses.replace(one, scales=None)
-    return FIXED if isinstance(one, Fixed) else one
+def plain(value: Dependence) -> Dependence:
+    """Returns the dependence without the input and the scales of terms, which a loop may change."""
+    if isinstance(value, Raised):
+        return AFFINE if value.is_affine else OTHER
+    if isinstance(value, Total | Other):
+        return dataclasses.replace(value, scales=None)
+    return FIXED if isinstance(value, Fixed) else value

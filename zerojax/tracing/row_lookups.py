@@ -1,7 +1,7 @@
-"""Tables in a traced loss that are read by gathers of whole rows alone.
+"""Tables in a traced loss that are read only by gathers of whole rows.
 
-Such a table need not be whole on any device: what is asked of it is rows. Anything else that a
-program does with a parameter, such as a product with all of it, needs all of it.
+No device needs the whole of such a table, only the gathered rows. Any other use of a parameter,
+such as a product with it, needs all of it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from zerojax.operators.marks import inner_programs
 from zerojax.tracing.jaxpr import is_checkpoint, split_scan
 
 Name = str | None
-"""The parameter whose values a variable holds, in any dtype; None: no one's."""
+"""Parameter whose values a variable holds, in any dtype; None: no parameter."""
 
 SAME = frozenset({"name", "convert_element_type", "copy", "copy_p"})
-"""Primitives that give what they are given, up to the dtype."""
+"""Primitives that return their operand, up to the dtype."""
 CALLS = ("jit", "pjit")
 
 _MODES = (
@@ -33,11 +33,11 @@ _MODES = (
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """How many rows a pass asks of a table; equal ones count as often as they are asked for.
+    """Number of rows that a pass gathers from a table; repeated rows count each time.
 
     Attributes:
-      rows: in the forward pass, and so many gradients of rows in the backward pass.
-      again: of these, in the backward pass once more, since they are inside of a `jax.checkpoint`.
+      rows: rows in the forward pass, and gradients of rows in the backward pass.
+      again: rows that the backward pass gathers again, because they are inside a `jax.checkpoint`.
     """
 
     rows: int = 0
@@ -46,11 +46,11 @@ class Asked:
 
 @dataclasses.dataclass
 class RowLookups:
-    """What a program does with tables.
+    """Uses of tables in a program.
 
     Attributes:
-      asked: {parameter that some gather takes rows of: how many}.
-      elsewhere: {parameter: where else it goes, for people}.
+      asked: {parameter with a gather of rows: number of rows}.
+      elsewhere: {parameter: description of another use}.
     """
 
     asked: dict[str, Asked] = dataclasses.field(default_factory=dict)
@@ -58,7 +58,7 @@ class RowLookups:
 
 
 def takes_rows(equation: Any) -> bool:
-    """Whether an equation gathers whole rows of an array [rows, width] by integers."""
+    """Returns whether an equation gathers whole rows of an array [rows, width] by integers."""
     if equation.primitive.name != "gather":
         return False
     params, shape = equation.params, equation.invars[0].aval.shape
@@ -77,17 +77,18 @@ def find_row_lookups(program: Jaxpr, names: Sequence[str]) -> RowLookups:
     """Follows parameters through a traced loss.
 
     Args:
-      program: its first inputs are the parameters `names`, in this order.
+      program: traced loss; its first inputs are the parameters `names`, in this order.
+      names: of the parameters.
     """
-    found = _Follow()
+    follow = _Follow()
     rest = len(program.invars) - len(names)
-    for name in found.outputs(program, [*names, *[None] * rest], 1, again=False):
-        found.note(name, "is returned")
-    return found.lookups
+    for name in follow.outputs(program, [*names, *[None] * rest], 1, again=False):
+        follow.note(name, "is returned")
+    return follow.lookups
 
 
 class _Follow:
-    """Follows what is stored, in any dtype."""
+    """Walk that follows stored parameters, in any dtype."""
 
     def __init__(self) -> None:
         self.lookups = RowLookups()
@@ -99,10 +100,13 @@ class _Follow:
     def outputs(
         self, program: Jaxpr, inputs: Sequence[Name], times: int, *, again: bool
     ) -> list[Name]:
-        """What each output of a program holds.
+        """Returns the parameter that each output of a program holds.
 
         Args:
-          times: how often it runs; again: whether the backward pass runs it once more.
+          program: the program.
+          inputs: parameter that each input holds.
+          times: number of runs of the program.
+          again: whether the backward pass runs it once more.
         """
         held: dict[Any, Name] = dict(zip(program.invars, inputs, strict=True))
 
@@ -110,31 +114,31 @@ class _Follow:
             return None if isinstance(atom, Literal) else held.get(atom)
 
         for equation in program.eqns:
-            given = [name_of(atom) for atom in equation.invars]
-            if not any(given):
+            operands = [name_of(atom) for atom in equation.invars]
+            if not any(operands):
                 continue
-            outputs = self._equation(equation, given, times, again)
+            outputs = self._equation(equation, operands, times, again)
             held |= zip(equation.outvars, outputs, strict=True)
         return [name_of(atom) for atom in program.outvars]
 
     def _equation(
-        self, equation: Any, given: list[Name], times: int, again: bool
+        self, equation: Any, operands: list[Name], times: int, again: bool
     ) -> Sequence[Name]:
         kind = equation.primitive.name
         inner = list(inner_programs(equation.params))
         if kind in SAME:
-            return given[:1]
+            return operands[:1]
         if (kind in CALLS or is_checkpoint(equation)) and len(inner) == 1:
             again = again or is_checkpoint(equation)
-            return self.outputs(inner[0], given, times, again=again)
-        if takes_rows(equation) and given[1] is None:
-            self._gather(equation, given[0], times, again)
+            return self.outputs(inner[0], operands, times, again=again)
+        if takes_rows(equation) and operands[1] is None:
+            self._gather(equation, operands[0], times, again)
         elif kind == "scan":
-            self._scan(equation, given, times, again)
+            self._scan(equation, operands, times, again)
         elif kind in ("cond", "while"):
-            self._branch(equation, given, times, again)
+            self._branch(equation, operands, times, again)
         else:
-            for name in given:
+            for name in operands:
                 self.note(name, f"goes into `{kind}`, which needs all of it, as a tied head does")
         return [None] * len(equation.outvars)
 
@@ -144,23 +148,26 @@ class _Follow:
         before = self.lookups.asked.get(name, Asked())
         self.lookups.asked[name] = Asked(before.rows + number, before.again + number * again)
 
-    def _branch(self, equation: Any, given: list[Name], times: int, again: bool) -> None:
-        """Devices would wait for each other there; gathers inside show that it is a table."""
+    def _branch(self, equation: Any, operands: list[Name], times: int, again: bool) -> None:
+        """Excludes tables that are read in a branch, where devices would wait for each other.
+
+        Gathers inside the branch still show that the parameter is a table.
+        """
         kind, params = equation.primitive.name, equation.params
-        for name in given:
+        for name in operands:
             self.note(name, f"is read inside `{kind}`, which not every device may enter")
         if kind == "cond":
             for branch in params["branches"]:
-                self.outputs(branch.jaxpr, given[1:], times, again=again)
+                self.outputs(branch.jaxpr, operands[1:], times, again=again)
         else:
-            inputs = given[params["cond_nconsts"] :]
+            inputs = operands[params["cond_nconsts"] :]
             self.outputs(params["body_jaxpr"].jaxpr, inputs, times, again=again)
 
-    def _scan(self, equation: Any, given: list[Name], times: int, again: bool) -> None:
+    def _scan(self, equation: Any, operands: list[Name], times: int, again: bool) -> None:
         num_consts, _ = split_scan(equation)
-        for name in given[num_consts:]:
+        for name in operands[num_consts:]:
             self.note(name, "is carried or sliced by a loop")
-        consts = [*given[:num_consts], *[None] * (len(given) - num_consts)]
+        consts = [*operands[:num_consts], *[None] * (len(operands) - num_consts)]
         body, length = equation.params["jaxpr"].jaxpr, equation.params["length"]
         for name in self.outputs(body, consts, times * length, again=again):
             self.note(name, "is returned from a loop")

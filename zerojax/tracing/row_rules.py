@@ -1,6 +1,6 @@
-"""What one equation makes of rows: the rules by primitive, for `batch_rows`.
+"""Rules by primitive for the dependence of an equation's result on rows, for `batch_rows`.
 
-What no rule knows is other.
+A primitive without a rule gives other.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum 
 """
 _MATRIX_NAMES = "cholesky eigh lu qr svd triangular_solve"
 _SCATTER_NAMES = "scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub"
-# One output, computed element by element from inputs of its shape.
+# Primitives with one output, computed element by element from inputs of its shape.
 _ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
 _REDUCTIONS = frozenset(_REDUCTION_NAMES.split())
 _WINDOWS = frozenset(f"reduce_window{kind}" for kind in ("", "_max", "_min", "_sum"))
 _SCATTERS = frozenset(_SCATTER_NAMES.split())
-# Dimensions before the last two have a matrix in each place.
+# The last two dimensions are matrices; those before are batch dimensions.
 _OF_MATRICES = frozenset(_MATRIX_NAMES.split())
 SEVERAL_OUTPUTS = frozenset(["sort", "split", "top_k", "unstack"]) | _OF_MATRICES
-"""Of these primitives every output is of the same kind."""
+"""Primitives with several outputs, all of the same kind of dependence."""
 _ALONG_A_DIM = {
     "concatenate": "dimension",
     "cumlogsumexp": "axis",
@@ -45,26 +45,31 @@ _ALONG_A_DIM = {
 }
 
 
-def rows_after(equation: Any, given: list[Dependence], num_rows: int) -> Dependence:
-    """What an equation without a program gives for rows, in each of its outputs.
+def rows_after(equation: Any, operands: list[Dependence], num_rows: int) -> Dependence:
+    """Returns the dependence of each output of an equation without a nested program.
 
     Args:
       equation: of a traced program.
-      given: what its inputs are, at least one of them rows and none of them a total.
+      operands: dependence of its operands; at least one is rows, and none is a total.
       num_rows: of the batch.
     """
     kind = equation.primitive.name
     if kind in _ELEMENTWISE:
-        return join([one for one in given if not isinstance(one, Fixed)])
+        return join([operand for operand in operands if not isinstance(operand, Fixed)])
     if kind == "reshape":
-        return _reshape(equation, given, num_rows)
+        return _reshape(equation, operands, num_rows)
     rule = _RULES.get(kind)
-    return OTHER if rule is None else rule(equation, given)
+    return OTHER if rule is None else rule(equation, operands)
 
 
-def pairs_rows(equation: Any, given: list[Dependence]) -> bool:
-    """Whether an equation makes a value for each pair of rows, as all products of two of them."""
-    rows = [(place, one.dim) for place, one in enumerate(given) if isinstance(one, Rows)]
+def pairs_rows(equation: Any, operands: list[Dependence]) -> bool:
+    """Returns whether an equation computes a value for each pair of rows.
+
+    An example is the matrix of all products of two rows.
+    """
+    rows = [
+        (place, operand.dim) for place, operand in enumerate(operands) if isinstance(operand, Rows)
+    ]
     if equation.primitive.name in _ELEMENTWISE:
         return len({dim for _, dim in rows}) > 1
     if equation.primitive.name != "dot_general" or len(rows) < 2:
@@ -73,8 +78,8 @@ def pairs_rows(equation: Any, given: list[Dependence]) -> bool:
     return all(dim not in (*contracted[place], *batched[place]) for place, dim in rows)
 
 
-def _reduction(equation: Any, given: list[Dependence]) -> Dependence:
-    (rows,) = given
+def _reduction(equation: Any, operands: list[Dependence]) -> Dependence:
+    (rows,) = operands
     assert isinstance(rows, Rows)
     axes = equation.params["axes"]
     if rows.dim in axes:
@@ -85,15 +90,18 @@ def _reduction(equation: Any, given: list[Dependence]) -> Dependence:
     return Rows(rows.dim - sum(axis < rows.dim for axis in axes))
 
 
-def _along_a_dim(equation: Any, given: list[Dependence]) -> Dependence:
-    rows = join([one for one in given if not isinstance(one, Fixed)])
+def _along_a_dim(equation: Any, operands: list[Dependence]) -> Dependence:
+    rows = join([operand for operand in operands if not isinstance(operand, Fixed)])
     along = equation.params[_ALONG_A_DIM[equation.primitive.name]]
     return rows if isinstance(rows, Rows) and rows.dim != along else OTHER
 
 
-def _reshape(equation: Any, given: list[Dependence], num_rows: int) -> Dependence:
-    """Rows stay whole blocks where what is before them keeps its size."""
-    (rows, *_) = given
+def _reshape(equation: Any, operands: list[Dependence], num_rows: int) -> Dependence:
+    """Returns rows if the reshape keeps each row as one block, else other.
+
+    The sizes of the dimensions before the rows must keep their product.
+    """
+    (rows, *_) = operands
     old, new = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
     if not isinstance(rows, Rows) or equation.params.get("dimensions") is not None:
         return OTHER
@@ -105,56 +113,56 @@ def _reshape(equation: Any, given: list[Dependence], num_rows: int) -> Dependenc
     return OTHER
 
 
-def _reduce(equation: Any, given: list[Dependence]) -> Dependence:
-    """A reduction with a function of its own, of which sums are not known."""
-    rows, *rest = given
+def _reduce(equation: Any, operands: list[Dependence]) -> Dependence:
+    """Returns rows if a reduction with a custom function stays within each row, else other."""
+    rows, *rest = operands
     removed = equation.params["dimensions"]
-    fixed = all(isinstance(one, Fixed) for one in rest)
+    fixed = all(isinstance(operand, Fixed) for operand in rest)
     if not (isinstance(rows, Rows) and fixed) or rows.dim in removed:
         return OTHER
     return Rows(rows.dim - sum(dim < rows.dim for dim in removed))
 
 
-def _window(equation: Any, given: list[Dependence]) -> Dependence:
-    """Windows within each row, as of pooling."""
-    rows, *rest = given
-    if not isinstance(rows, Rows) or any(not isinstance(one, Fixed) for one in rest):
+def _window(equation: Any, operands: list[Dependence]) -> Dependence:
+    """Returns rows if windows stay within each row, as in pooling, else other."""
+    rows, *rest = operands
+    if not isinstance(rows, Rows) or any(not isinstance(operand, Fixed) for operand in rest):
         return OTHER
     dim, params = rows.dim, equation.params
     one_row = params["window_dimensions"][dim] == 1 == params["window_strides"][dim]
     dilated = params.get("base_dilation")
-    as_it_is = tuple(params["padding"][dim]) == (0, 0) and (not dilated or dilated[dim] == 1)
-    return rows if one_row and as_it_is else OTHER
+    unpadded = tuple(params["padding"][dim]) == (0, 0) and (not dilated or dilated[dim] == 1)
+    return rows if one_row and unpadded else OTHER
 
 
-def _stack(equation: Any, given: list[Dependence]) -> Dependence:
-    rows = join([one for one in given if not isinstance(one, Fixed)])
+def _stack(equation: Any, operands: list[Dependence]) -> Dependence:
+    rows = join([operand for operand in operands if not isinstance(operand, Fixed)])
     axis = equation.params["axis"] % equation.outvars[0].aval.ndim
     return Rows(rows.dim + (axis <= rows.dim)) if isinstance(rows, Rows) else OTHER
 
 
-def _unstack(equation: Any, given: list[Dependence]) -> Dependence:
-    (rows,) = given
+def _unstack(equation: Any, operands: list[Dependence]) -> Dependence:
+    (rows,) = operands
     assert isinstance(rows, Rows)
     axis = equation.params["axis"] % equation.invars[0].aval.ndim
     return OTHER if rows.dim == axis else Rows(rows.dim - (axis < rows.dim))
 
 
-def _of_matrices(equation: Any, given: list[Dependence]) -> Dependence:
-    rows = join([one for one in given if not isinstance(one, Fixed)])
+def _of_matrices(equation: Any, operands: list[Dependence]) -> Dependence:
+    rows = join([operand for operand in operands if not isinstance(operand, Fixed)])
     ndims = [atom.aval.ndim for atom in equation.invars]
     return rows if isinstance(rows, Rows) and rows.dim < min(ndims) - 2 else OTHER
 
 
-def _fft(equation: Any, given: list[Dependence]) -> Dependence:
-    (rows,) = given
+def _fft(equation: Any, operands: list[Dependence]) -> Dependence:
+    (rows,) = operands
     kept = equation.invars[0].aval.ndim - len(equation.params["fft_lengths"])
     return rows if isinstance(rows, Rows) and rows.dim < kept else OTHER
 
 
-def _scatter(equation: Any, given: list[Dependence]) -> Dependence:
-    """Each row of the updates goes into the same row of the array."""
-    (array, index, updates), numbers = given, equation.params["dimension_numbers"]
+def _scatter(equation: Any, operands: list[Dependence]) -> Dependence:
+    """Returns rows if each row of the updates is written to the same row, else other."""
+    (array, index, updates), numbers = operands, equation.params["dimension_numbers"]
     rows = array if isinstance(array, Rows) else None
     own = numbers.operand_batching_dims, numbers.scatter_indices_batching_dims
     shapes = [atom.aval.shape for atom in equation.invars]
@@ -162,7 +170,7 @@ def _scatter(equation: Any, given: list[Dependence]) -> Dependence:
         dim for dim in range(len(shapes[0])) if dim not in (*numbers.inserted_window_dims, *own[0])
     ]
     batch = [dim for dim in range(len(shapes[2])) if dim not in numbers.update_window_dims]
-    fits: list[tuple[int, Dependence, Dependence]] = [  # of the array, the index, the updates
+    fits: list[tuple[int, Dependence, Dependence]] = [  # for array, index and updates
         (a, Rows(b), Rows(batch[b])) for a, b in zip(*own, strict=True)
     ]
     for dim, place in zip(windows, numbers.update_window_dims, strict=True):
@@ -170,13 +178,13 @@ def _scatter(equation: Any, given: list[Dependence]) -> Dependence:
             fits.append((dim, FIXED, Rows(place)))
     for dim, of_index, of_updates in fits:
         known = [(array, Rows(dim)), (index, of_index), (updates, of_updates)]
-        if all(isinstance(one, Fixed) or one == expected for one, expected in known):
+        if all(isinstance(operand, Fixed) or operand == expected for operand, expected in known):
             return rows or Rows(dim)
     return OTHER
 
 
-def _squeeze(equation: Any, given: list[Dependence]) -> Dependence:
-    (rows,) = given
+def _squeeze(equation: Any, operands: list[Dependence]) -> Dependence:
+    (rows,) = operands
     assert isinstance(rows, Rows)
     removed = equation.params["dimensions"]
     if rows.dim in removed:
@@ -184,65 +192,68 @@ def _squeeze(equation: Any, given: list[Dependence]) -> Dependence:
     return Rows(rows.dim - sum(dim < rows.dim for dim in removed))
 
 
-def _expand_dims(equation: Any, given: list[Dependence]) -> Dependence:
-    (rows,) = given
+def _expand_dims(equation: Any, operands: list[Dependence]) -> Dependence:
+    (rows,) = operands
     assert isinstance(rows, Rows)
     made = set(equation.params["dimensions"])
     kept = [d for d in range(equation.outvars[0].aval.ndim) if d not in made]
     return Rows(kept[rows.dim])
 
 
-def _broadcast_in_dim(equation: Any, given: list[Dependence]) -> Dependence:
-    rows, *rest = given
-    if not isinstance(rows, Rows) or any(not isinstance(one, Fixed) for one in rest):
+def _broadcast_in_dim(equation: Any, operands: list[Dependence]) -> Dependence:
+    rows, *rest = operands
+    if not isinstance(rows, Rows) or any(not isinstance(operand, Fixed) for operand in rest):
         return OTHER
     dim = equation.params["broadcast_dimensions"][rows.dim]
     same = equation.invars[0].aval.shape[rows.dim] == equation.outvars[0].aval.shape[dim]
     return Rows(dim) if same else OTHER
 
 
-def _transpose(equation: Any, given: list[Dependence]) -> Dependence:
-    (rows,) = given
+def _transpose(equation: Any, operands: list[Dependence]) -> Dependence:
+    (rows,) = operands
     assert isinstance(rows, Rows)
     return Rows(equation.params["permutation"].index(rows.dim))
 
 
-def _rev(equation: Any, given: list[Dependence]) -> Dependence:
-    (rows,) = given
+def _rev(equation: Any, operands: list[Dependence]) -> Dependence:
+    (rows,) = operands
     assert isinstance(rows, Rows)
     return OTHER if rows.dim in equation.params["dimensions"] else rows
 
 
-def _top_k(equation: Any, given: list[Dependence]) -> Dependence:
-    (rows,) = given
+def _top_k(equation: Any, operands: list[Dependence]) -> Dependence:
+    (rows,) = operands
     last = equation.invars[0].aval.ndim - 1
     along = equation.params.get("axis", last) % (last + 1)
     return rows if isinstance(rows, Rows) and rows.dim != along else OTHER
 
 
-def _keeping(equation: Any, given: list[Dependence]) -> Dependence:
-    """What leaves the dimension of the rows as it is."""
-    rows, *rest = given
-    if not isinstance(rows, Rows) or any(not isinstance(one, Fixed) for one in rest):
+def _keeping(equation: Any, operands: list[Dependence]) -> Dependence:
+    """Returns rows if the operation keeps the size of the rows' dimension, else other."""
+    rows, *rest = operands
+    if not isinstance(rows, Rows) or any(not isinstance(operand, Fixed) for operand in rest):
         return OTHER
     before, after = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
     return rows if before[rows.dim] == after[rows.dim] else OTHER
 
 
-def _dynamic_update_slice(equation: Any, given: list[Dependence]) -> Dependence:
-    """Rows that are written in place, all at once."""
-    rows, *places = join([one for one in given[:2] if not isinstance(one, Fixed)]), *given[2:]
-    if not isinstance(rows, Rows) or any(not isinstance(one, Fixed) for one in places):
+def _dynamic_update_slice(equation: Any, operands: list[Dependence]) -> Dependence:
+    """Returns rows if the update covers all rows, else other."""
+    rows, *places = (
+        join([operand for operand in operands[:2] if not isinstance(operand, Fixed)]),
+        *operands[2:],
+    )
+    if not isinstance(rows, Rows) or any(not isinstance(operand, Fixed) for operand in places):
         return OTHER
     array, update = (atom.aval.shape for atom in equation.invars[:2])
     return rows if array[rows.dim] == update[rows.dim] else OTHER
 
 
-def _dot_general(equation: Any, given: list[Dependence]) -> Dependence:
+def _dot_general(equation: Any, operands: list[Dependence]) -> Dependence:
     (contracted, batched), sides = equation.params["dimension_numbers"], []
-    for side, one in enumerate(given):
-        if isinstance(one, Rows):
-            sides.append((side, one.dim))
+    for side, operand in enumerate(operands):
+        if isinstance(operand, Rows):
+            sides.append((side, operand.dim))
     if len(sides) == 2:
         pair = sides[0][1], sides[1][1]
         if pair in zip(*batched, strict=True):
@@ -261,8 +272,8 @@ def _dot_general(equation: Any, given: list[Dependence]) -> Dependence:
     return Rows(place)
 
 
-def _conv_general_dilated(equation: Any, given: list[Dependence]) -> Dependence:
-    rows, kernel = given
+def _conv_general_dilated(equation: Any, operands: list[Dependence]) -> Dependence:
+    rows, kernel = operands
     numbers = equation.params["dimension_numbers"]
     alone = equation.params["batch_group_count"] == 1 and isinstance(kernel, Fixed)
     if not alone or not isinstance(rows, Rows) or rows.dim != numbers.lhs_spec[0]:
@@ -270,10 +281,10 @@ def _conv_general_dilated(equation: Any, given: list[Dependence]) -> Dependence:
     return Rows(numbers.out_spec[0])
 
 
-def _gather(equation: Any, given: list[Dependence]) -> Dependence:
-    """Rows of a table by tokens, and elements of each row by its labels."""
+def _gather(equation: Any, operands: list[Dependence]) -> Dependence:
+    """Returns rows for a lookup by the indices of each row; for other gathers see `_take`."""
     numbers = equation.params["dimension_numbers"]
-    table, index = given
+    table, index = operands
     if not isinstance(index, Rows):
         return _take(equation, table)
     if isinstance(table, Rows):
@@ -286,7 +297,7 @@ def _gather(equation: Any, given: list[Dependence]) -> Dependence:
 
 
 def _take(equation: Any, table: Dependence) -> Dependence:
-    """The same places of every row."""
+    """Returns rows if a gather takes the same places of every row, else other."""
     numbers, shape = equation.params["dimension_numbers"], equation.invars[0].aval.shape
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     kept = [dim for dim in range(len(shape)) if dim not in gone]

@@ -1,4 +1,4 @@
-"""Lines of the user's code that a traced program comes from."""
+"""Lines of the user's code from which a traced program comes."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _LIBRARIES = tuple(
 )
 _STANDARD = str(Path(os.__file__).resolve().parent) + os.sep
 _WRITTEN_BY_USERS_TOO = (str(_OURS / "models") + os.sep, str(_OURS / "losses.py"))
-"""Parts of zerojax that stand for a user's code where there is none further in."""
+"""Parts of zerojax that count as user code if no frame is of the user."""
 
 
 def line_of_equation(equation: Any) -> str | None:
-    """The innermost line of the user that an equation comes from, as "file:line: source"."""
+    """Returns the innermost line of user code of an equation, as "file:line: source"."""
     trace = getattr(getattr(equation, "source_info", None), "traceback", None)
     if trace is None:
         return None
@@ -32,7 +32,7 @@ def line_of_equation(equation: Any) -> str | None:
 
 
 def is_of_users(filename: str) -> bool:
-    """Whether a file is neither of a library nor of zerojax nor of Python."""
+    """Returns whether a file belongs neither to a library nor to zerojax nor to Python."""
     path = os.path.abspath(filename)
     if filename.startswith("<"):
         return bool(linecache.getlines(filename))
@@ -42,17 +42,21 @@ def is_of_users(filename: str) -> bool:
 
 
 def innermost_line(frames: Iterable[tuple[str, int]]) -> str | None:
-    """Of frames from the innermost outwards: the first of the user, else of our models."""
-    found = list(frames)
+    """Returns the first line of user code, else of zerojax's models.
+
+    Args:
+      frames: (file name, line number), the innermost first.
+    """
+    innermost_first = list(frames)
     for belongs in (is_of_users, lambda name: name.startswith(_WRITTEN_BY_USERS_TOO)):
-        for filename, number in found:
+        for filename, number in innermost_first:
             if belongs(filename):
                 return source_line(filename, number)
     return None
 
 
 def source_line(filename: str, number: int) -> str:
-    """A line of a file as "file:line: source", the file relative to the current folder."""
+    """Returns a line of a file as "file:line: source"; the path is relative if it can be."""
     source = linecache.getline(filename, number).strip()
     return f"{_short(filename)}:{number}: {source}".rstrip(": ")
 

@@ -15,8 +15,8 @@ from zerojax.operators.chunked_attention import KEPT
 
 Layer = TypeVar("Layer", bound=nnx.Module)
 
-# What the backward pass keeps of a layer instead of computing it again. Every one but "none" gives
-# up gathered weights: they are no output of a dot product.
+# Values of a layer that are saved for the backward pass; the rest is recomputed. All policies but
+# "none" discard gathered weights, which are not outputs of a dot product.
 REMAT_POLICIES: Mapping[str, Callable[..., bool] | None] = {
     "full": None,
     "attention": jax.checkpoint_policies.save_only_these_names(KEPT),
@@ -26,13 +26,13 @@ REMAT_NAMES = ("none", *REMAT_POLICIES)
 
 
 def check_remat(remat: str) -> None:
-    """Raises ValueError for a name that `scan_blocks` does not know."""
+    """Raises ValueError if `remat` is not a policy of `scan_blocks`."""
     if remat not in REMAT_NAMES:
         raise ValueError(f"remat={remat!r} is unknown; use one of {', '.join(REMAT_NAMES)}")
 
 
 def stack_blocks(build: Callable[[nnx.Rngs], Layer], num_layers: int, *, rngs: nnx.Rngs) -> Layer:
-    """`num_layers` layers as one module whose arrays have a leading dimension of that size.
+    """Builds `num_layers` layers as one module whose arrays have a leading dimension of that size.
 
     Each layer gets its own random keys, for its initial values and for its dropout.
     """
@@ -40,21 +40,21 @@ def stack_blocks(build: Callable[[nnx.Rngs], Layer], num_layers: int, *, rngs: n
 
 
 def stack_modules(layers: Sequence[Layer]) -> Layer:
-    """Layers that exist already as one module whose arrays have a leading dimension.
+    """Stacks existing layers to one module whose arrays have a leading dimension.
 
     Raises:
-      ValueError: there is none, or they differ in more than the contents of their arrays.
+      ValueError: there are no layers, or they differ in more than the contents of their arrays.
     """
     if not layers:
-        raise ValueError("no layers to stack: the list is empty; give at least one")
+        raise ValueError("no layers to stack: the list is empty; use at least one layer")
     parts = [nnx.split(layer) for layer in layers]
     graphdef, first = parts[0]
     for index, (other, state) in enumerate(parts):
         if other != graphdef or _shapes(state) != _shapes(first):
             raise ValueError(
-                f"layers 0 and {index} differ: {_difference(first, state)}. One loop runs layers "
-                "of the same structure, shapes and settings; make a block that holds several kinds "
-                "of layers, and stack that"
+                f"layers 0 and {index} differ: {_difference(first, state)}. Layers of one loop "
+                "need the same structure, shapes and settings; build a block with one layer of "
+                "each kind, and stack such blocks"
             )
     stacked = jax.tree.map(lambda *values: jnp.stack(values), *(state for _, state in parts))
     return nnx.merge(graphdef, stacked)
@@ -68,7 +68,7 @@ def _shapes(state: nnx.State) -> dict[str, str]:
 
 
 def _difference(first: nnx.State, second: nnx.State) -> str:
-    """The first array by which two layers differ."""
+    """Returns a description of the first array in which two layers differ."""
     ours, theirs = _shapes(first), _shapes(second)
     for name in sorted({*ours, *theirs}):
         if ours.get(name) != theirs.get(name):
@@ -84,21 +84,21 @@ def scan_blocks(
     kind_of_layer: Sequence[int] | None = None,
     shared: tuple[Any, ...] = (),
 ) -> Any:
-    """Applies stacked layers one after the other; the program's size does not grow with depth.
+    """Applies stacked layers in sequence; the size of the program does not grow with depth.
 
-    A layer is merged from its slice inside the loop, and inside the checkpoint, so that whatever
-    reading a parameter does (a gather) happens there, per layer, and again in the backward pass.
+    A layer is merged from its slice inside the loop, and inside the checkpoint. So a read of a
+    parameter (a gather) runs there, for each layer, and again in the backward pass.
 
     Args:
       blocks: stacked by `stack_blocks`; random counts advance in place.
       x: an array, such as [batch, seq, embed], or a tree of arrays.
-      remat: "none" keeps every residual; "full" keeps only `x` of each layer; "attention"
-        also keeps the output of attention in chunks, which is then not computed again; "dots" keeps
-        `x` and the outputs of matrix products of activations with weights.
-      kind_of_layer: a number for each layer, which it gets beside `x`; None: it gets none. The loop
-        slices it as it does parameters.
-      shared: what every layer is given beside `x`, such as an encoded source. It is held once, not
-        once for each layer.
+      remat: "none" saves every residual; "full" saves only `x` of each layer; "attention" also
+        saves the output of chunked attention, which is then not recomputed; "dots" saves `x` and
+        the outputs of matrix products of activations with weights.
+      kind_of_layer: a number for each layer, its second argument; None: no such argument. The loop
+        slices it like parameters.
+      shared: further arguments of every layer, such as an encoded source; stored once, not for
+        each layer.
 
     Raises:
       ValueError: a layer changes the shape or dtype of `x`.
@@ -116,7 +116,7 @@ def scan_blocks(
         return y, _changed(before, after)
 
     if remat != "none":
-        # prevent_cse guards against undoing the recomputation; a scan's body needs no guard.
+        # prevent_cse stops XLA from merging the recomputation; the body of a scan does not need it.
         layer = jax.checkpoint(layer, policy=REMAT_POLICIES[remat], prevent_cse=False)
     x, changed = lax.scan(layer, x, (params, rest, *kinds))
     if jax.tree.leaves(changed):
@@ -129,8 +129,9 @@ def _check_unchanged(before: Any, after: Any, layer: str) -> None:
     forms = [jax.tree.map(form, x) for x in (before, after)]
     if forms[0] != forms[1]:
         raise ValueError(
-            f"{layer} makes {forms[1]} of {forms[0]}, but the next layer takes what it gives: keep "
-            "the shape and the dtype (for a dtype, end the layer with .astype(x.dtype))"
+            f"{layer} changes {forms[0]} to {forms[1]}, but its output is the input of the next "
+            "layer: keep the shape and the dtype (for the dtype, end the layer with "
+            ".astype(x.dtype))"
         )
 
 
@@ -139,12 +140,12 @@ def _raw_values(state: nnx.State) -> dict[tuple[Any, ...], Any]:
 
 
 def _raw_value(leaf: Any) -> Any:
-    """What a leaf of a state holds: a variable's stored value, or a plain array."""
+    """Returns the stored value of a variable, or the leaf itself if it is a plain array."""
     return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
 
 
 def _changed(before: Mapping[tuple[Any, ...], Any], after: nnx.State) -> nnx.State:
-    """The variables that a layer has written to; none in evaluation, where nothing is drawn."""
+    """Returns the variables that a layer has written to; none in evaluation."""
     written = [
         (path, leaf)
         for path, leaf in nnx.to_flat_state(after)

@@ -20,27 +20,27 @@ from zerojax.tracing.reads import MarkRead, find_reads
 from zerojax.tracing.trees import flatten_names
 
 _DRAWS = ("random_bits", "threefry", "rng_bit_generator")
-"""How the names of primitives begin that make random bits."""
+"""Prefixes of the names of primitives that generate random bits."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelTrace:
-    """What one abstract forward pass tells.
+    """Results of one abstract forward pass.
 
     Attributes:
-      read_shapes: name -> the shapes it was read with; a name that is missing is never read. A
-        stack of layers that is scanned is read one slice at a time, so its shape is shorter than
-        the stored one; so is that of an ensemble under `jax.vmap`.
-      mapped_dims: name -> how many leading dimensions `jax.vmap` maps at a read.
-      barriers: name -> why the parameter cannot be gathered where the model reads it.
-      eight_bits: names of the parameters that the model uses as 8-bit floats alone.
-      result: the abstract value of the loss.
-      jaxpr: the traced forward pass, for counting. Its inputs are parameters, extras and batch, in
-        the order of sorted names; its outputs the leaves of `result`.
+      read_shapes: name -> the shapes it was read with; a missing name is never read. A stack of
+        layers in a scan is read one slice at a time, so its shape is shorter than the stored one,
+        as is that of an ensemble under `jax.vmap`.
+      mapped_dims: name -> number of leading dimensions that `jax.vmap` maps at a read.
+      barriers: name -> the reason why the parameter cannot be gathered where the model reads it.
+      eight_bits: names of the parameters that the model uses only as 8-bit floats.
+      result: abstract value of the loss.
+      jaxpr: traced forward pass, for counting. Its inputs are parameters, extras and batch, in the
+        order of sorted names; its outputs are the leaves of `result`.
+      index_limits: {leaf of the batch: limits of its integers}, see `index_limits`.
       attention: a sentence for each kind of call of `zerojax.attention`, in order.
       attention_calls: these calls, each kind once.
-      program: the same equations with the extras afterwards as further outputs, by sorted names.
-      index_limits: {leaf of the batch: what its integers must keep to}, see `index_limits`.
+      program: the same equations with the new extras as further outputs, by sorted names.
     """
 
     read_shapes: Mapping[str, frozenset[tuple[int, ...]]]
@@ -58,7 +58,7 @@ class ModelTrace:
 def trace_model(
     model: Model, params: Arrays, extras: Arrays, batch: Any, loss: Loss, *, train: bool = True
 ) -> ModelTrace:
-    """Traces the loss once, without computing, and finds how each parameter is read.
+    """Traces the loss once, without computing it, and determines how each parameter is read.
 
     Args:
       params, extras, batch: trees of `ShapeDtypeStruct`, as the model will see them.
@@ -85,8 +85,8 @@ def trace_model(
         except NameError as error:
             raise _about_an_axis(error) from error
         except Exception:
-            # Perhaps only because something stood for a parameter; then arrays themselves will do,
-            # and `find_reads` sees that they are used as they are stored.
+            # The cause may be a placeholder of a parameter. If so, the trace works with the arrays,
+            # and `find_reads` records that their stored values are used.
             if handed <= plain:
                 raise
             plain |= handed
@@ -116,7 +116,7 @@ def trace_model(
 
 
 def has_random_numbers(program: Any) -> bool:
-    """Whether a traced program draws random numbers, at any depth."""
+    """Returns whether a traced program draws random numbers, at any depth."""
     jaxpr: Any = getattr(program, "jaxpr", program)
     return any(
         equation.primitive.name.startswith(_DRAWS)
@@ -128,7 +128,7 @@ def has_random_numbers(program: Any) -> bool:
 def is_random(
     model: Model, params: Arrays, extras: Arrays, batch: Any, loss: Loss, *, train: bool
 ) -> bool:
-    """Whether the loss depends on the key of the call; arguments as in `trace_model`."""
+    """Returns whether the loss depends on the key of the call; for arguments see `trace_model`."""
 
     def run(params: Arrays, extras: Arrays, batch: Any, key: jax.Array) -> Any:
         function = lambda bound: loss(bound, batch)  # noqa: E731
@@ -141,12 +141,12 @@ def is_random(
 
 
 def _about_an_axis(error: NameError) -> Exception:
-    """What to do about an axis name that a model was given for another way of training."""
-    found = re.search(r"unbound axis name: (\w+)", str(error))
-    if found is None:
+    """Returns an error with a remedy if a model uses an axis name of another training method."""
+    match = re.search(r"unbound axis name: (\w+)", str(error))
+    if match is None:
         return error
     return ValueError(
-        f"the model sums over an axis named {found[1]!r}, as under jax.pmap (BatchNorm has it from "
-        "axis_name=); zerojax has no such axis: leave the name away, and each device normalises by "
-        "its own rows, or take means over the whole batch with zerojax.batch_mean"
+        f"the model sums over an axis named {match[1]!r}, as under jax.pmap (for example BatchNorm "
+        "with axis_name=); zerojax has no such axis: remove the name, so that each device "
+        "normalises by its own rows, or use zerojax.batch_mean for means over the whole batch"
     )

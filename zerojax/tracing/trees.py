@@ -18,10 +18,10 @@ _ENDS_IN_NUMBER = re.compile(r"\d+$")
 
 @dataclasses.dataclass(frozen=True)
 class Unnamed:
-    """A key of a JAX tree path that adds nothing to the name of a leaf.
+    """Key of a JAX tree path that is not a part of a leaf's name.
 
     Attributes:
-      place: what it leads to, for people.
+      place: description of the place in the tree, for messages.
     """
 
     place: str
@@ -31,7 +31,7 @@ class Unnamed:
 
 
 def path_name(path: Sequence[Any]) -> str:
-    """The name of one leaf: its path parts joined by "/".
+    """Returns the name of one leaf: its path parts joined by "/".
 
     Args:
       path: keys of a JAX tree path (`DictKey`, `GetAttrKey`, `Unnamed`, ...) or plain strings and
@@ -53,10 +53,10 @@ def path_name(path: Sequence[Any]) -> str:
 
 
 def layer_of(name: str) -> str | None:
-    """The part of a parameter's name that tells its layer; None where it has no number.
+    """Returns the part of a parameter's name that identifies its layer; None if it has no number.
 
-    It ends with the first number that stands alone ("encoder/layers/3/attn/q" is of
-    "encoder/layers/3"), else with the first word that ends in one ("h_3/mlp/up" is of "h_3").
+    It ends with the first number that is a whole word ("encoder/layers/3/attn/q" is in
+    "encoder/layers/3"), else with the first word that ends in a number ("h_3/mlp/up" is in "h_3").
     """
     words = name.split(SEPARATOR)
     alone = (at for at, word in enumerate(words) if word.isdecimal())
@@ -67,7 +67,7 @@ def layer_of(name: str) -> str | None:
 
 
 def flatten_names(tree: PyTree) -> dict[str, Any]:
-    """`{name: leaf}` of any tree, in the tree's own leaf order.
+    """Returns `{name: leaf}` of any tree, in the tree's own leaf order.
 
     Raises:
       ValueError: two leaves have the same name (a key that itself contains "/").
@@ -85,28 +85,28 @@ def flatten_names(tree: PyTree) -> dict[str, Any]:
 
 
 def names_like(template: PyTree) -> PyTree:
-    """A tree of `template`'s structure with the name of each leaf in its place."""
+    """Returns a tree of `template`'s structure with the name of each leaf in its place."""
     return jax.tree_util.tree_map_with_path(lambda path, _: path_name(path), template)
 
 
 def unflatten_like(template: PyTree, flat: Mapping[str, Any]) -> PyTree:
-    """The inverse of `flatten_names` for a tree of `template`'s structure."""
+    """Reverses `flatten_names` for a tree of `template`'s structure."""
     paths, treedef = jax.tree_util.tree_flatten_with_path(template)
     return jax.tree_util.tree_unflatten(treedef, [flat[path_name(path)] for path, _ in paths])
 
 
 def num_elements(shape: Sequence[int]) -> int:
-    """Number of elements of an array of this shape (1 for a scalar)."""
+    """Returns the number of elements of an array of this shape (1 for a scalar)."""
     return math.prod(shape)
 
 
 def num_bytes(tree: PyTree) -> int:
-    """Bytes of all leaves of a tree of arrays or `ShapeDtypeStruct`s, unsharded."""
+    """Returns the bytes of all leaves of a tree of arrays or `ShapeDtypeStruct`s, unsharded."""
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def match_names(names: Iterable[str], patterns: Sequence[str], *, option: str) -> frozenset[str]:
-    """The names that any of the regular expressions finds (`re.search`).
+    """Returns the names that match any of the regular expressions (`re.search`).
 
     Args:
       names: all parameter names.
@@ -120,24 +120,24 @@ def match_names(names: Iterable[str], patterns: Sequence[str], *, option: str) -
     matched: set[str] = set()
     for pattern in patterns:
         try:
-            found = {name for name in names if re.search(pattern, name)}
+            matches = {name for name in names if re.search(pattern, name)}
         except re.error as error:
             raise ValueError(
                 f"{option}: {pattern!r} is not a regular expression: {error}"
             ) from None
-        if not found:
+        if not matches:
             near = difflib.get_close_matches(pattern, names, 4, 0.5) or names[:4]
             sample = ", ".join(near)
             raise ValueError(
                 f"{option}: {pattern!r} matches none of the {len(names)} parameters"
                 f" (such as {sample}); the names are listed by plan.table()"
             )
-        matched |= found
+        matched |= matches
     return frozenset(matched)
 
 
 def format_bytes(count: float) -> str:
-    """Bytes for people, in binary units: `format_bytes(1536) == "1.5 KiB"`."""
+    """Formats bytes in binary units: `format_bytes(1536) == "1.5 KiB"`."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(count) < 1024 or unit == "TiB":
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -146,7 +146,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """A count for people, in decimal units: `format_count(3_487_232) == "3.49M"`."""
+    """Formats a count in decimal units: `format_count(3_487_232) == "3.49M"`."""
     for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(count) >= limit:
             return f"{count / limit:.2f}{unit}"

@@ -57,7 +57,7 @@ def describe_unrolled(
     Args:
       settings: the mesh options.
       forward: the loss of one microbatch on one data shard; its first inputs are parameters.
-      num_parameters: how many.
+      num_parameters: number of parameters.
 
     Raises:
       ValueError: the settings or the model need the loop; the message says what to change.
@@ -74,22 +74,23 @@ def describe_unrolled(
         for scan in scans
     ]
     if all(_why_not(scan) for scan in scans):
-        found = "; ".join(reasons) or "the loss has no jax.lax.scan over stacked parameters"
-        raise ValueError(f"unroll=True, and there is no loop to unroll ({found}); use unroll=False")
+        loops = "; ".join(reasons) or "the loss has no jax.lax.scan over stacked parameters"
+        raise ValueError(f"unroll=True, and there is no loop to unroll ({loops}); use unroll=False")
     return tuple(reasons)
 
 
 def why_never_unrolled(settings: MeshConfig) -> str | None:
     """Returns why no loop of any model may be unrolled with these settings; None if one may."""
     if settings.stage > 1:
-        return f"stage={settings.stage}: a pipeline gives each stage turns of the loop"
+        return f"stage={settings.stage}: a pipeline gives each stage iterations of the loop"
     if settings.zero == 3:
         return "zero=3, which gathers the weights of one layer at a time in the loop"
     if HOST in (settings.offload.params, settings.offload.activations):
         return "offload.params or offload.activations, which move one layer at a time in the loop"
     if settings.deterministic:
         return (
-            f"deterministic={settings.deterministic}: fused across layers, sums may round otherwise"
+            f"deterministic={settings.deterministic}: fusion across layers may change the rounding "
+            "of sums"
         )
     return None
 
@@ -99,7 +100,7 @@ def _why_not(scan: LayerScan) -> str | None:
     if scan.inside:
         return f"it is inside of a `{scan.inside}`"
     layer = scan.equation.params["jaxpr"].jaxpr
-    if any(is_checkpoint(one) or contains(one, _may_be_merged) for one in layer.eqns):
+    if any(is_checkpoint(inner) or contains(inner, _may_be_merged) for inner in layer.eqns):
         return "its layers have checkpoints (model.remat or jax.checkpoint)"
     return None
 
@@ -112,6 +113,6 @@ def _may_be_merged(equation: Any) -> bool:
     return is_checkpoint(equation) and not np.all(equation.params["prevent_cse"])
 
 
-def _run_unrolled(equation: Any, given: Sequence[Any]) -> Sequence[Any]:
+def _run_unrolled(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
     params = {**equation.params, "unroll": equation.params["length"]}
-    return equation.primitive.bind(*given, **params)
+    return equation.primitive.bind(*operands, **params)

@@ -1,9 +1,9 @@
-"""Products of a traced program that take float32 operands where the plan computes in 16 bits.
+"""Products of a traced program with float32 operands, while the plan computes in 16 bits.
 
-A step hands the model its weights in bfloat16 or float16. What the model does with them is its own:
-an embedding that returns float32 (`flax.nnx.Embed` without `dtype` does) makes all that follows
-float32, since a product of float32 with bfloat16 is one of float32. The numbers are right, but each
-product then runs at the rate of float32 and keeps twice the bytes for the backward pass.
+A step passes weights to the model in bfloat16 or float16. The model may still cast them: an
+embedding that returns float32 (as `flax.nnx.Embed` without `dtype`) makes all later results
+float32, because a product of float32 and bfloat16 is float32. The numbers are correct, but each
+product runs at the rate of float32 and stores twice the bytes for the backward pass.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ from zerojax.tracing.source_lines import line_of_equation
 
 @dataclasses.dataclass(frozen=True)
 class WideProducts:
-    """Products that take float32 operands.
+    """Products with float32 operands.
 
     Attributes:
-      share: of the FLOPs of all products and convolutions of the program.
-      cause: what made the operands float32 first, for most of these FLOPs; None where nothing
-        did that can be named.
+      share: fraction of the FLOPs of all products and convolutions of the program.
+      cause: first reason why the operands are float32, for most of these FLOPs; None if unknown.
     """
 
     share: float
@@ -40,14 +39,14 @@ class WideProducts:
 def find_wide_products(
     program: ClosedJaxpr, inputs: Mapping[int, str] | None = None
 ) -> WideProducts | None:
-    """The products of a program both of whose operands are float32, or wider.
+    """Returns the products of a program whose operands are both float32 or wider.
 
     Args:
-      program: traced with reads of parameters marked (`jaxpr.mark_read`).
-      inputs: {number of an input: its name}, for inputs that are float32 when the program starts.
+      program: traced with reads of parameters marked (`operators.marks.mark_read`).
+      inputs: {number of an input: its name}, for inputs that are float32.
 
     Returns:
-      None where no product takes such operands.
+      None if no product has such operands.
     """
     needed = without_waste(program)
     follow = _Widened()
@@ -66,12 +65,12 @@ def find_wide_products(
 
 
 class _Widened(Follow):
-    """Marks float32 values with what made them float32, and 16-bit ones that are a parameter."""
+    """Walk that marks float32 values with the cause of their dtype, and 16-bit parameters."""
 
     def __init__(self) -> None:
         super().__init__(frozenset())
         self.wide: dict[int, Marks] = {}
-        """id of each product of float32 operands -> the marks of these."""
+        """id of each product with float32 operands -> the marks of its operands."""
         self._bits: dict[Any, int] = {}
         self._causes: list[str | None] = []
 
@@ -79,32 +78,32 @@ class _Widened(Follow):
         return 0 if name is None else self._bit(("input", name), f"{name} is float32")
 
     def first_cause(self, marks: Marks) -> str | None:
-        """Of several causes the one that the program meets first."""
+        """Returns the cause that comes first in the program."""
         return self._causes[(marks & -marks).bit_length() - 1] if marks else None
 
-    def _ends(self, equation: Any, given: list[Marks]) -> bool:
+    def _ends(self, equation: Any, operands: list[Marks]) -> bool:
         return not equation.outvars
 
-    def _leaf(self, equation: Any, given: list[Marks]) -> Marks:
+    def _leaf(self, equation: Any, operands: list[Marks]) -> Marks:
         name, result = read_name(equation), equation.outvars[0]
         if name is not None:
-            return self._bit(("read", name), None) if _is_narrow(result) else union(given)
+            return self._bit(("read", name), None) if _is_narrow(result) else union(operands)
         if not _is_float(result):
             return 0
         kind, narrow = equation.primitive.name, any(map(_is_narrow, equation.invars))
         if _is_narrow(result):
             kept = narrow and kind in SAME_NUMBERS
-            return union(given) if kept else 0
+            return union(operands) if kept else 0
         if kind in PRODUCTS and not any(map(_is_narrow, equation.invars[:2])):
-            self.wide[id(equation)] = self.wide.get(id(equation), 0) | union(given)
+            self.wide[id(equation)] = self.wide.get(id(equation), 0) | union(operands)
         if not narrow:
-            return union(given)
-        if kind == "convert_element_type" and given[0]:
-            return self._of_parameter(equation, given[0])
+            return union(operands)
+        if kind == "convert_element_type" and operands[0]:
+            return self._of_parameter(equation, operands[0])
         return self._bit(id(equation), f"a value becomes float32{_at(equation)}")
 
     def _of_parameter(self, equation: Any, marks: Marks) -> Marks:
-        """The mark of a parameter that is cast, which gets the line of its first cast."""
+        """Returns the marks of a parameter that is cast, and records the line of its first cast."""
         for key, bit in self._bits.items():
             if marks >> bit & 1 and self._causes[bit] is None:
                 self._causes[bit] = f"parameter {key[1]} is cast to float32{_at(equation)}"

@@ -1,4 +1,4 @@
-"""Attention over a sequence that lies over several devices: its ways, their choice, the order."""
+"""Attention over a sequence split over devices: methods, their choice, and the order of tokens."""
 
 from zerojax.operators.context.choice import (
     ASKED,

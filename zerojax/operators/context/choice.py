@@ -1,4 +1,4 @@
-"""Choice of the way in which a sequence is split over an axis: bytes sent, refusals, reasons."""
+"""Choice of the attention method for split sequences: bytes sent, refusals, reasons."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ MIB = 2**20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """One attention over a sequence that lies over an axis.
+    """Sizes of one attention over a sequence that is split over a mesh axis.
 
     Attributes:
       rows: sequences on each device.
       tokens: of the whole sequence.
-      heads, kv_heads, head_dim: of one layer, those of one device under tensor parallelism.
+      heads, kv_heads, head_dim: of one layer; with tensor parallelism, of one device.
       itemsize: bytes of a number of query, key and value.
       devices: of the axis.
-      causal: whether a token sees only those before it.
-      windows_differ: whether layers have windows of their own.
+      causal: whether a token sees only tokens before it.
+      windows_differ: whether layers have different windows.
     """
 
     rows: int
@@ -48,7 +48,7 @@ class Wire(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The way that was taken, the order of tokens that it needs, and one sentence of why."""
+    """Chosen method, the order of tokens that it needs, and the reason in one sentence."""
 
     way: Way
     order: Order
@@ -56,13 +56,15 @@ class Choice:
 
 
 def wire_bytes(way: Way, sizes: Sizes) -> Wire:
-    """Bytes that one device sends for one layer; with remat the forward pass counts twice.
+    """Returns the bytes that one device sends for one layer.
 
-    With P devices and s the bytes of one head of the tokens of one device: Ulysses sends
-    (P-1)/P (2 heads + 2 r kv_heads) s in each pass, r as in `kv_repeats`; all-gather sends
-    2 (P-1) kv_heads s in each; the ring sends 2 (P-1) kv_heads s forward, and backward the same
-    again, the gradients P-1 times in float32 and once more in their dtype. Integers of packed texts
-    are not counted: 4 bytes a token and hop.
+    With remat the forward pass counts twice.
+
+    With P devices and s bytes for one head of the tokens of one device, Ulysses sends
+    (P-1)/P (2 heads + 2 r kv_heads) s in each pass, with r from `kv_repeats`. All-gather sends
+    2 (P-1) kv_heads s in each pass. The ring sends 2 (P-1) kv_heads s forward; backward the same
+    again, plus the gradients, P-1 times in float32 and once in their dtype. The segment ids of
+    packed texts are not counted: 4 bytes per token and hop.
 
     >>> sizes = dict(rows=1, tokens=32768, heads=32, kv_heads=8, head_dim=128, itemsize=2)
     >>> wire_bytes("ulysses", Sizes(**sizes, devices=8))
@@ -82,49 +84,51 @@ def wire_bytes(way: Way, sizes: Sizes) -> Wire:
 
 
 def why_not(way: Way, sizes: Sizes) -> str | None:
-    """What stands against a way, with values that work; None if nothing does."""
-    asked = f"context_parallel={way!r}"
+    """Returns the reason why a method is not possible, with a remedy; None if it is possible."""
+    option = f"context_parallel={way!r}"
     if sizes.devices == 1:
         return None
     if way == "ring" and not sizes.causal:
         return (
-            f"{asked} computes causal attention, and here tokens see those after them, too; use "
+            f"{option} supports only causal attention, but here tokens also see later tokens; use "
             "context_parallel='ulysses' or 'allgather'"
         )
     if way == "ring" and sizes.windows_differ:
         return (
-            f"{asked} computes one window in all layers, and here layers have windows of their "
-            "own; use context_parallel='ulysses' or 'allgather'"
+            f"{option} supports only one window for all layers, but here layers have different "
+            "windows; use context_parallel='ulysses' or 'allgather'"
         )
     order = ORDERS[way]
     parts = parts_of(order, sizes.devices)
     if sizes.tokens % parts:
         return (
-            f"{asked} cuts a sequence into {parts} parts on context={sizes.devices}, and "
-            f"{sizes.tokens} tokens do not divide; use sequences of "
+            f"{option} splits a sequence into {parts} parts with context={sizes.devices}, but "
+            f"{sizes.tokens} tokens do not divide by {parts}; use sequences of "
             f"{nearest_lengths(order, sizes.tokens, sizes.devices)} tokens"
         )
     if way == "ulysses" and sizes.heads % sizes.devices:
         fewer = max(n for n in range(1, sizes.devices) if sizes.heads % n == 0)
         return (
-            f"{asked} gives each device some of the heads, and {sizes.heads} heads do not divide "
-            f"over context={sizes.devices}; use context={fewer}, or context_parallel='ring' or "
+            f"{option} splits the heads over devices, but {sizes.heads} heads do not divide by "
+            f"context={sizes.devices}; use context={fewer}, or context_parallel='ring' or "
             "'allgather'"
         )
     return None
 
 
 def choose_way(context_parallel: Asked, sizes: Sizes, *, crosses_nodes: bool = False) -> Choice:
-    """The way that is asked for, or for "auto" the best of those that can be.
+    """Returns the requested method, or for "auto" the best possible one.
 
-    Between nodes that is the ring, whose steps travel beside products. Within a node it is the one
-    of Ulysses and all-gather that sends fewer bytes; the ring where heads do not divide.
+    Between nodes that is the ring, whose transfers overlap with matrix products. Within a node it
+    is Ulysses or all-gather, whichever sends fewer bytes, and the ring if heads do not divide.
 
     Args:
+      context_parallel: a method, or "auto".
+      sizes: of the attention.
       crosses_nodes: whether devices of the axis are in several nodes.
 
     Raises:
-      ValueError: an unknown way, one that cannot be, or none that can.
+      ValueError: the method is unknown or not possible, or no method is possible.
     """
     if context_parallel not in ASKED:
         raise ValueError(f"{context_parallel=} is not valid; use {', '.join(ASKED)}")
@@ -139,15 +143,15 @@ def choose_way(context_parallel: Asked, sizes: Sizes, *, crosses_nodes: bool = F
         raise ValueError(against["allgather"])
     sent = {way: sum(wire_bytes(way, sizes)) for way in possible}
     if crosses_nodes and "ring" in possible:
-        way, why = "ring", "between nodes its steps travel beside products"
+        way, why = "ring", "between nodes its transfers overlap with matrix products"
     elif "ulysses" in possible:
         inside: list[Way] = [way for way in possible if way != "ring"]
         way, why = min(inside, key=sent.__getitem__), "fewest bytes within a node"
     elif "ring" in possible:
         way, why = "ring", "heads do not divide over the devices"
     else:
-        way, why = "allgather", "nothing else can be"
+        way, why = "allgather", "the only possible one"
     shown = ", ".join(f"{name} {sent[name] / MIB:.1f}" for name in possible)
     return Choice(
-        way, ORDERS[way], f"context_parallel {way} (auto: {why}; MiB sent for a layer: {shown})"
+        way, ORDERS[way], f"context_parallel {way} (auto: {why}; MiB sent per layer: {shown})"
     )

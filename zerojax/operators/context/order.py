@@ -1,7 +1,7 @@
-"""The order in which tokens of a sequence lie on the devices of an axis.
+"""Order of the tokens of a sequence on the devices of an axis.
 
-Contiguous: device i of P holds the i-th part of P. Zig-zag: of 2 P chunks device i holds chunks i
-and 2 P - 1 - i, so that under a causal mask all devices have equally many keys to see
+Contiguous: device i of P holds the i-th of P parts. Zig-zag: device i holds chunks i and 2 P - 1 -
+i of 2 P chunks, so that under a causal mask all devices have equally many visible keys
 (arXiv:2407.21783, section 3.3.2).
 """
 
@@ -18,15 +18,17 @@ Order = Literal["contiguous", "zigzag"]
 
 
 def parts_of(order: Order, devices: int) -> int:
-    """Into how many equal parts a sequence is cut."""
+    """Returns the number of equal parts of a sequence."""
     return 2 * devices if order == "zigzag" else devices
 
 
 def order_of_tokens(order: Order, tokens: int, devices: int) -> np.ndarray:
-    """int64 [tokens]: the indices of tokens as they lie, the first device's first.
+    """Returns the indices of tokens, int64 [tokens], in their order on the devices, device 0 first.
 
     Args:
+      order: contiguous or zig-zag.
       tokens: of the whole sequence, a multiple of `parts_of(order, devices)`.
+      devices: of the axis.
 
     >>> order_of_tokens("zigzag", 8, 2).tolist()
     [0, 1, 6, 7, 2, 3, 4, 5]
@@ -34,7 +36,7 @@ def order_of_tokens(order: Order, tokens: int, devices: int) -> np.ndarray:
     if tokens % parts_of(order, devices):
         raise ValueError(
             f"{tokens} tokens do not divide into {parts_of(order, devices)} parts; use "
-            f"{nearest_lengths(order, tokens, devices)}"
+            f"{nearest_lengths(order, tokens, devices)} tokens"
         )
     index = np.arange(tokens)
     if order == "contiguous":
@@ -45,7 +47,7 @@ def order_of_tokens(order: Order, tokens: int, devices: int) -> np.ndarray:
 
 
 def inverse_order(order: Order, tokens: int, devices: int) -> np.ndarray:
-    """int64 [tokens]: where each token of the sequence lies.
+    """Returns the place of each token of the sequence in the order on the devices, int64 [tokens].
 
     >>> there = order_of_tokens("zigzag", 8, 2)
     >>> there[inverse_order("zigzag", 8, 2)].tolist()
@@ -55,24 +57,26 @@ def inverse_order(order: Order, tokens: int, devices: int) -> np.ndarray:
 
 
 def nearest_lengths(order: Order, tokens: int, devices: int) -> str:
-    """The lengths next to `tokens` that can be cut, for people: "992 or 1008"."""
+    """Returns the possible lengths next to `tokens`, as text: "992 or 1008"."""
     unit = parts_of(order, devices)
     below, above = tokens // unit * unit, -(-tokens // unit) * unit
     return f"{below} or {above}" if below else f"{above}"
 
 
 def index_of_chunk(chunk: jax.Array | int, size: int) -> jax.Array:
-    """int32 [1, size]: the indices of the tokens of one chunk of a sequence."""
+    """Returns the indices of the tokens of one chunk of a sequence, int32 [1, size]."""
     return (chunk * size + jnp.arange(size, dtype=jnp.int32))[None]
 
 
 def local_index(order: Order, tokens: int, axis: str) -> jax.Array:
-    """int32 [1, tokens]: the indices, in the whole sequence, of the tokens of this device.
+    """Returns the indices in the whole sequence of the tokens of this device, int32 [1, tokens].
 
-    Inside a `shard_map` that is manual over `axis`.
+    Must be called inside a `shard_map` that is manual over `axis`.
 
     Args:
+      order: contiguous or zig-zag.
       tokens: of this device.
+      axis: mesh axis over which the sequence is split.
     """
     me, devices = lax.axis_index(axis), lax.axis_size(axis)
     if order == "contiguous":

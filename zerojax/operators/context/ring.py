@@ -1,12 +1,12 @@
-"""Causal attention over a sequence in zig-zag order, with keys and values going around a ring.
+"""Causal attention over a sequence in zig-zag order; keys and values circulate around a ring.
 
 Each device holds two chunks of the sequence, a low and a high one (`order.py`). Keys and values
-pass every device once (arXiv:2310.01889). Whatever device they come from, just two pairs of chunks
-are seen: the high queries see the low keys, and, of an earlier device, the low queries see the low
-keys, of a later one, the high queries the high keys. Which of both is data, so that all devices do
-the same work and nothing is conditional. Results are merged by their log-sum-exp; the backward pass
-takes that of all keys, so a merge needs no gradient. Gradients of keys and values go around with
-them, in float32, and the last step takes them home in their own dtype.
+visit every device once (arXiv:2310.01889). For keys of another device exactly two pairs of chunks
+are visible. One is (high queries, low keys). The other is (low queries, low keys) if the keys are
+of an earlier device, else (high queries, high keys). This choice is an array index, so all devices
+do the same work without conditionals. Results are merged by their log-sum-exp. The backward pass
+uses the log-sum-exp over all keys, so a merge needs no gradient. Gradients of keys and values
+circulate with them in float32; the last step returns them to their device in their own dtype.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LOW, HIGH = 0, 1
 
 
 class Keys(NamedTuple):
-    """What goes around. Arrays are halved, [2, batch, tokens / 2, ...], the low chunk first."""
+    """Arrays that circulate: halved, [2, batch, tokens / 2, ...], with the low chunk first."""
 
     key: jax.Array
     value: jax.Array
@@ -36,7 +36,7 @@ class Keys(NamedTuple):
 
 
 class Merged(NamedTuple):
-    """Attention over the keys that were seen so far, halved as `Keys`, in float32."""
+    """Float32 attention over the keys that were processed so far, halved as in `Keys`."""
 
     out: jax.Array
     log_sum: jax.Array
@@ -44,7 +44,7 @@ class Merged(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Ring:
-    """What is known before any array: the axis, the window, what is done to scores."""
+    """Static options: mesh axis, window, scale and softcap of the scores."""
 
     axis: str
     window: int | None
@@ -63,20 +63,20 @@ def ring_attention(
     softcap: float | None = None,
     segments: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
-    """Causal attention inside a `shard_map` that is manual over `axis`; tokens in zig-zag order.
+    """Computes causal attention over tokens in zig-zag order.
 
-    First derivatives in reverse mode only. With a window each pair of chunks is computed, also
-    where the window hides all of it.
+    Must be called inside a `shard_map` that is manual over `axis`. Only first derivatives in
+    reverse mode. A window saves no FLOPs: a pair of chunks is computed even if fully masked.
 
     Args:
       query: [batch, tokens of this device, heads, head_dim]; an even number of tokens.
       key, value: [batch, tokens of this device, kv_heads, head_dim].
-      axis: name of the axis over which the sequence lies.
-      scale: what scores are multiplied with.
-      window: a query sees keys less than so many tokens before it.
+      axis: mesh axis over which the sequence is split.
+      scale: factor of the scores.
+      window: a query sees keys less than `window` tokens before it.
       softcap: see `zerojax.attention`.
       segments: integers [batch, tokens of this device], of queries and of keys; a query sees keys
-        of its own segment, and nobody those of a negative one.
+        of its own segment, and keys of negative segments are masked.
 
     Returns:
       [batch, tokens of this device, heads, head_dim] in the dtype of `query`; 0 for a query that
@@ -89,13 +89,13 @@ def ring_attention(
 
 
 def _halves(array: jax.Array) -> jax.Array:
-    """[batch, tokens, ...] -> [2, batch, tokens / 2, ...]."""
+    """Splits [batch, tokens, ...] -> [2, batch, tokens / 2, ...]."""
     batch, tokens, *rest = array.shape
     return jnp.moveaxis(array.reshape(batch, 2, tokens // 2, *rest), 1, 0)
 
 
 def _whole(array: jax.Array) -> jax.Array:
-    """The inverse of `_halves`."""
+    """Reverses `_halves`."""
     array = jnp.moveaxis(array, 0, 1)
     return array.reshape(array.shape[0], -1, *array.shape[3:])
 
@@ -126,7 +126,7 @@ _attend.defvjp(_forward, _backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _as_one_operation(ring: _Ring, query: Any, segments: Any, keys: Keys) -> Merged:
-    """The whole ring as one operation, for a `jax.checkpoint` around it (as in blocks)."""
+    """Wraps the ring as one operation for an outer `jax.checkpoint`."""
     out, log_sum = _forward_pass(ring, query, segments, keys)
     return Merged(out.astype(query.dtype), log_sum)
 
@@ -153,12 +153,16 @@ def _pair(
     *,
     same_chunk: bool = False,
 ) -> tuple[tuple[jax.Array, jax.Array], dict[str, Any]]:
-    """Key and value of a pair of chunks, and what `part_forward` and `part_backward` ask for.
+    """Returns (key, value) of a pair of chunks, and the options of `part_forward`.
 
     Args:
-      source: the device that the keys come from.
-      half: of the queries and of the keys, LOW or HIGH.
-      same_chunk: whether queries and keys are those of one chunk; else all keys come before.
+      ring: static options.
+      source: device that the keys come from.
+      segments: of the queries, halved; None: one segment.
+      keys: keys and values of the source.
+      half: half of the queries and half of the keys, LOW or HIGH.
+      same_chunk: whether queries and keys are of the same chunk; else all keys come before the
+        queries.
     """
     devices, size = lax.axis_size(ring.axis), keys.key.shape[2]
     options: dict[str, Any] = {"scale": ring.scale, "segments": None, "positions": None}
@@ -174,8 +178,8 @@ def _pair(
     return (keys.key[half[1]], keys.value[half[1]]), options
 
 
-def merge(one: Merged, other: Merged) -> Merged:
-    """Attention over the keys of both, given that over either; log-sum-exp -inf where none is seen.
+def merge(first: Merged, second: Merged) -> Merged:
+    """Merges attention over disjoint sets of keys; the log-sum-exp is -inf if no key is visible.
 
     >>> import jax.numpy as jnp
     >>> none = Merged(jnp.zeros((1, 2)), jnp.full((1,), -jnp.inf))
@@ -183,15 +187,15 @@ def merge(one: Merged, other: Merged) -> Merged:
     >>> merge(none, some).out.tolist(), merge(none, none).log_sum.tolist()
     ([[1.0, 1.0]], [-inf])
     """
-    greatest = jnp.maximum(one.log_sum, other.log_sum)
+    greatest = jnp.maximum(first.log_sum, second.log_sum)
     shift = jnp.where(greatest == -jnp.inf, 0, greatest)
-    shares = [jnp.exp(part.log_sum - shift) for part in (one, other)]
+    shares = [jnp.exp(part.log_sum - shift) for part in (first, second)]
     total = shares[0] + shares[1]
     seen = total > 0
     total = jnp.where(seen, total, 1)
     out = sum(
         part.out * (share / total)[..., None]
-        for part, share in zip((one, other), shares, strict=True)
+        for part, share in zip((first, second), shares, strict=True)
     )
     return Merged(jnp.asarray(out), jnp.where(seen, shift + jnp.log(total), -jnp.inf))
 
@@ -200,14 +204,14 @@ def merge(one: Merged, other: Merged) -> Merged:
 
 
 def _pass_on(ring: _Ring, tree: Any) -> Any:
-    """Arrays to the next device of the ring, and those of the one before from it."""
+    """Sends arrays to the next device of the ring and receives those of the previous one."""
     devices = lax.axis_size(ring.axis)
     hops = [(i, (i + 1) % devices) for i in range(devices)]
     return jax.tree.map(lambda x: lax.ppermute(x, ring.axis, hops), tree)
 
 
 def _around(ring: _Ring, carry: Any, step: Callable[[Any, jax.Array, bool], Any]) -> Any:
-    """`step(carry, number, is_last)` for steps 1 .. P - 1; those between are a loop."""
+    """Runs `step(carry, number, is_last)` for steps 1 .. P - 1, all but the last in a loop."""
     devices = lax.axis_size(ring.axis)
     if devices > 2:
         carry, _ = lax.scan(
@@ -219,7 +223,7 @@ def _around(ring: _Ring, carry: Any, step: Callable[[Any, jax.Array, bool], Any]
 
 
 def _source(ring: _Ring, number: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Which device the keys of a step come from, and the half that its second pair is of."""
+    """Returns the source device of a step's keys, and the half of its second pair of chunks."""
     me, devices = lax.axis_index(ring.axis), lax.axis_size(ring.axis)
     return (me - number) % devices, (number > me).astype(jnp.int32)
 
@@ -242,7 +246,7 @@ def _forward_pass(ring: _Ring, query: jax.Array, segments: Any, keys: Keys) -> M
 
     def step(carry: tuple[Keys, Merged], number: jax.Array, is_last: bool) -> Any:
         keys, merged = carry
-        following = keys if is_last else _pass_on(ring, keys)  # beside what is computed here
+        following = keys if is_last else _pass_on(ring, keys)  # overlaps with the computation
         source, half = _source(ring, number)
         merged = add(merged, HIGH, seen(keys, source, (HIGH, LOW)))
         return following, add(merged, half, seen(keys, source, (half, half)))
@@ -253,10 +257,14 @@ def _forward_pass(ring: _Ring, query: jax.Array, segments: Any, keys: Keys) -> M
 def _backward_pass(
     ring: _Ring, query: jax.Array, segments: Any, keys: Keys, rows: dict[str, jax.Array]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of query (float32), and of keys and values in their dtype, halved.
+    """Returns gradients of query (float32), and of keys and values in their dtype, halved.
 
     Args:
-      rows: of each query the log-sum-exp over all keys and so on, see `part_backward`, halved.
+      ring: static options.
+      query: halved.
+      segments: of the queries, halved; None: one segment.
+      keys: keys and values of this device.
+      rows: `log_sum`, `turned` and `slope` of `part_backward`, over all keys, halved.
     """
     me = lax.axis_index(ring.axis)
 
@@ -282,7 +290,7 @@ def _backward_pass(
     for half in ((LOW, LOW), (HIGH, LOW), (HIGH, HIGH)):
         sums = add(sums, half, slopes(keys, me, half, same_chunk=half[0] == half[1]))
     _, (of_query, *of_keys) = _around(ring, (_pass_on(ring, keys), sums), step)
-    given = (keys.key, keys.value)
-    home = [x.astype(y.dtype) for x, y in zip(of_keys, given, strict=True)]
+    pair = (keys.key, keys.value)
+    home = [x.astype(y.dtype) for x, y in zip(of_keys, pair, strict=True)]
     of_key, of_value = _pass_on(ring, home)
     return of_query, of_key, of_value

@@ -1,6 +1,6 @@
-"""Placement of a sequence while a model is traced, which `zerojax.attention` asks for.
+"""Split of sequences over a mesh axis while a model is traced; `zerojax.attention` reads it.
 
-A step sets it around the model; the model itself says nothing of devices.
+A step sets it around the model; the model itself knows nothing of devices.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ from zerojax.operators.context.ring import ring_attention
 from zerojax.operators.context.ways import ORDERS, Pair, Way, allgather_attention, ulysses_attention
 
 SCOPE = "attention_over_context"
-"""In the names of the operations of attention over a split sequence, compiled ones too."""
+"""Scope in the names of operations of attention over a split sequence, also in compiled programs.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class ContextSplit:
-    """Sequences that lie over an axis.
+    """Split of sequences over a mesh axis.
 
     Attributes:
-      axis: its name; manual where the model is traced.
+      axis: mesh axis, manual while the model is traced.
       devices: of the axis.
-      way: how attention sees the whole sequence.
-      heads_axis: the axis over which the compiler splits heads (tensor parallelism), if any.
+      way: method by which attention sees the whole sequence.
+      heads_axis: axis over which the compiler splits heads (tensor parallelism), if any.
     """
 
     axis: str
@@ -45,7 +46,7 @@ class ContextSplit:
         return ORDERS[self.way]
 
     def in_order(self, array: jax.Array) -> jax.Array:
-        """[rows, tokens, ...] of whole sequences -> the same, as tokens lie on the axis."""
+        """Reorders [rows, tokens, ...] of whole sequences to the order of tokens on the axis."""
         if self.order == "contiguous":
             return array
         there = order_of_tokens(self.order, array.shape[1], self.devices)
@@ -56,13 +57,13 @@ _SPLIT: contextvars.ContextVar[ContextSplit | None] = contextvars.ContextVar("sp
 
 
 def current_split() -> ContextSplit | None:
-    """How sequences lie where a model is traced now; None: each is whole on its device."""
+    """Returns the split of sequences in the current trace; None if there is none."""
     return _SPLIT.get()
 
 
 @contextlib.contextmanager
 def sequences_split(split: ContextSplit | None) -> Iterator[None]:
-    """Models that are traced meanwhile see the tokens of one device of `split.axis`."""
+    """Sets the split of sequences inside this context; models see the tokens of one device."""
     token = _SPLIT.set(split)
     try:
         yield
@@ -71,7 +72,7 @@ def sequences_split(split: ContextSplit | None) -> Iterator[None]:
 
 
 def whole_length(tokens: int) -> int:
-    """Tokens of a whole sequence of which this device has so many."""
+    """Returns the length of the whole sequence of which this device has `tokens` tokens."""
     split = current_split()
     return tokens if split is None else tokens * split.devices
 
@@ -91,51 +92,51 @@ def attend_over(
     softcap: float | None = None,
     index: jax.Array | None = None,
 ) -> jax.Array:
-    """Attention of the tokens of this device over the whole sequence.
+    """Computes attention of the tokens of this device over the whole sequence.
 
-    Where the compiler splits heads over an axis each of its devices sends its own heads alone: in a
-    nested `shard_map`, without which XLA would gather them first.
+    If the compiler splits heads over an axis, each device of it sends only its own heads, in a
+    nested `shard_map`; otherwise XLA would gather the heads first.
 
     Args:
-      split: how the sequence lies.
-      attend: `zerojax.attention` with the options that are left; for Ulysses and all-gather.
-      query, key, value, causal, window, scale, segments, positions, softcap: as `zerojax.attention`
-        has them, of the tokens of this device.
-      index: int32 [], what `attend` takes first where it says which of several windows is this
-        layer's; None: `window` is that of all. The collectives of a way are outside of that.
+      split: split of the sequence.
+      attend: `zerojax.attention` with the remaining options; for Ulysses and all-gather.
+      query, key, value, causal, window, scale, segments, positions, softcap: see
+        `zerojax.attention`; of the tokens of this device.
+      index: int32 [], first argument of `attend`, which selects the window of this layer; None:
+        `window` is that of all layers. Collectives of the method do not depend on it.
 
     Raises:
-      ValueError: what a way cannot compute.
+      ValueError: the method does not support the arguments.
     """
     if query.shape[1] != key.shape[1]:
         raise ValueError(
-            f"query has {query.shape[1]} tokens and key {key.shape[1]}; with context="
-            f"{split.devices} both are the same part of one sequence; use context=1"
+            f"query has {query.shape[1]} tokens and key has {key.shape[1]}; with context="
+            f"{split.devices} both must be the same part of one sequence; use context=1"
         )
     if split.way == "ring" and (not causal or positions is not None):
         raise ValueError(
-            "context_parallel='ring' computes causal attention by the indices of tokens; use "
+            "context_parallel='ring' supports only causal attention without positions; use "
             "context_parallel='ulysses' or 'allgather'"
         )
     assert split.way != "ring" or index is None, "a plan has refused windows of layers"
     options = {"causal": causal, "window": window, "scale": scale, "softcap": softcap}
     pairs = {"segments": segments, "positions": positions}
     rows = {name: pair for name, pair in pairs.items() if pair is not None}
-    is_one = {name for name, pair in rows.items() if pair[0] is pair[1]}
+    is_shared = {name for name, pair in rows.items() if pair[0] is pair[1]}
 
     def local(
         query: jax.Array, key: jax.Array, value: jax.Array, rows: dict[str, Pair], index: Any
     ) -> Any:
-        given: Any = {name: (x[0], x[0]) if name in is_one else x for name, x in rows.items()}
+        pairs: Any = {name: (x[0], x[0]) if name in is_shared else x for name, x in rows.items()}
         arrays = query, key, value
         if split.way == "ring":
             rest = {"scale": scale, "window": window, "softcap": softcap}
-            return ring_attention(*arrays, axis=split.axis, **rest, **given)
+            return ring_attention(*arrays, axis=split.axis, **rest, **pairs)
         way = ulysses_attention if split.way == "ulysses" else allgather_attention
         with sequences_split(None):
             own = () if index is None else (index,)
             whole = functools.partial(attend, *own, **options)
-            return way(*arrays, axis=split.axis, attend=whole, **given)
+            return way(*arrays, axis=split.axis, attend=whole, **pairs)
 
     remaining = _axes_of_compiler()
     if remaining:
@@ -152,6 +153,6 @@ def attend_over(
 
 
 def _axes_of_compiler() -> set[str]:
-    """Axes of the mesh that are not manual where this is traced."""
+    """Returns the axes of the mesh that are not manual in the current trace."""
     mesh = jax.sharding.get_abstract_mesh()
     return set(mesh.axis_names) - set(mesh.manual_axes)

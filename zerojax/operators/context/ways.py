@@ -1,7 +1,7 @@
-"""Attention over a sequence that lies over several devices: Ulysses, all-gather, ring.
+"""Attention over a sequence that is split over devices: Ulysses, all-gather, ring.
 
-All are called inside a `shard_map` that is manual over the axis and compute what attention over the
-whole sequence computes. In Ulysses and all-gather any implementation of attention does the work.
+All functions are called inside a `shard_map` that is manual over the axis, and equal attention over
+the whole sequence. Ulysses and all-gather work with any implementation of attention.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from zerojax.operators.context.order import Order, local_index, order_of_tokens
 Way = Literal["ulysses", "ring", "allgather"]
 WAYS: tuple[Way, ...] = ("ulysses", "ring", "allgather")
 ORDERS: dict[Way, Order] = {"ulysses": "contiguous", "ring": "zigzag", "allgather": "contiguous"}
-"""The order in which the tokens of a sequence lie, by the way."""
+"""Order of the tokens of a sequence for each method."""
 Pair = tuple[jax.Array, jax.Array]
 
 
 class Attend(Protocol):
-    """Attention over whole sequences, as `zerojax.attention` with all options but these given."""
+    """Attention over whole sequences: `zerojax.attention` with all other options bound."""
 
     def __call__(
         self,
@@ -36,10 +36,10 @@ class Attend(Protocol):
 
 
 def kv_repeats(heads: int, kv_heads: int, devices: int) -> int | None:
-    """How often Ulysses repeats each key/value head; None where heads do not divide over devices.
+    """Returns the number of times Ulysses repeats each key/value head; None if heads do not divide.
 
-    The smallest number with which the repeated heads divide over the devices and their number
-    divides that of query heads.
+    This is the smallest number for which the repeated heads divide over the devices, and divide the
+    number of query heads.
 
     >>> kv_repeats(32, 8, 8), kv_repeats(32, 2, 8), kv_repeats(12, 3, 4), kv_repeats(12, 3, 8)
     (1, 4, 4, None)
@@ -61,21 +61,21 @@ def ulysses_attention(
     segments: Pair | None = None,
     positions: Pair | None = None,
 ) -> jax.Array:
-    """Each device attends with some of the heads over all tokens (arXiv:2309.14509).
+    """Computes attention with some of the heads over all tokens on each device (arXiv:2309.14509).
 
-    Two all-to-alls, of tokens for heads and back. Where key/value heads do not divide over the
-    devices each is repeated before it is sent, `kv_repeats` times: each device needs one whole, so
-    that costs nothing on the wire.
+    An all-to-all exchanges tokens for heads, and a second one reverses it. If key/value heads do
+    not divide over the devices, each is repeated `kv_repeats` times before it is sent. This sends
+    no extra bytes, since each device needs one whole head.
 
     Args:
       query: [batch, tokens of this device, heads, head_dim]; the devices divide the heads.
       key, value: [batch, tokens of this device, kv_heads, head_dim].
-      axis: name of the axis over which the sequence lies, in contiguous order.
-      attend: see there.
+      axis: mesh axis over which the sequence is split, in contiguous order.
+      attend: attention over whole sequences.
       segments, positions: integers [batch, tokens of this device], of queries and of keys.
 
     Raises:
-      ValueError: heads that do not divide over the devices.
+      ValueError: heads do not divide over the devices.
     """
     devices = lax.axis_size(axis)
     heads, kv_heads = query.shape[2], key.shape[2]
@@ -107,18 +107,19 @@ def allgather_attention(
     segments: Pair | None = None,
     positions: Pair | None = None,
 ) -> jax.Array:
-    """Queries stay, keys and values of the whole sequence are gathered (arXiv:2407.21783).
+    """Computes attention of local queries to gathered keys and values (arXiv:2407.21783).
 
-    Their gradients are reduced and scattered. Where tokens lie is data: `attend` gets positions.
+    The gradients of keys and values are reduce-scattered. `attend` gets the places of tokens as
+    positions.
 
     Args:
       query: [batch, tokens of this device, heads, head_dim].
       key, value: [batch, tokens of this device, kv_heads, head_dim].
-      axis: name of the axis over which the sequence lies.
-      attend: see there.
-      order: of the sequence over the axis.
-      segments, positions: integers [batch, tokens of this device], of queries and of keys; None as
-        positions: the indices in the whole sequence.
+      axis: mesh axis over which the sequence is split.
+      attend: attention over whole sequences.
+      order: order of the tokens on the axis.
+      segments, positions: integers [batch, tokens of this device], of queries and of keys. Without
+        positions, the indices in the whole sequence are compared.
     """
     key, value = (_gather(x, axis) for x in (key, value))
     if segments is not None:
@@ -135,7 +136,7 @@ def allgather_attention(
 
 
 def _gather(array: jax.Array, axis: str) -> jax.Array:
-    """[batch, tokens of this device, ...] -> [batch, tokens of all, ...]."""
+    """Gathers [batch, tokens of this device, ...] -> [batch, tokens of all devices, ...]."""
     return lax.all_gather(array, axis, axis=1, tiled=True)
 
 

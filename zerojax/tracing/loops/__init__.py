@@ -1,4 +1,4 @@
-"""The loop over layers in a traced loss, and the loss cut around it."""
+"""Loop over layers in a traced loss, and the loss cut into pieces around it."""
 
 from zerojax.tracing.loops.detection import LayerLoop, find_layer_loop, find_stacks, keeps_products
 from zerojax.tracing.loops.loss_pieces import LossPieces, cut_loss

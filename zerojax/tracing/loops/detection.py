@@ -1,6 +1,6 @@
 """Search for the loop that slices stacked parameters in a traced loss.
 
-A program without a clear loop is refused with a remedy.
+A program without exactly one such loop raises an error with a remedy.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ _REMEDY = (
     "and scan them"
 )
 
-# Operations that may stand between a stacked parameter and the loop, since they do to every row
-# what they do to the whole.
+# Operations that are allowed between a stacked parameter and the loop, because they act on each row
+# separately.
 _ROW_BY_ROW = frozenset(["convert_element_type", "copy", "name"])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stack:
-    """A parameter, or one array of several that make it up, as the loop slices it.
+    """Parameter, or one of the arrays that form it, as the loop slices it.
 
     Attributes:
       input: its position among the inputs of the program.
-      steps: the equations between it and the loop, in order; each works row by row.
+      steps: equations between it and the loop, in order; each acts on each row separately.
     """
 
     input: int
     steps: tuple[Any, ...]
 
     def apply(self, rows: jax.Array) -> jax.Array:
-        """What the loop slices, of some rows [n, ...] of the input."""
+        """Returns the values that the loop slices, for some rows [n, ...] of the input."""
         for step in self.steps:
             rows = step.primitive.bind(rows, **step.params)
         return rows
 
 
 def keeps_products(equation: Any) -> bool:
-    """Whether a backward pass may find products of this equation that were kept."""
+    """Returns whether products of this equation may be saved for the backward pass."""
     if is_checkpoint(equation) and equation.params["policy"] is None:
         return False
     return equation.primitive.name in ("dot_general", "conv_general_dilated") or any(
@@ -60,13 +60,13 @@ def keeps_products(equation: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LayerLoop:
-    """The loop over layers in a program.
+    """Loop over layers in a program.
 
     Attributes:
-      program: the traced loss, in which the loop is an equation of its own.
-      names: for each input of the program, the parameter that it is (part of), or None.
+      program: the traced loss, with the loop as an equation at the top level.
+      names: for each input of the program, the name of the parameter it belongs to, or None.
       equation: the loop.
-      slices: for each value that the loop slices, the stacked parameter it is, or None.
+      slices: for each value that the loop slices, its stacked parameter, or None.
     """
 
     program: ClosedJaxpr
@@ -85,27 +85,27 @@ class LayerLoop:
 
     @property
     def activations(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """What goes from layer to layer."""
+        """Values that go from layer to layer."""
         return tuple(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self._carry[0])
 
     @property
     def embed(self) -> ClosedJaxpr:
-        """The program of what the first layer takes."""
+        """Program of the inputs of the first layer."""
         return self.embed_piece.closed
 
     @property
     def layer(self) -> ClosedJaxpr:
-        """The program of one layer: (constants, activations, slices) -> (activations, slices)."""
+        """Program of one layer: (constants, activations, slices) -> (activations, slices)."""
         return self.equation.params["jaxpr"]
 
     @cached_property
     def is_checkpointed(self) -> bool:
-        """Whether all products of a layer are in checkpoints that keep none of them."""
+        """Whether all products of a layer are in checkpoints that save none of them."""
         return not any(map(keeps_products, self.layer.jaxpr.eqns))
 
     @property
     def head(self) -> ClosedJaxpr:
-        """The program of all outputs, from what the last layer gives."""
+        """Program of all outputs, from the results of the last layer."""
         return self.cut_after(self.program.jaxpr.outvars).closed
 
     @cached_property
@@ -113,7 +113,7 @@ class LayerLoop:
         return cut_piece(self.program, self._carry[0])
 
     def cut_after(self, outputs: Sequence[Any]) -> Piece:
-        """What follows from what the last layer gives."""
+        """Returns the piece that computes `outputs` from the results of the last layer."""
         return cut_piece(self.program, outputs, self._carry[1])
 
     @property
@@ -129,44 +129,47 @@ class LayerLoop:
 
     @property
     def _carry(self) -> tuple[list[Any], list[Any]]:
-        """The values that the first layer takes, and those that the last one gives."""
+        """Inputs of the first layer, and results of the last layer."""
         num_consts, num_carry = split_scan(self.equation)
         before = self.equation.invars[num_consts : num_consts + num_carry]
         return before, self.equation.outvars[:num_carry]
 
     def row_outputs(self) -> list[Any]:
-        """Values that the loop gives one row of for each layer."""
+        """Returns the outputs of the loop with one row for each layer."""
         return self.equation.outvars[split_scan(self.equation)[1] :]
 
     def names_of(self, inputs: Any) -> frozenset[str]:
-        """The parameters among inputs at these positions."""
+        """Returns the names of the parameters among inputs at these positions."""
         return frozenset(name for i in inputs if (name := self.names[i]) is not None)
 
     def dependence(self) -> LabelsOf:
-        """Which parts of the loop's result each value depends on: "activations", "rows"."""
+        """Returns a function from a value to those results of the loop that it depends on.
+
+        They are "activations" and "rows".
+        """
         sources = {variable: frozenset(["activations"]) for variable in self._carry[1]}
         sources |= {variable: frozenset(["rows"]) for variable in self.row_outputs()}
         return follow_labels(_without(self.program.jaxpr, self.equation), sources)
 
 
 def find_layer_loop(closed: ClosedJaxpr, names: Sequence[str | None]) -> LayerLoop:
-    """The loop over layers in a loss.
+    """Returns the loop over layers in a loss.
 
     Args:
-      closed: the loss of a batch, traced with as many layers as the model has. Its first output is
-        the loss.
-      names: for each input, the parameter whose value (or part of it) it is, or None.
+      closed: the loss of a batch, traced with all layers of the model. Its first output is the
+        loss.
+      names: for each input, the name of the parameter it belongs to, or None.
 
     Raises:
-      ValueError: there is not exactly one such loop, or it cannot be cut into layers that run on
-        devices of their own.
+      ValueError: there is not exactly one such loop, or it cannot be split into layers that run on
+        different devices.
     """
     _check_effects(closed)
-    written = inline_calls_with_loops(closed)
-    program = _without_dead_code(written)
+    inlined = inline_calls_with_loops(closed)
+    program = _without_dead_code(inlined)
     holders = {v: i for i, v in enumerate(program.jaxpr.invars) if names[i] is not None}
-    found = list(_find_loops(program.jaxpr, holders, ""))
-    loop = _the_only_one(found, written, names)
+    loops = list(_find_loops(program.jaxpr, holders, ""))
+    loop = _the_only_one(loops, inlined, names)
     num_before = sum(split_scan(loop.equation))
     held = _hold(program.jaxpr, holders)
     made_by = {v: equation for equation in program.jaxpr.eqns for v in equation.outvars}
@@ -184,9 +187,9 @@ def find_layer_loop(closed: ClosedJaxpr, names: Sequence[str | None]) -> LayerLo
     depends = layers.dependence()(loss)
     if "rows" in depends:
         raise ValueError(
-            f"the loss uses what {_loop_text(layers.num_layers, layers.stacked)} returns for each "
-            "layer (the second result of jax.lax.scan), but only carried values go from one "
-            "pipeline stage to the next: add it up in the carried value instead"
+            f"the loss uses values that {_loop_text(layers.num_layers, layers.stacked)} returns "
+            "for each layer (the second result of jax.lax.scan), but pipeline stages exchange "
+            "only carried values: sum them in the carried value instead"
         )
     if not depends:
         raise ValueError(_unused_text(layers.num_layers, layers.stacked))
@@ -194,9 +197,10 @@ def find_layer_loop(closed: ClosedJaxpr, names: Sequence[str | None]) -> LayerLo
 
 
 def find_stacks(closed: ClosedJaxpr, names: Sequence[str]) -> frozenset[str]:
-    """Names of the parameters that some loop of a loss slices along dimension 0.
+    """Returns the names of the parameters that some loop of a loss slices along dimension 0.
 
     Args:
+      closed: the loss.
       names: of the first inputs of the loss, which are its parameters.
     """
     holders = {v: i for i, v in enumerate(closed.jaxpr.invars[: len(names)])}
@@ -204,12 +208,18 @@ def find_stacks(closed: ClosedJaxpr, names: Sequence[str]) -> frozenset[str]:
     return frozenset(names[i] for loop in loops for i in loop.inputs)
 
 
-# --- which loop -----------------------------------------------------------------------------------
+# --- search for the loop --------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Found:
-    """A loop that slices parameters: at these inputs, inside of an operation, or of none ("")."""
+class _ParameterLoop:
+    """Loop that slices parameters.
+
+    Attributes:
+      equation: the loop.
+      inputs: positions of the parameters among the inputs.
+      inside: primitive of the enclosing equation; "" at the top level.
+    """
 
     equation: Any
     inputs: tuple[int, ...]
@@ -221,7 +231,7 @@ class _Found:
 
 
 def _hold(program: Any, holders: Mapping[Any, int]) -> dict[Any, int]:
-    """Variable -> the input that it holds, row by row, for variables that hold one."""
+    """Returns {variable: the input whose rows it holds}."""
     held = dict(holders)
     for equation in program.eqns:
         if equation.primitive.name in _ROW_BY_ROW and _get(held, equation.invars[0]) is not None:
@@ -233,10 +243,10 @@ def _get(held: Mapping[Any, int], atom: Any) -> int | None:
     return None if isinstance(atom, Literal) else held.get(atom)
 
 
-def _find_loops(program: Any, holders: Mapping[Any, int], inside: str) -> Iterator[_Found]:
-    """The loops at any depth that slice parameters which a program holds.
+def _find_loops(program: Any, holders: Mapping[Any, int], inside: str) -> Iterator[_ParameterLoop]:
+    """Yields the loops at any depth that slice parameters held by a program.
 
-    A loop over what another loop slices belongs to one layer, and is none.
+    Loops over slices of another loop belong to one layer and do not count.
     """
     held = _hold(program, holders)
     for equation in program.eqns:
@@ -247,7 +257,7 @@ def _find_loops(program: Any, holders: Mapping[Any, int], inside: str) -> Iterat
             inputs = [_get(held, atom) for atom in passed[first:]]
             sliced = tuple(i for i in inputs if i is not None)
             if sliced:
-                yield _Found(equation, sliced, inside)
+                yield _ParameterLoop(equation, sliced, inside)
             passed[first:] = [None] * (len(passed) - first)
         elif kind == "cond":
             passed = passed[1:]
@@ -256,58 +266,58 @@ def _find_loops(program: Any, holders: Mapping[Any, int], inside: str) -> Iterat
         for inner in inner_programs(equation.params):
             if len(inner.invars) == len(passed):
                 pairs = zip(inner.invars, passed, strict=True)
-                given = {v: i for v, atom in pairs if (i := _get(held, atom)) is not None}
-                yield from _find_loops(inner, given, inside or kind)
+                passed_inputs = {v: i for v, atom in pairs if (i := _get(held, atom)) is not None}
+                yield from _find_loops(inner, passed_inputs, inside or kind)
 
 
 def _the_only_one(
-    found: Sequence[_Found], written: ClosedJaxpr, names: Sequence[str | None]
-) -> _Found:
-    if len(found) > 1:
-        texts = "; ".join(one.text(names) for one in found)
+    loops: Sequence[_ParameterLoop], inlined: ClosedJaxpr, names: Sequence[str | None]
+) -> _ParameterLoop:
+    if len(loops) > 1:
+        texts = "; ".join(loop.text(names) for loop in loops)
         raise ValueError(
-            f"{_REMEDY}. Found {len(found)} such loops: {texts}. Put all layers into one loop, or "
+            f"{_REMEDY}. Found {len(loops)} such loops: {texts}. Put all layers into one loop, or "
             "train without pipeline stages (stage=1)"
         )
-    if not found:
-        holders = {v: i for i, v in enumerate(written.jaxpr.invars) if names[i] is not None}
-        for dead in _find_loops(written.jaxpr, holders, ""):
+    if not loops:
+        holders = {v: i for i, v in enumerate(inlined.jaxpr.invars) if names[i] is not None}
+        for dead in _find_loops(inlined.jaxpr, holders, ""):
             stacked = [name for i in dead.inputs if (name := names[i])]
             raise ValueError(_unused_text(dead.equation.params["length"], stacked))
-        raise ValueError(f"{_REMEDY}. {_describe_loops(written, names)}")
-    (loop,) = found
+        raise ValueError(f"{_REMEDY}. {_describe_loops(inlined, names)}")
+    (loop,) = loops
     if loop.inside:
         raise ValueError(
-            f"{loop.text(names)} is inside of a `{loop.inside}`, and a pipeline cannot cut that: "
-            "run the loop in the loss itself. To compute layers again in the backward pass, put "
+            f"{loop.text(names)} is inside of a `{loop.inside}`, which a pipeline cannot split: "
+            "run the loop in the loss itself. To recompute layers in the backward pass, put "
             "jax.checkpoint around the layer, inside of the loop"
         )
     return loop
 
 
 def _describe_loops(closed: ClosedJaxpr, names: Sequence[str | None]) -> str:
-    """What there is in place of a loop over stacked parameters."""
+    """Returns a description of the loops of a program without a loop over stacked parameters."""
     labels_of = _parameters(closed.jaxpr, names)
     loops = []
     for equation in closed.jaxpr.eqns:
         if equation.primitive.name == "scan":
             sliced = equation.invars[sum(split_scan(equation)) :]
             touched = frozenset[str]().union(*map(labels_of, sliced))
-            what = f"values computed from {_list(touched)}" if touched else "no parameters"
-            loops.append(f"one of {equation.params['length']} steps that slices {what}")
+            description = f"values computed from {_list(touched)}" if touched else "no parameters"
+            loops.append(f"one of {equation.params['length']} steps that slices {description}")
     if not loops:
         return "Found no loop in the loss: layers that a Python loop calls are unrolled"
     return (
-        f"Found no such loop but {'; '.join(loops)}. The loop has to slice the parameters "
-        "themselves (a change of dtype is fine): compute with them inside of the layer"
+        f"Found no such loop but {'; '.join(loops)}. The loop must slice the parameters "
+        "themselves (a cast is allowed): move computations with them into the layer"
     )
 
 
-# --- what it slices -------------------------------------------------------------------------------
+# --- sliced values --------------------------------------------------------------------------------
 
 
 def _stack(atom: Any, held: Mapping[Any, int], made_by: Mapping[Any, Any]) -> Stack | None:
-    """The parameter that a sliced value is, and how it came to the loop."""
+    """Returns the parameter of a sliced value with its steps to the loop; None for other values."""
     place = _get(held, atom)
     if place is None:
         return None
@@ -338,13 +348,13 @@ def _check_slices(loop: LayerLoop) -> None:
             raise ValueError(
                 f"{_loop_text(loop.num_layers, loop.stacked)} also slices values that are computed "
                 f"from {_list(labels_of(atom))}; a pipeline stage has only its own rows of a "
-                "parameter, so the loop has to slice the parameter itself (a change of dtype is "
-                "fine): compute with it inside of the layer"
+                "parameter, so the loop must slice the parameter itself (a cast is allowed): move "
+                "the computation into the layer"
             )
 
 
 def _check_uses(loop: LayerLoop, held: Mapping[Any, int]) -> None:
-    """Refuses stacked parameters that something else than the loop's slices reads."""
+    """Refuses stacked parameters that are used outside of the loop's slices."""
     stacks = {v: i for v, i in held.items() if loop.names[i] in loop.stacked}
     program = loop.program.jaxpr
     first = sum(split_scan(loop.equation))
@@ -360,15 +370,15 @@ def _check_uses(loop: LayerLoop, held: Mapping[Any, int]) -> None:
                 raise ValueError(
                     f"{loop.names[place]}, which {_loop_text(loop.num_layers, ())} slices, is also "
                     f"read outside of the layers, by {user}; a pipeline stage has only the rows of "
-                    "its own layers: give that other place a parameter of its own"
+                    "its own layers: use a separate parameter outside of the layers"
                 )
 
 
-# --- words ----------------------------------------------------------------------------------------
+# --- helpers and texts ----------------------------------------------------------------------------
 
 
 def _parameters(program: Any, names: Sequence[str | None]) -> LabelsOf:
-    """Names of the parameters that each value depends on."""
+    """Returns a function from a value to the names of the parameters it depends on."""
     pairs = zip(program.invars, names, strict=True)
     return follow_labels(program, {v: frozenset([name]) for v, name in pairs if name is not None})
 
@@ -385,8 +395,8 @@ def _without(program: Any, equation: Any) -> Any:
 
 def _unused_text(num_layers: int, stacked: Any) -> str:
     return (
-        f"the loss does not depend on {_loop_text(num_layers, stacked)}: nothing of it would be "
-        "trained. Compute the loss from what the loop carries out"
+        f"the loss does not depend on {_loop_text(num_layers, stacked)}, so its layers would not "
+        "be trained. Compute the loss from the final carried value of the loop"
     )
 
 
@@ -396,7 +406,7 @@ def _loop_text(num_layers: int, stacked: Any) -> str:
 
 
 def _list(names: Any) -> str:
-    """At most three names, and how many more there are."""
+    """Returns a text with at most three names and the number of further ones."""
     chosen = sorted(set(names))
     more = f" and {len(chosen) - 3} more" if len(chosen) > 3 else ""
     return ", ".join(chosen[:3]) + more

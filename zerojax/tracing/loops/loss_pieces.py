@@ -1,7 +1,7 @@
 """Traced loss of a microbatch in three pieces: before, inside and after the layers.
 
-What the layers compute is kept exactly as the model wrote it: checkpoints, custom derivatives,
-reads. The model's own state is written by one of the pieces; another that reads it is refused.
+The computation of the layers is unchanged, with its checkpoints, custom derivatives and reads. Each
+part of the model's own state is written by one piece; if another piece reads it, it is refused.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ def cut_loss(
     skips: bool = False,
     overwritten: Set[str] = frozenset(),
 ) -> LossPieces:
-    """The pieces of a loss.
+    """Cuts a loss into pieces around its loop over layers.
 
     Args:
-      function: `(values, extras, key, batch) -> (sums, extras afterwards)`, of one microbatch;
-        sums {"loss", "weight", ...} as `zerojax.losses.as_sums` has them. It may close over
-        arrays, traced ones too.
+      function: `(values, extras, key, batch) -> (sums, new extras)`, for one microbatch;
+        sums {"loss", "weight", ...} as in `zerojax.losses.as_sums`. It may close over arrays, also
+        traced ones.
       values: {name: pytree of `ShapeDtypeStruct`}, parameters as the model gets them, stacked ones
         with the rows of all layers.
       extras, key, batch: pytrees of `ShapeDtypeStruct`.
       padding: whether rows may be padding (-1). Without it nothing is masked.
-      skips: whether rows of padding are not computed at all, but under a `cond`: only where no
-        collective is in a layer, and where a layer is checkpointed (`LayerLoop.is_checkpointed`)
-        or its residuals are not kept, since what a `cond` hands on to a backward pass are copies.
+      skips: whether a `cond` skips the computation of rows of padding. Needs layers without
+        collectives, and layers that are checkpointed (`LayerLoop.is_checkpointed`) or whose
+        residuals are not kept, because a `cond` copies its residuals for the backward pass.
       overwritten: names of the extras that are overwritten with their gradient.
 
     Raises:
-      ValueError: the program has not the form that `find_layer_loop` asks for, or an extra is
-        written or overwritten in a way that cannot be cut.
+      ValueError: the program does not have the form that `find_layer_loop` needs, or an extra is
+        written or overwritten in a way that cannot be split.
     """
     arguments = values, extras, key, batch
     closed, result = jax.make_jaxpr(function, return_shape=True)(*arguments)
@@ -100,19 +100,18 @@ def cut_loss(
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class LossPieces:
-    """A loss in three pieces; embed, then layers once or more, then head give the whole loss.
+    """Loss in three pieces: `embed`, then `layers` once or more, then `head` give the whole loss.
 
-    Each piece is a function to be traced, with derivatives by `jax.vjp`; `count` is a fourth, for
-    the extras that only count. Their arguments are
-    named alike: `outer` {name: value} holds at least those parameters without rows of layers that
-    the piece reads; `extras`, `key` and `batch` are whole and of the form that the loss was traced
-    with.
+    Each piece is a function to trace, with derivatives by `jax.vjp`; `count` is a fourth piece, for
+    the extras that only count. They have common arguments: `outer` {name: value} has at least the
+    parameters without rows of layers that the piece reads; `extras`, `key` and `batch` are whole,
+    in the form with which the loss was traced.
 
     Attributes:
       loop: the loop over layers.
       padding: whether rows may be -1.
-      skips: whether those are passed over instead of computed and thrown away.
-      overwritten: the extras that are overwritten with their gradient, by which piece reads them.
+      skips: whether such rows are skipped, and not computed and discarded.
+      overwritten: extras that are overwritten with their gradient, by the piece that reads them.
     """
 
     loop: LayerLoop
@@ -141,7 +140,7 @@ class LossPieces:
 
     @property
     def activations(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """What travels from layer to layer; PRNG keys do so as their data."""
+        """Values that go from layer to layer; PRNG keys as their data."""
         return tuple(map(_abstract_data, self.loop.activations))
 
     @property
@@ -162,7 +161,7 @@ class LossPieces:
     def embed(
         self, outer: Arrays, extras: Arrays, key: Any, batch: Any
     ) -> tuple[Activations, Arrays]:
-        """(what the first layer takes, {name: new value} of the extras that are written here)."""
+        """Returns (the inputs of the first layer, {name: new value} of the extras written here)."""
         outputs = self._embed((), self._inputs(outer, extras, key, batch))
         count = len(self.activations)
         activations = tuple(map(_as_data, outputs[:count]))
@@ -178,16 +177,16 @@ class LossPieces:
         rows: jax.Array,
         activations: Activations,
     ) -> tuple[Activations, Arrays]:
-        """Some layers, one after the other.
+        """Runs some layers in sequence.
 
-        What the loop takes beside parameters and activations (keys, masks, tables of positions) is
-        computed by every call, for all layers.
+        Every call computes the other inputs of the loop (keys, masks, tables of positions) for all
+        layers.
 
         Args:
           stacked: {name: value whose arrays have n rows}.
-          rows: int32 [n], which layer each row is. With `padding`, -1 is none: the activations go
-            on as they are, and the row gets gradients of exactly zero, whatever the layer makes
-            of its contents.
+          outer, extras, key, batch: see the class.
+          rows: int32 [n], layer of each row. With `padding`, -1 means no layer: the activations
+            are unchanged, and the gradients of the row are exactly zero, whatever the contents.
           activations: from `embed`, or from earlier layers.
 
         Returns:
@@ -200,9 +199,9 @@ class LossPieces:
         present = jnp.asarray(rows) >= 0 if self.padding else None
         sliced = self._slices(self._stack_inputs(stacked), around[len(consts) :], rows)
         if present is not None and not self.skips:
-            # Zeros that come back into a layer may leave it as NaN (0 times infinity), so it is not
-            # enough to pass over what a row of padding gives: the gradients of all that goes in
-            # are masked, too.
+            # A zero cotangent may become NaN inside a layer (0 times infinity). So it is not enough
+            # to discard the results of a row of padding: the gradients of all its inputs are
+            # masked as well.
             sliced = _mask_gradients(sliced, present)
         run = functools.partial(self._one_layer, consts)
         unroll = min(self.loop.equation.params["unroll"], max(1, rows.shape[0]))
@@ -212,9 +211,10 @@ class LossPieces:
     def surroundings(
         self, outer: Arrays, extras: Arrays, key: Any, batch: Any
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """(what every layer takes whole, what has a row for each layer), beside parameters.
+        """Returns (values that every layer takes whole, values with a row for each layer).
 
-        Keys, masks, tables of positions: for whoever runs layers one by one with `layer`.
+        These are inputs of layers beside parameters (keys, masks, tables of positions), for a
+        caller that runs layers one by one with `layer`.
         """
         around = self._around((), self._inputs(outer, extras, key, batch))
         return around[: len(self.loop.consts)], around[len(self.loop.consts) :]
@@ -226,17 +226,20 @@ class LossPieces:
         others: Sequence[jax.Array],
         activations: Activations,
     ) -> tuple[Activations, Arrays]:
-        """One layer: `rows` {name: its row of a stacked parameter}, see `surroundings`.
+        """Runs one layer.
 
         Args:
-          consts: the first of `surroundings`; others: this layer's row of each of the second.
+          rows: {name: the layer's row of a stacked parameter}.
+          consts: first result of `surroundings`.
+          others: the layer's row of each value in the second result of `surroundings`.
+          activations: from `embed`, or from the layer before.
 
         Returns:
-          (activations, {name: this layer's row of the new value} of the extras it writes).
+          (activations, {name: the layer's row of the new value} of the extras it writes).
         """
-        given, remaining = self._stack_inputs(rows), iter(others)
+        stacks, remaining = self._stack_inputs(rows), iter(others)
         sliced = [
-            next(remaining) if stack is None else stack.apply(given[stack.input][None])[0]
+            next(remaining) if stack is None else stack.apply(stacks[stack.input][None])[0]
             for stack in self.loop.slices
         ]
         after, written = self._one_layer(consts, activations, (None, sliced))
@@ -245,7 +248,7 @@ class LossPieces:
     def head(
         self, outer: Arrays, extras: Arrays, key: Any, batch: Any, activations: Activations
     ) -> tuple[Sums, Arrays]:
-        """(sums, {name: new value} of the extras that are written here)."""
+        """Returns (sums, {name: new value} of the extras written here)."""
         inputs = self._inputs(outer, extras, key, batch)
         outputs = self._head(self._as_carried(activations), inputs)
         number = self._sums.num_leaves
@@ -253,15 +256,15 @@ class LossPieces:
         return sums, dict(zip(self._head_extras, outputs[number:], strict=True))
 
     def count(self, extras: Arrays) -> Arrays:
-        """{name: new value} of the extras that count microbatches, whatever these hold.
+        """Returns {name: new value} of the extras that count microbatches.
 
-        Each is found from such extras alone, so the value that a microbatch finds is known before
-        any other has gone through the layers: whoever runs the pieces gives each its own.
+        Each is computed only from such extras, so a microbatch's value is known before any other
+        microbatch has passed the layers: the caller gives each microbatch its own.
         """
         written = self._count((), _pair(self._positions[1], extras))
         return dict(zip(self._counters, written, strict=True))
 
-    # --- what a piece is given --------------------------------------------------------------------
+    # --- inputs of a piece ------------------------------------------------------------------------
 
     def _inputs(self, outer: Arrays, extras: Arrays, key: Any, batch: Any) -> dict[int, Any]:
         rest = _pair(self._positions[1:], (extras, key, batch))
@@ -273,14 +276,14 @@ class LossPieces:
     def _slices(
         self, stacks: dict[int, jax.Array], others: Sequence[jax.Array], rows: jax.Array
     ) -> list[jax.Array]:
-        """What the loop slices: rows of parameters, and the same rows of everything else."""
-        # Rows of padding take those of the first layer: any that exist will do.
+        """Returns the values that the loop slices: rows of parameters and of other values."""
+        # Rows of padding take the values of the first layer; any valid row would do.
         layer_of_row = jnp.maximum(rows, 0) if self.padding else rows
         remaining = iter(others)
         slices = []
         for stack in self.loop.slices:
             if stack is None:
-                # A table of the model's is a NumPy array, which takes no traced index.
+                # A constant table is a NumPy array, which does not support a traced index.
                 slices.append(jnp.asarray(next(remaining))[layer_of_row])
                 continue
             slices.append(stack.apply(stacks[stack.input]))
@@ -290,9 +293,9 @@ class LossPieces:
         self,
         consts: Sequence[jax.Array],
         activations: Activations,
-        given: tuple[jax.Array | None, list[jax.Array]],
+        row: tuple[jax.Array | None, list[jax.Array]],
     ) -> tuple[Activations, list[jax.Array]]:
-        present, sliced = given
+        present, sliced = row
         if present is not None and self.skips:
             return self._layer_or_nothing(consts, activations, present, sliced)
         entering = activations
@@ -319,23 +322,23 @@ class LossPieces:
         present: jax.Array,
         sliced: list[jax.Array],
     ) -> tuple[Activations, list[jax.Array]]:
-        """A layer where there is one, under a `cond`."""
-        compute = lambda *given: self._one_layer(given[0], given[1], (None, given[2]))  # noqa: E731
-        given = consts, activations, sliced
-        nothing = jax.eval_shape(compute, *given)[1]
+        """Runs a layer under a `cond`, or passes the activations on if the row is padding."""
+        compute = lambda *operands: self._one_layer(operands[0], operands[1], (None, operands[2]))  # noqa: E731
+        operands = consts, activations, sliced
+        nothing = jax.eval_shape(compute, *operands)[1]
 
-        def pass_on(*given: Any) -> tuple[Activations, list[jax.Array]]:
-            return given[1], [jnp.zeros(x.shape, x.dtype) for x in nothing]
+        def pass_on(*operands: Any) -> tuple[Activations, list[jax.Array]]:
+            return operands[1], [jnp.zeros(x.shape, x.dtype) for x in nothing]
 
-        # Without the checkpoint the residuals of the two branches, of which one has none, would be
-        # made alike by copies: of the weights, too.
+        # Without the checkpoint, JAX would copy the residuals, weights included, so that both
+        # branches return the same shapes, although one branch has no residuals.
         run = jax.checkpoint(
-            lambda *given: lax.cond(present, compute, pass_on, *given), prevent_cse=False
+            lambda *operands: lax.cond(present, compute, pass_on, *operands), prevent_cse=False
         )
-        return run(*given)
+        return run(*operands)
 
     def _as_carried(self, activations: Activations) -> list[jax.Array]:
-        """Activations as the program knows them, with PRNG keys made of their data."""
+        """Returns activations as the program carries them, with data of PRNG keys as keys."""
         pairs = zip(activations, self.loop.activations, strict=True)
         return [
             jax.random.wrap_key_data(x, impl=_key_impl(like)) if _is_key(like) else x
@@ -344,14 +347,14 @@ class LossPieces:
 
 
 def _check_rest(loop: LayerLoop, sums: Sums) -> None:
-    """Refuses a weight or a metric that no stage could compute; the loss was looked at before."""
+    """Refuses a weight or a metric that no stage could compute; the loss is checked elsewhere."""
     depends = loop.dependence()
-    for what, parts in [("weight of the loss", sums["weight"]), *_metrics(sums)]:
+    for title, parts in [("weight of the loss", sums["weight"]), *_metrics(sums)]:
         if any("rows" in depends(atom) for atom in jax.tree.leaves(parts)):
             raise ValueError(
-                f"the {what} uses what the loop of {loop.num_layers} layers returns for each "
-                "layer, but only carried values go from one pipeline stage to the next: add it up "
-                "in the carried value instead"
+                f"the {title} uses values that the loop of {loop.num_layers} layers returns for "
+                "each layer, but pipeline stages exchange only carried values: sum them in the "
+                "carried value instead"
             )
 
 
@@ -360,16 +363,19 @@ def _metrics(sums: Sums) -> list[tuple[str, Any]]:
 
 
 def _pair(positions: Any, values: Any) -> dict[int, Any]:
-    """{position: array}, for trees of the same form."""
+    """Returns {position: array}, for trees of the same structure."""
     return dict(zip(jax.tree.leaves(positions), jax.tree.leaves(values), strict=True))
 
 
 @jax.custom_vjp
 def _mask_gradient(value: jax.Array, present: jax.Array) -> jax.Array:
-    """`value`, whose gradient is zero where `present` is false (one bool for each leading row).
+    """Returns `value`, with a gradient of zero where `present` is false.
 
-    A derivative rule and not a selection between `value` and a copy that has no gradient: the
-    result is `value` itself, so that a backward pass does not keep it a second time.
+    `present` has one bool for each leading row.
+
+    This is a derivative rule, and not a selection between `value` and a copy without gradient,
+    because
+    the result is `value` itself: a backward pass does not save it twice.
     """
     return value
 
@@ -387,7 +393,7 @@ _mask_gradient.defvjp(_mask_forward, _mask_backward)
 
 
 def _mask_gradients(values: Sequence[jax.Array], present: jax.Array) -> list[jax.Array]:
-    """The same of each value that can have a gradient."""
+    """Applies `_mask_gradient` to each value that can have a gradient."""
     return [
         _mask_gradient(x, present) if jnp.issubdtype(x.dtype, jnp.inexact) else x for x in values
     ]
@@ -398,7 +404,7 @@ def _is_key(value: Any) -> bool:
 
 
 def _as_data(value: jax.Array) -> jax.Array:
-    """A plain array of a definite dtype: the data of keys, what Python numbers became."""
+    """Returns a plain array with a strong dtype: the data of keys, and Python numbers as arrays."""
     if _is_key(value):
         return jax.random.key_data(value)
     return lax.convert_element_type(value, value.dtype)
@@ -409,7 +415,7 @@ def _abstract_data(value: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 def _key_impl(like: jax.ShapeDtypeStruct) -> str:
-    """The name of the generator of a key."""
-    found: list[str] = []
-    jax.eval_shape(lambda key: found.append(str(jax.random.key_impl(key))), like)
-    return found[0]
+    """Returns the name of the generator of a key."""
+    names: list[str] = []
+    jax.eval_shape(lambda key: names.append(str(jax.random.key_impl(key))), like)
+    return names[0]

@@ -1,4 +1,4 @@
-"""A model's own state in a loss that is cut at its layers: who writes it and who reads it."""
+"""Writers and readers of a model's own state, in a loss that is cut at its layers."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from zerojax.tracing.loops.detection import LayerLoop
 
 
 class Writers(NamedTuple):
-    """The extras that a loss writes, by who does.
+    """Extras that a loss writes, by the piece that writes them.
 
-    counters: {name: value of the program}, found from counters and from extras that nobody writes;
-    embed, head: {name: value}; layers: {name: which of the values that the loop gives a row of for
-    each layer}.
+    Attributes:
+      counters: {name: value of the program}, computed only from counters and unwritten extras.
+      embed, head: {name: value of the program}.
+      layers: {name: index among the loop's outputs with a row for each layer}.
     """
 
     counters: dict[str, Any]
@@ -26,31 +27,31 @@ class Writers(NamedTuple):
 
 
 def sort_extras(loop: LayerLoop, written: Mapping[str, Any], places: Mapping[str, int]) -> Writers:
-    """The extras by who writes them.
+    """Sorts the extras by the piece that writes them.
 
     Args:
       loop: over the layers.
-      written: {name: its new value in the program}, without those that stay as they are.
-      places: {name: its position among the inputs}, of all extras.
+      written: {name: new value in the program}, without unchanged extras.
+      places: {name: position among the inputs}, of all extras.
 
     Raises:
-      ValueError: one is computed from what the loop returns for each layer.
+      ValueError: an extra is computed from the loop's outputs with a row for each layer.
     """
-    depends, given = loop.dependence(), loop.row_outputs()
+    depends, returned = loop.dependence(), loop.row_outputs()
     by_embed, by_layers, by_head = {}, {}, {}
     for name, atom in written.items():
-        if not isinstance(atom, Literal) and atom in given:
-            by_layers[name] = given.index(atom)
+        if not isinstance(atom, Literal) and atom in returned:
+            by_layers[name] = returned.index(atom)
         elif not depends(atom):
             by_embed[name] = atom
         elif "rows" not in depends(atom):
             by_head[name] = atom
         else:
             raise ValueError(
-                f"the model's state {name} is computed from what the loop of {loop.num_layers} "
-                "layers returns for each layer, and no pipeline stage has that of all layers: "
-                "store the rows themselves (the second result of jax.lax.scan), or compute it from "
-                "the carried value"
+                f"the model's state {name} is computed from values that the loop of "
+                f"{loop.num_layers} layers returns for each layer, but no pipeline stage has those "
+                "of all layers: store the rows themselves (the second result of jax.lax.scan), or "
+                "compute the state from the carried value"
             )
     counters = _counters(loop, by_embed, written, places)
     rest = {name: atom for name, atom in by_embed.items() if name not in counters}
@@ -60,15 +61,15 @@ def sort_extras(loop: LayerLoop, written: Mapping[str, Any], places: Mapping[str
 def _counters(
     loop: LayerLoop, free: Mapping[str, Any], written: Mapping[str, Any], places: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Those of some extras that depend on nothing but counters and extras that nobody writes."""
+    """Returns those extras that depend only on counters and on extras that are not written."""
     reads = {name: set(cut_piece(loop.program, [atom]).inputs) for name, atom in free.items()}
-    found = dict(free)
+    counters = dict(free)
     while True:
-        known = {place for name, place in places.items() if name in found or name not in written}
-        fewer = {name: atom for name, atom in found.items() if reads[name] <= known}
-        if len(fewer) == len(found):
-            return found
-        found = fewer
+        known = {place for name, place in places.items() if name in counters or name not in written}
+        fewer = {name: atom for name, atom in counters.items() if reads[name] <= known}
+        if len(fewer) == len(counters):
+            return counters
+        counters = fewer
 
 
 def check_readers(
@@ -77,11 +78,14 @@ def check_readers(
     """Refuses an extra that one pipeline stage writes and another reads.
 
     Args:
-      writers, places: see `sort_extras`; embed, around, head: what computes the first activations,
-        what the loop takes besides, and the loss.
+      writers: of the extras.
+      places: {name: position among the inputs}, of all extras.
+      embed: computes the inputs of the first layer.
+      around: computes the other inputs of the loop.
+      head: computes the loss.
 
     Raises:
-      ValueError: the two are on different stages, and only activations go from one to another.
+      ValueError: writer and reader are on different stages, which exchange only activations.
     """
     pieces = {"before the layers": embed, "by the layers": around, "after the layers": head}
     written = zip(pieces, (writers.embed, writers.layers, writers.head), strict=True)
@@ -90,16 +94,16 @@ def check_readers(
         for name in names:
             for reader in [place for place, p in others.items() if places[name] in p.inputs]:
                 raise ValueError(
-                    f"the model's state {name} is written {where} and read {reader}, and pipeline "
-                    "stages hand on activations only: keep one for each of the two, or put it "
-                    "into the carried value"
+                    f"the model's state {name} is written {where} and read {reader}, but pipeline "
+                    "stages exchange only activations: keep a separate state for each place, or "
+                    "put it into the carried value"
                 )
 
 
 class Overwritten(NamedTuple):
-    """The extras that are overwritten with their gradient, by the piece that reads them.
+    """Extras that are overwritten with their gradient, by the piece that reads them.
 
-    Those of the layers have one row for each layer, which that layer alone reads.
+    Those of the layers have one row for each layer, which only that layer reads.
     """
 
     embed: frozenset[str] = frozenset()
@@ -121,18 +125,18 @@ def sort_overwritten(
     around: Piece,
     head: Piece,
 ) -> Overwritten:
-    """The extras that are overwritten, by who reads them; one that nobody reads is in no set.
+    """Sorts the overwritten extras by the piece that reads them, without unread extras.
 
-    A new value is the gradient of what one piece computes; of two pieces, or of the layers of two
-    stages, there would be two to add, and what makes one of the microbatches' values is their
-    largest.
+    The new value is the gradient of one piece. With two readers, or a reader on two stages, there
+    would be two gradients to add, but the values of microbatches are combined by their maximum.
 
     Args:
       loop: over the layers.
-      names: of these extras; places, embed, around, head: see `check_readers`.
+      names: of these extras.
+      places, embed, around, head: see `check_readers`.
 
     Raises:
-      ValueError: one is read by two pieces, or by the layers otherwise than a row by each.
+      ValueError: an extra is read by two pieces, or by the layers other than one row by each layer.
     """
     pieces = {"before the layers": embed, "by the layers": around, "after the layers": head}
     read: dict[str, set[str]] = {place: set() for place in pieces}
@@ -141,8 +145,8 @@ def sort_overwritten(
         if len(readers) > 1:
             raise ValueError(
                 f"the model's state {name}, which is overwritten with its gradient, is read "
-                f"{readers[0]} and {readers[1]}, and each pipeline stage has a part of that "
-                "gradient: keep one for each of the two, or use stage=1"
+                f"{readers[0]} and {readers[1]}, but each pipeline stage has only a part of that "
+                "gradient: keep a separate state for each place, or use stage=1"
             )
         if readers == ["by the layers"]:
             _check_rows(loop, name, places[name])
@@ -152,12 +156,12 @@ def sort_overwritten(
 
 
 def _check_rows(loop: LayerLoop, name: str, place: int) -> None:
-    """Refuses an overwritten extra of the layers that is more than a row for each of them."""
+    """Refuses an overwritten extra of the layers that is not exactly one row for each layer."""
     variable = loop.program.jaxpr.invars[place]
     rest = [atom for atom in loop.others if atom is not variable]
     if place in cut_piece(loop.program, [*loop.consts, *rest]).inputs:
         raise ValueError(
             f"the model's state {name}, which is overwritten with its gradient, is not only sliced "
-            f"by the loop of {loop.num_layers} layers, one row for each, and no pipeline stage has "
+            f"by the loop of {loop.num_layers} layers, one row for each, but no pipeline stage has "
             "the gradient of all layers: let the loop slice a row for each layer, or use stage=1"
         )

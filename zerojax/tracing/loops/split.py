@@ -1,9 +1,9 @@
 """Forward pass, residuals and backward pass as three separate functions.
 
-`jax.vjp` gives a backward pass that holds everything it needs. Between the two passes of a pipeline
-stage lie other microbatches, so what is held goes through buffers: but only what depends on the
-microbatch. What follows from the weights alone (a copy in another layout, a transpose) is the same
-for every microbatch and is computed again.
+`jax.vjp` returns a backward pass that holds all its residuals. Between the two passes of a pipeline
+stage other microbatches run, so residuals are stored in buffers: only those that depend on the
+microbatch. Residuals that depend only on the weights (a copy in another layout, a transpose) are
+the same for every microbatch and are recomputed.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from zerojax.tracing.loops.loss_pieces import LossPieces
 
 Arrays = Any
-"""A tree of arrays."""
+"""Tree of arrays."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SplitPasses:
-    """The two passes of a function, to be traced wherever they are needed.
+    """Forward and backward pass of a function, to be traced separately.
 
     Attributes:
       forward: `(weights, fixed, inputs, context) -> (outputs, rest, stored)`.
       backward: `(weights, fixed, stored, cotangents) -> (gradients of weights, of inputs)`.
-      stored: what lies between the two, as a tuple of `ShapeDtypeStruct`s.
+      stored: values that are kept between the two, as a tuple of `ShapeDtypeStruct`s.
     """
 
     forward: Callable[..., tuple[Arrays, Arrays, list[jax.Array]]]
@@ -38,7 +38,7 @@ class SplitPasses:
 
     @property
     def num_bytes(self) -> int:
-        """Of what is stored."""
+        """Bytes of the stored values."""
         return sum(x.size * x.dtype.itemsize for x in self.stored)
 
 
@@ -49,13 +49,13 @@ def split_passes(
     inputs: Arrays,
     context: Arrays,
 ) -> SplitPasses:
-    """Traces a function once and takes its derivative apart.
+    """Traces a function once and splits its derivative into two passes.
 
     Args:
-      function: `(weights, fixed, inputs, context) -> (outputs, rest)`; derivatives of `outputs`
-        with respect to `weights` and `inputs` are wanted, all of them floating-point.
-      weights, fixed: what is there again when the backward pass runs.
-      inputs, context: what is not. All four as arrays or `ShapeDtypeStruct`s.
+      function: `(weights, fixed, inputs, context) -> (outputs, rest)`; `outputs` are differentiated
+        with respect to `weights` and `inputs`. All three must be floating-point.
+      weights, fixed: arguments that are available in the backward pass.
+      inputs, context: arguments that are not. All four as arrays or `ShapeDtypeStruct`s.
     """
     vjp_tree: Any = None
     keys: list[Any] = []
@@ -73,8 +73,8 @@ def split_passes(
         data = [jax.random.key_data(x) if _is_key(x) else x for x in leaves]
         return (outputs, rest), data
 
-    given = (weights, fixed, inputs, context)
-    program, shape = jax.make_jaxpr(traced, return_shape=True)(*given)
+    arguments = (weights, fixed, inputs, context)
+    program, shape = jax.make_jaxpr(traced, return_shape=True)(*arguments)
     results_tree = jax.tree.structure(shape[0])
     num_results = results_tree.num_leaves
     num_again = len(jax.tree.leaves((weights, fixed)))
@@ -85,8 +85,8 @@ def split_passes(
         program, num_again, [leaf for leaf, s in zip(leaves, is_stored, strict=True) if not s]
     )
 
-    def forward(*given: Arrays) -> tuple[Arrays, Arrays, list[jax.Array]]:
-        values = jaxpr_as_fun(program)(*jax.tree.leaves(given))
+    def forward(*operands: Arrays) -> tuple[Arrays, Arrays, list[jax.Array]]:
+        values = jaxpr_as_fun(program)(*jax.tree.leaves(operands))
         outputs, rest = results_tree.unflatten(values[:num_results])
         held = values[num_results:]
         return outputs, rest, [x for x, keep in zip(held, is_stored, strict=True) if keep]
@@ -115,18 +115,18 @@ def _is_key(value: Any) -> bool:
 
 
 def _depending_on(program: ClosedJaxpr, variables: Sequence[Any]) -> set[Any]:
-    """All variables that depend on these."""
-    found = set(variables)
+    """Returns all variables that depend on `variables`, themselves included."""
+    dependent = set(variables)
     for equation in program.jaxpr.eqns:
-        if any(not isinstance(atom, Literal) and atom in found for atom in equation.invars):
-            found.update(equation.outvars)
-    return found
+        if any(not isinstance(atom, Literal) and atom in dependent for atom in equation.invars):
+            dependent.update(equation.outvars)
+    return dependent
 
 
 def _restricted(
     program: ClosedJaxpr, num_inputs: int, outputs: Sequence[Any]
 ) -> Callable[..., list[jax.Array]]:
-    """A function of the first inputs alone that gives these variables of a program."""
+    """Returns a function of the first inputs that computes these variables of a program."""
     needed = {atom for atom in outputs if not isinstance(atom, Literal)}
     equations = []
     for equation in reversed(program.jaxpr.eqns):
@@ -142,17 +142,17 @@ def _restricted(
 def split_layers(
     pieces: LossPieces, params: Mapping[str, Any], extras: Arrays, key: Any, batch: Any, rows: int
 ) -> SplitPasses:
-    """The passes of a chunk of so many layers, of one microbatch, from abstract arrays."""
-    given = {name: x for name, x in params.items() if name in pieces.stacked}
-    chunk = {n: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for n, x in given.items()}
+    """Returns the passes of a chunk of `rows` layers for one microbatch, from abstract arrays."""
+    stacked = {name: x for name, x in params.items() if name in pieces.stacked}
+    chunk = {n: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for n, x in stacked.items()}
     outer = {name: x for name, x in params.items() if name not in pieces.stacked}
     activations = pieces.activations
 
     def run(weights: Any, fixed: Any, inputs: list, context: Any) -> Any:
         others, extras, key, batch = context
         extras = {**extras, **weights["overwritten"]}
-        given = tuple(interleave(inputs, others, activations))
-        state = extras, key, batch, fixed, given
+        entering = tuple(interleave(inputs, others, activations))
+        state = extras, key, batch, fixed, entering
         outputs, changes = pieces.layers(weights["chunk"], weights["outer"], *state)
         return with_gradient(outputs), changes
 
@@ -170,23 +170,23 @@ def split_layers(
 
 
 def has_gradient(x: Any) -> bool:
-    """Whether an array, or a `ShapeDtypeStruct`, has a gradient."""
+    """Returns whether an array, or a `ShapeDtypeStruct`, has a gradient."""
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def with_gradient(activations: Sequence[Any]) -> list[Any]:
-    """The floating-point activations, which have a gradient."""
+    """Returns the floating-point activations, which have a gradient."""
     return [x for x in activations if has_gradient(x)]
 
 
 def without_gradient(activations: Sequence[Any]) -> list[Any]:
-    """The others, such as a counter that travels along."""
+    """Returns the activations without a gradient, such as a counter in the carry."""
     return [x for x in activations if not has_gradient(x)]
 
 
 def interleave(
     differentiable: Sequence[Any], others: Sequence[Any], like: Sequence[Any]
 ) -> list[Any]:
-    """The inverse of `with_gradient` and `without_gradient`, in the order of `like`."""
+    """Reverses `with_gradient` and `without_gradient`, in the order of `like`."""
     first, second = iter(differentiable), iter(others)
     return [next(first) if has_gradient(x) else next(second) for x in like]

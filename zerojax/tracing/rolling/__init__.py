@@ -1,4 +1,4 @@
-"""Layers that a Python loop calls, found in a traced loss and rolled into one loop."""
+"""Search for layers that a Python loop calls in a traced loss, and their conversion to one loop."""
 
 from zerojax.tracing.rolling.finding import FoundLoops, Loop, find_loops
 from zerojax.tracing.rolling.flat_program import Mismatch

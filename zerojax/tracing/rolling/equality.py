@@ -1,7 +1,7 @@
-"""Equality of traced equations by what they compute.
+"""Equality of traced equations by their computation.
 
-Names of variables do not count, nor does the place where a rule was written: a custom derivative is
-compared by the program of its vector-Jacobian product, since two rules of one factory may have
+Names of variables and the place where a rule was written do not matter. A custom derivative is
+compared by the program of its vector-Jacobian product, since two rules from one factory may have
 captured different numbers.
 """
 
@@ -20,23 +20,23 @@ from zerojax.operators.marks import read_name, read_shape
 from zerojax.tracing.jaxpr import is_checkpoint, variables
 
 Hole = tuple[int, int]
-"""A literal in a nested program: (number of its equation, number of the operand)."""
+"""Literal in a nested program: (index of its equation, index of the operand)."""
 
 
 def same_literals(first: Literal, second: Literal) -> bool:
-    """Whether two literals have the same type and the same bits: 0.0 is not -0.0."""
+    """Returns whether two literals have the same type and the same bits: 0.0 differs from -0.0."""
     if first.aval != second.aval:
         return False
     dtype = getattr(first.aval, "dtype", None)
-    one, other = (np.asarray(atom.val, dtype) for atom in (first, second))
-    return one.tobytes() == other.tobytes()
+    left, right = (np.asarray(atom.val, dtype) for atom in (first, second))
+    return left.tobytes() == right.tobytes()
 
 
 def same_kind(first: Any, second: Any) -> bool:
-    """Whether two variables or literals have the same shape and dtype; weak types do not count."""
-    one, other = first.aval, second.aval
-    return getattr(one, "shape", None) == getattr(other, "shape", None) and (
-        getattr(one, "dtype", None) == getattr(other, "dtype", None)
+    """Returns whether two atoms have the same shape and dtype, ignoring weak types."""
+    left, right = first.aval, second.aval
+    return getattr(left, "shape", None) == getattr(right, "shape", None) and (
+        getattr(left, "dtype", None) == getattr(right, "dtype", None)
     )
 
 
@@ -50,11 +50,11 @@ def _is_program(value: Any) -> bool:
 
 
 class Equality:
-    """Compares equations of different layers.
+    """Comparison of equations of different layers.
 
     Attributes:
-      places: {name of a parameter: what it is within its layer}; a mark of a read counts as the
-        same where these agree.
+      places: {name of a parameter: its place within its layer}; marks of reads are equal if these
+        places are.
     """
 
     def __init__(self, places: Mapping[str, Any]) -> None:
@@ -63,15 +63,15 @@ class Equality:
         self._compared: dict[tuple[int, int], tuple[Any, Any, set[Hole] | None]] = {}
 
     def holes(self, first: Any, second: Any) -> set[Hole] | None:
-        """Compares two equations, whatever their operands are.
+        """Compares two equations, regardless of their operands.
 
         Returns:
-          None where they differ; else the literals that differ within the program of a checkpoint,
-          which are the only difference.
+          None if they differ; else the literals within the program of a checkpoint that differ, and
+          are the only difference.
         """
         key = id(first), id(second)
         known = self._compared.get(key)
-        if known is None:  # the equations are kept with the answer, so that no other has their ids
+        if known is None:  # the cache holds the equations too, so that their ids are not reused
             holes: set[Hole] = set()
             allowed = holes if is_checkpoint(first) else None
             same = self._same_equation(first, second, allowed, True)
@@ -96,10 +96,12 @@ class Equality:
         return self._same(self._derivative(first), self._derivative(second), None, False)
 
     def _same(self, first: Any, second: Any, holes: set[Hole] | None, rules: bool) -> bool:
-        """Whether two parameters of equations are equal.
+        """Returns whether two parameters of equations are equal.
 
         Args:
-          rules: whether custom derivatives count. Inside of a derivative only values do.
+          first, second: the parameters.
+          holes: set to which differing literals are added; None: literals must be equal.
+          rules: whether to compare custom derivatives. Inside of a derivative only values matter.
         """
         if first is second:
             return True
@@ -117,20 +119,20 @@ class Equality:
             return np.asarray(first).tobytes() == np.asarray(second).tobytes()
         try:
             return bool(first == second)
-        except Exception:  # whatever cannot be compared counts as different
+        except Exception:  # values that cannot be compared count as different
             return False
 
     def _same_program(self, first: Any, second: Any, holes: set[Hole] | None, rules: bool) -> bool:
-        one, other = _Opened(first), _Opened(second)
-        if len(one.consts) != len(other.consts) or len(one.eqns) != len(other.eqns):
+        left, right = _Opened(first), _Opened(second)
+        if len(left.consts) != len(right.consts) or len(left.eqns) != len(right.eqns):
             return False
-        pairs = zip(one.consts, other.consts, strict=True)
+        pairs = zip(left.consts, right.consts, strict=True)
         if not all(self._same(a, b, None, rules) for a, b in pairs):
             return False
         names: dict[Any, Any] = {}
-        if not _bind(names, one.inputs, other.inputs):
+        if not _bind(names, left.inputs, right.inputs):
             return False
-        for number, (a, b) in enumerate(zip(one.eqns, other.eqns, strict=True)):
+        for number, (a, b) in enumerate(zip(left.eqns, right.eqns, strict=True)):
             if not self._same_equation(a, b, None, rules):
                 return False
             for place, (x, y) in enumerate(zip(a.invars, b.invars, strict=True)):
@@ -141,12 +143,14 @@ class Equality:
                 holes.add((number, place))
             if not _bind(names, a.outvars, b.outvars):
                 return False
-        if len(one.outputs) != len(other.outputs):
+        if len(left.outputs) != len(right.outputs):
             return False
-        return all(_same_atom(names, x, y) for x, y in zip(one.outputs, other.outputs, strict=True))
+        return all(
+            _same_atom(names, x, y) for x, y in zip(left.outputs, right.outputs, strict=True)
+        )
 
     def _derivative(self, equation: Any) -> ClosedJaxpr:
-        """The program of an equation's vector-Jacobian product, kept with its equation."""
+        """Returns the program of an equation's vector-Jacobian product, from a cache."""
         known = self._derivatives.get(id(equation))
         if known is None or known[0] is not equation:
             known = self._derivatives[id(equation)] = (equation, vjp_program(equation))
@@ -154,15 +158,15 @@ class Equality:
 
 
 def vjp_program(equation: Any) -> ClosedJaxpr:
-    """The traced vector-Jacobian product of one equation, with respect to its floating operands."""
+    """Traces the vector-Jacobian product of one equation for its floating-point operands."""
     taken = list(dict.fromkeys(variables(equation.invars)))
     run = equation_function(equation, taken)
     floats = [place for place, variable in enumerate(taken) if _is_float(variable)]
 
     def product(*values: Any) -> Any:
-        def outputs(*given: Any) -> list[Any]:
+        def outputs(*float_values: Any) -> list[Any]:
             every = list(values)
-            for place, value in zip(floats, given, strict=True):
+            for place, value in zip(floats, float_values, strict=True):
                 every[place] = value
             return [x for x in run(*every) if jnp.issubdtype(x.dtype, jnp.inexact)]
 
@@ -173,7 +177,7 @@ def vjp_program(equation: Any) -> ClosedJaxpr:
 
 
 def equation_function(equation: Any, taken: Sequence[Any]) -> Any:
-    """One equation as a function of the variables that it takes, each once."""
+    """Returns one equation as a function of the variables that it takes, each once."""
     like = next((p for p in equation.params.values() if _is_program(p)), None)
     template = _any_program() if like is None else getattr(like, "jaxpr", like)
     alone = template.replace(
@@ -192,20 +196,20 @@ def _any_program() -> Jaxpr:
 
 
 def abstract_value(atom: Any) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and weak type of a variable."""
+    """Returns the shape, dtype and weak type of a variable."""
     weak = getattr(atom.aval, "weak_type", False)
     return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype, weak_type=weak)
 
 
 def _context(equation: Any) -> list[Any]:
-    """What JAX's context managers set when an equation was traced, such as compute_on."""
+    """Returns the settings of JAX's context managers, such as compute_on, for an equation."""
     context = equation.ctx
     names = (name for name in type(context).__slots__ if not name.startswith("__"))
     return [getattr(context, name, None) for name in names]
 
 
 def _rules(equation: Any) -> frozenset[str]:
-    """Names of the parameters of an equation that hold rules of derivatives: Python callables."""
+    """Returns the parameters of an equation that hold rules of derivatives: Python callables."""
     if not equation.primitive.name.startswith("custom_"):
         return frozenset()
     params = equation.params.items()
@@ -217,7 +221,7 @@ def _is_rule(value: Any) -> bool:
 
 
 class _Opened:
-    """The parts of a nested program, open or closed."""
+    """Parts of a nested program, open or closed."""
 
     def __init__(self, program: Any) -> None:
         inner = getattr(program, "jaxpr", program)
@@ -227,7 +231,7 @@ class _Opened:
 
 
 def _bind(names: dict[Any, Any], first: Sequence[Any], second: Sequence[Any]) -> bool:
-    """Notes which variables stand for each other; False where their types differ."""
+    """Records which variables correspond to each other; returns False if their types differ."""
     if len(first) != len(second):
         return False
     names.update(zip(first, second, strict=True))

@@ -1,4 +1,4 @@
-"""Search for layers that a traced loss calls one after the other, and their loops."""
+"""Search for layers that a traced loss calls in sequence, and for their loops."""
 
 from __future__ import annotations
 
@@ -14,40 +14,41 @@ from zerojax.tracing.jaxpr import is_checkpoint
 from zerojax.tracing.loops import keeps_products
 from zerojax.tracing.rolling.equality import Equality
 from zerojax.tracing.rolling.flat_program import LayerProgram, Mismatch, Place, open_calls
+from zerojax.tracing.rolling.iteration_search import roll
 from zerojax.tracing.rolling.layer_names import LayerList, find_lists, join_lists, stack_name
 from zerojax.tracing.rolling.rolled import Rolled
-from zerojax.tracing.rolling.turn_search import roll
 from zerojax.tracing.trace import ModelTrace
 
-MIN_TURNS = 2
-"""A loop has at least so many turns; whether it is worth it is decided elsewhere."""
+MIN_ITERATIONS = 2
+"""Minimum number of iterations of a loop; other modules decide whether a loop is worthwhile."""
 MIN_LAYERS = 4
-"""Shorter lists are not mentioned when they are left as they are."""
+"""Minimum length of a list whose reason against a loop is reported."""
 MAX_PERIOD = 8
 MAX_TRIES = 48
-"""Of runs of layers in one list."""
+"""Maximum number of runs of layers to try in one list."""
 ROW_SHARE = 0.25
-"""A longer period is looked for where values stacked per turn that are no parameters take more than
-this share of what is carried through all turns."""
+"""Limit of the stacked values that are not parameters, relative to the carried values of all
+iterations; above it, longer periods are tried."""
 Run = tuple[int, int, int]
 """(start, period, count) of layers."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """One list of layers, or a run of it, as one loop.
+    """List of layers, or a run of it, as one loop.
 
     Attributes:
       layers: the list.
-      start, period, count: layers `start` to `start + period * count - 1`, `period` in each turn.
+      start, period, count: layers `start` to `start + period * count - 1`, `period` per iteration.
       stacks: {name of a stack [count, ...]: names of the parameters that are its rows, in order}.
-      row_bytes: bytes of values with one row for each turn that are no parameters.
-      num_other_rows: how many such values there are.
-      carry_bytes: bytes of what goes from turn to turn.
-      is_checkpointed: whether all products of a turn are in checkpoints that keep none of them.
-      body: the program of a turn, as `Rolled` has it.
-      why_not_more: why the other layers of the list are not in the loop; "" where there are none.
-      remat: what the backward pass computes again of a turn, see `Rolled.build`.
+      row_bytes: bytes of values with one row for each iteration that are not parameters.
+      num_other_rows: number of such values.
+      carry_bytes: bytes of the carried values.
+      is_checkpointed: whether all products of an iteration are in checkpoints that save none of
+        them.
+      body: the program of an iteration, see `Rolled`.
+      why_not_more: reason why other layers of the list are not in the loop; "" if there are none.
+      remat: values of an iteration that the backward pass recomputes, see `Rolled.build`.
     """
 
     layers: LayerList
@@ -65,25 +66,25 @@ class Loop:
 
     @property
     def prefix(self) -> str:
-        """The name of the list: "layers/", "blocks_"."""
+        """Name of the list: "layers/", "blocks_"."""
         return self.layers.prefix
 
     @property
     def title(self) -> str:
-        """The layers, for people: "layers/0..23"."""
+        """Name of the layers, for messages: "layers/0..23"."""
         return self.layers.title_of(name for names in self.stacks.values() for name in names)
 
     @property
     def has_small_rows(self) -> bool:
-        """Whether stacked values that are no parameters are small beside what is carried."""
+        """Whether stacked values other than parameters are small relative to the carry."""
         return self.row_bytes <= ROW_SHARE * self.carry_bytes * self.count
 
     def describe(self) -> str:
-        """One sentence.
+        """Returns one sentence about the loop.
 
-        Example: "layers/0..23 as one loop of 24 turns; 2 values differ by layer".
+        Example: "layers/0..23 as one loop of 24 iterations; 2 values differ by layer".
         """
-        text = f"{self.title} as one loop of {self.count} turns"
+        text = f"{self.title} as one loop of {self.count} iterations"
         if self.period > 1:
             text += f" of {self.period} layers"
         if self.num_other_rows:
@@ -97,9 +98,11 @@ class Loop:
 
 @dataclasses.dataclass(frozen=True)
 class FoundLoops:
-    """Attributes:
-    loops: in the order in which they are rolled.
-    left: one sentence for each list of layers that was not rolled, with the first difference.
+    """Loops over layers in a traced loss.
+
+    Attributes:
+      loops: in the order in which they are rolled.
+      left: one sentence for each list of layers that was not rolled, with the first difference.
     """
 
     loops: tuple[Loop, ...]
@@ -108,7 +111,7 @@ class FoundLoops:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class NamedProgram:
-    """A program and for each of its inputs the parameter that it is, or None."""
+    """Program, and for each of its inputs the name of the parameter, or None."""
 
     closed: ClosedJaxpr
     names: tuple[str | None, ...]
@@ -117,12 +120,13 @@ class NamedProgram:
 def find_loops(
     trace: ModelTrace, params: Mapping[str, Any], kind_of: Callable[[str], Any] = lambda name: ()
 ) -> FoundLoops:
-    """Finds the loops over layers that a Python loop called.
+    """Returns the loops over layers that a Python loop called.
 
     Args:
-      trace: of the loss, with a mark at every read; params: of the model, by name.
-      kind_of: name of a parameter -> (who asks, what is asked) pairs that have to be the same for
-        all rows of a stack, such as whether it is frozen; comparable.
+      trace: of the loss, with a mark at every read.
+      params: parameters of the model, by name.
+      kind_of: name of a parameter -> pairs (option, its setting) that must be the same for all rows
+        of a stack, such as whether it is frozen; comparable.
     """
     names = sorted(params)
     program = trace.program
@@ -143,12 +147,12 @@ def find_loops(
         else:
             if first.num_layers >= MIN_LAYERS:
                 left.append(f"{first.title_of(first.places)} are not one loop: {why}")
-        lists = [one for one in lists[1:] if gone.isdisjoint(one.places)]
+        lists = [layers for layers in lists[1:] if gone.isdisjoint(layers.places)]
     return FoundLoops(tuple(loops), tuple(left))
 
 
 def _joined(named: NamedProgram, lists: Sequence[LayerList]) -> list[LayerList]:
-    """Returns the first list with those that the same Python loop calls, then by itself."""
+    """Returns the first list joined with those of the same Python loop, then the list alone."""
     first, others = lists[0], lists[1:]
     low, high = _program(named, first).span
     together = [first]
@@ -165,7 +169,7 @@ def _joined(named: NamedProgram, lists: Sequence[LayerList]) -> list[LayerList]:
 def _find(
     named: NamedProgram, layers: LayerList, kind_of: Callable[[str], Any]
 ) -> tuple[Loop | None, str]:
-    """Returns (the loop that covers most layers, or None, why there is none)."""
+    """Returns (the loop that covers most layers, or None, reason why there is none)."""
     program, equality = _program(named, layers), Equality(_within(layers))
     effect = next((e.primitive.name for e in program.equations if e.effects), None)
     if effect is not None:
@@ -182,7 +186,7 @@ def _find(
             loop = _loop(layers, start, period, rolled, named)
         except Mismatch as mismatch:
             why = why or str(mismatch)
-            runs.split(run, mismatch.turn)
+            runs.split(run, mismatch.iteration)
             continue
         if period * count < layers.num_layers:
             loop = dataclasses.replace(loop, why_not_more=why or runs.why_not_all)
@@ -194,16 +198,18 @@ def _find(
 
 
 class _Runs:
-    """Runs of layers to try, those first that leave least to compile, then those that start first.
+    """Runs of layers to try, by the number of layers to compile, then by their start.
 
     Attributes:
-      why_not_all: the first difference between layers, where their parameters differ.
+      why_not_all: first difference between the parameters of layers, if any.
     """
 
     def __init__(self, kinds: Sequence[frozenset[Any]], numbers: Sequence[int]) -> None:
-        """Args:
-        kinds: for each layer what layers of one loop have in common; comparable.
-        numbers: of the layers, for people.
+        """Collects the runs of layers of equal kinds.
+
+        Args:
+          kinds: for each layer the properties that layers of one loop share; comparable.
+          numbers: of the layers, for messages.
         """
         self._waiting: list[tuple[int, int, int, int]] = []
         self._seen: set[Run] = set()
@@ -220,7 +226,7 @@ class _Runs:
                 start = max(end - period + 1, start + 1)
 
     def _add(self, start: int, period: int, count: int) -> None:
-        if count >= MIN_TURNS and (start, period, count) not in self._seen:
+        if count >= MIN_ITERATIONS and (start, period, count) not in self._seen:
             self._seen.add((start, period, count))
             heapq.heappush(self._waiting, (-period * (count - 1), period, start, count))
 
@@ -231,42 +237,44 @@ class _Runs:
             _, period, start, count = heapq.heappop(self._waiting)
             yield start, period, count
 
-    def split(self, run: Run, turn: int | None) -> None:
-        """Adds the parts of a run that is no loop.
+    def split(self, run: Run, iteration: int | None) -> None:
+        """Adds the parts of a run that is not a loop.
 
         Args:
-          turn: the one that differs from those before it, where that is known.
+          run: the run.
+          iteration: the first one that differs from those before it, if known.
         """
         start, period, count = run
-        if turn is not None:
-            self._add(start, period, turn)
-            self._add(start + turn * period, period, count - turn)
-        if turn is None or count - turn <= 1:
+        if iteration is not None:
+            self._add(start, period, iteration)
+            self._add(start + iteration * period, period, count - iteration)
+        if iteration is None or count - iteration <= 1:
             self._add(start, period, count - 1)
-        if turn is None or turn <= 1:
+        if iteration is None or iteration <= 1:
             self._add(start + 1, period, (count * period - 1) // period)
 
 
 def _describe_difference(
     first: frozenset[Any], second: frozenset[Any], number: int, other: int
 ) -> str:
-    """Says how the parameters of two layers differ, of which `_kinds` gave the sets."""
+    """Describes how the parameters of two layers differ, from their sets of `_kinds`."""
     both = [{within: kind for within, *kind in layer} for layer in (first - second, second - first)]
     within = min((*both[0], *both[1]), default="")
     if not (within in both[0] and within in both[1]):
         has, lacks = (number, other) if within in both[0] else (other, number)
-        return f"layer {has} has {within}, and layer {lacks} has not"
-    (form, asked), (other_form, other_asked) = both[0][within], both[1][within]
+        return f"layer {has} has {within}, but layer {lacks} does not"
+    (form, settings), (other_form, other_settings) = both[0][within], both[1][within]
     if form != other_form:
         return f"{within} is {form} in layer {number} and {other_form} in layer {other}"
-    who = next(one[0] for one, two in zip(asked, other_asked, strict=True) if one != two)
-    return f"{who} treats {within} of layers {number} and {other} differently"
+    pairs = zip(settings, other_settings, strict=True)
+    option = next(first[0] for first, second in pairs if first != second)
+    return f"{option} treats {within} of layers {number} and {other} differently"
 
 
 def _kinds(
     named: NamedProgram, layers: LayerList, kind_of: Callable[[str], Any]
 ) -> list[frozenset[Any]]:
-    """Returns for each layer its parameters: their names in it, shapes, dtypes and kinds."""
+    """Returns for each layer its parameters: names in the layer, shapes, dtypes and kinds."""
     kinds: list[set[Any]] = [set() for _ in range(layers.num_layers)]
     for variable, name in zip(named.closed.jaxpr.invars, named.names, strict=True):
         place = layers.places.get(name) if name is not None else None
@@ -280,13 +288,13 @@ def roll_program(named: NamedProgram, loop: Loop) -> NamedProgram:
     """Returns the program with one of its lists of layers as this loop.
 
     Raises:
-      Mismatch: the layers of this program are not that loop.
+      Mismatch: the layers of this program do not form that loop.
     """
     program, equality = _program(named, loop.layers), Equality(_within(loop.layers))
     rolled = roll(program, equality, loop.start, loop.period, loop.count)
     stacks = _stacks(rolled, named)
     if stacks != list(loop.stacks.values()):
-        raise Mismatch(f"{loop.title} reads other parameters than when it was planned")
+        raise Mismatch(f"{loop.title} reads other parameters than in the plan")
     gone = {name for names in stacks for name in names}
     rest = [name for name in named.names if name not in gone]
     return NamedProgram(open_calls(rolled.build(loop.remat)), (*loop.stacks, *rest))
@@ -314,7 +322,7 @@ def _loop(layers: LayerList, start: int, period: int, rolled: Rolled, named: Nam
         layers=layers,
         start=start,
         period=period,
-        count=rolled.num_turns,
+        count=rolled.num_iterations,
         stacks={stack_name(names): names for names in _stacks(rolled, named)},
         row_bytes=rolled.row_bytes,
         num_other_rows=len(rolled.other_rows),
@@ -331,14 +339,14 @@ def _check_reads(rolled: Rolled) -> None:
     """Refuses layers whose parameters are read where a loop cannot read them.
 
     Raises:
-      Mismatch: with the operation around the read.
+      Mismatch: with the enclosing operation of the read.
     """
     for inside in _reads_inside(rolled.body.jaxpr, ""):
         raise Mismatch(f"layers read parameters inside of `{inside}`")
 
 
 def _reads_inside(program: Jaxpr, around: str) -> Iterator[str]:
-    """The operations around reads, other than loops and checkpoints."""
+    """Yields the enclosing operations of reads, other than loops and checkpoints."""
     for equation in program.eqns:
         if read_name(equation) is not None and around:
             yield around
@@ -349,5 +357,5 @@ def _reads_inside(program: Jaxpr, around: str) -> Iterator[str]:
 
 
 def read_stacks(loops: Sequence[Loop]) -> dict[str, str]:
-    """{name of a parameter: the stack of which it is a row}."""
+    """Returns {name of a parameter: the stack that holds its row}."""
     return {name: stack for loop in loops for stack, names in loop.stacks.items() for name in names}

@@ -1,7 +1,7 @@
-"""A traced loss as one flat list of equations, with the layers that each value depends on.
+"""Traced loss as one flat list of equations, with the layers that each value depends on.
 
-Calls of `jax.jit` are opened, also inside of checkpoints, so that layers are compared by what they
-compute and not by how it is wrapped. Nothing else changes, and every variable is made once.
+Calls of `jax.jit` are inlined, also inside of checkpoints, so that layers are compared by their
+computation and not by its wrappers. Nothing else changes, and every variable is defined once.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ _CALLS = ("jit", "pjit", "closed_call")
 
 
 class Mismatch(Exception):
-    """Layers cannot be one loop; the text says why.
+    """Failure to form one loop from layers; the message is the reason.
 
     Attributes:
-      turn: number of the first turn that differs from those before it; None where that is unknown.
+      iteration: index of the first iteration that differs from those before it; None if unknown.
     """
 
-    def __init__(self, why: str, turn: int | None = None) -> None:
+    def __init__(self, why: str, iteration: int | None = None) -> None:
         super().__init__(why)
-        self.turn = turn
+        self.iteration = iteration
 
 
-# --- calls, opened --------------------------------------------------------------------------------
+# --- inlined calls --------------------------------------------------------------------------------
 
 
 def open_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The same program without calls of `jax.jit` and without equations that nothing needs."""
+    """Returns the same program without calls of `jax.jit` and without dead code."""
     program = closed.jaxpr
     consts = list(zip(program.constvars, closed.consts, strict=True))
     names: dict[Any, Any] = {}
@@ -51,31 +51,32 @@ def open_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
 def _opened(
     equations: Iterable[Any], names: dict[Any, Any], consts: list[tuple[Any, Any]] | None
 ) -> Iterator[Any]:
-    """Equations with fresh results.
+    """Yields equations with new result variables, with calls inlined.
 
     Args:
-      names: variable -> what stands for it; results are added.
-      consts: (variable, value) of constants, to which those of calls are added; None where a call
-        with constants has to stay.
+      equations: of a program.
+      names: variable -> its replacement; results are added.
+      consts: (variable, value) of constants, to which those of calls are added; None: calls with
+        constants are not inlined.
     """
     for equation in equations:
-        given = [_read(names, atom) for atom in equation.invars]
+        operands = [_read(names, atom) for atom in equation.invars]
         if _opens(equation) and (consts is not None or not program_of(equation).consts):
-            yield from _open(equation, given, names, consts)
+            yield from _open(equation, operands, names, consts)
             continue
         made = [Var(variable.aval) for variable in equation.outvars]
         names.update(zip(equation.outvars, made, strict=True))
         params = equation.params
         if is_checkpoint(equation):
             params = params | {"jaxpr": _open_inside(params["jaxpr"])}
-        yield equation.replace(invars=given, outvars=made, params=params)
+        yield equation.replace(invars=operands, outvars=made, params=params)
 
 
 def _open(
-    equation: Any, given: list[Any], names: dict[Any, Any], consts: list[tuple[Any, Any]] | None
+    equation: Any, operands: list[Any], names: dict[Any, Any], consts: list[tuple[Any, Any]] | None
 ) -> Iterator[Any]:
     inner = program_of(equation)
-    inside = dict(zip(inner.jaxpr.invars, given, strict=True))
+    inside = dict(zip(inner.jaxpr.invars, operands, strict=True))
     for variable, value in zip(inner.jaxpr.constvars, inner.consts, strict=True):
         assert consts is not None
         inside[variable] = Var(variable.aval)
@@ -86,7 +87,7 @@ def _open(
 
 
 def _open_inside(program: Any) -> Any:
-    """The program of a checkpoint, with the calls in it opened."""
+    """Returns the program of a checkpoint, with the calls in it inlined."""
     inner: Jaxpr = getattr(program, "jaxpr", program)
     names: dict[Any, Any] = {}
     equations = list(_opened(inner.eqns, names, None))
@@ -100,23 +101,23 @@ def _read(names: Mapping[Any, Any], atom: Any) -> Any:
 
 
 def _opens(equation: Any) -> bool:
-    """Whether an equation is a call that asks for nothing but its program."""
+    """Returns whether an equation is a call without shardings or compiler options."""
     if equation.primitive.name not in _CALLS:
         return False
     shardings = (
         *equation.params.get("in_shardings", ()),
         *equation.params.get("out_shardings", ()),
     )
-    plain = all(type(one).__name__ == "UnspecifiedValue" for one in shardings)
+    plain = all(type(sharding).__name__ == "UnspecifiedValue" for sharding in shardings)
     return plain and not equation.params.get("compiler_options_kvs")
 
 
 def _needed(equations: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
-    wanted, kept = set(variables(outputs)), []
+    needed, kept = set(variables(outputs)), []
     for equation in reversed(equations):
-        if equation.effects or any(variable in wanted for variable in equation.outvars):
+        if equation.effects or any(variable in needed for variable in equation.outvars):
             kept.append(equation)
-            wanted.update(variables(equation.invars))
+            needed.update(variables(equation.invars))
     return kept[::-1]
 
 
@@ -125,23 +126,23 @@ def _needed(equations: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """A parameter within a list of layers: the number of its layer, and its name in there."""
+    """Parameter within a list of layers: the index of its layer, and its name in the layer."""
 
     layer: int
     within: str
 
 
 class LayerProgram:
-    """A flat program and the layers of one list in it.
+    """Flat program and the layers of one list in it.
 
     Attributes:
       closed: the program, see `open_calls`.
       places: {input of the program: its place}, of the parameters of the list.
-      numbers: of the layers, for people.
-      position: variable -> number of the equation that makes it; inputs are not in it.
-      made_by: variable -> (equation, number of the result).
+      numbers: of the layers, for messages.
+      position: variable -> index of the equation that defines it; without inputs.
+      made_by: variable -> (equation, index of the result).
       depth: variable -> the last layer whose parameters it depends on, -1 for none.
-      plain: the variables that depend on parameters of the list alone: casts, `1 + scale`.
+      plain: variables that depend only on parameters of the list: casts, `1 + scale`.
     """
 
     def __init__(
@@ -160,9 +161,9 @@ class LayerProgram:
         self._reach = self._reached()
 
     def _follow(self, number: int, equation: Any) -> None:
-        given = list(variables(equation.invars))
-        depth = max((self.depth.get(v, -1) for v in given), default=-1)
-        plain = bool(given) and all(v in self.plain for v in given)
+        operands = list(variables(equation.invars))
+        depth = max((self.depth.get(v, -1) for v in operands), default=-1)
+        plain = bool(operands) and all(v in self.plain for v in operands)
         for k, variable in enumerate(equation.outvars):
             self.position[variable], self.made_by[variable] = number, (equation, k)
             self.depth[variable] = depth
@@ -170,80 +171,81 @@ class LayerProgram:
                 self.plain.add(variable)
         if plain:
             return
-        for variable in given:  # an anchor: a layer's parameters meet something else
+        for variable in operands:  # the equation uses parameters of a layer with other values
             if variable in self.plain:
                 layer = self.depth[variable]
                 self._first.setdefault(layer, number)
                 self._last[layer] = number
 
     def _reached(self) -> dict[Any, int]:
-        """Variable -> the last layer whose parameters meet something that is computed from it."""
+        """Returns {variable: the last layer that uses values computed from it}."""
         reach: dict[Any, int] = {}
         for equation in reversed(self.equations):
-            given = list(variables(equation.invars))
-            met = [self.depth[v] for v in given if v in self.plain]
-            anchors = met if any(v not in self.plain for v in given) else []
+            operands = list(variables(equation.invars))
+            met = [self.depth[v] for v in operands if v in self.plain]
+            anchors = met if any(v not in self.plain for v in operands) else []
             last = max([*anchors, *(reach.get(v, -1) for v in equation.outvars)], default=-1)
-            for variable in given:
+            for variable in operands:
                 reach[variable] = max(last, reach.get(variable, -1))
         return reach
 
     def depends_on(self, sources: Iterable[Any]) -> set[Any]:
-        """The variables that are computed from these, themselves included."""
-        found = set(sources)
+        """Returns the variables that depend on `sources`, themselves included."""
+        dependent = set(sources)
         for equation in self.equations:
-            if any(variable in found for variable in variables(equation.invars)):
-                found.update(equation.outvars)
-        return found
+            if any(variable in dependent for variable in variables(equation.invars)):
+                dependent.update(equation.outvars)
+        return dependent
 
     def goes_on(self, variable: Any, layer: int) -> bool:
-        """Whether a later layer computes with what this variable becomes."""
+        """Returns whether a layer after `layer` uses values computed from this variable."""
         return self._reach.get(variable, -1) > layer
 
     @property
     def span(self) -> tuple[int, int]:
-        """The numbers of the first and the last equation that use parameters of the list."""
+        """Indices of the first and the last equation that use parameters of the list."""
         return min(self._first.values(), default=0), max(self._last.values(), default=0)
 
     def cuts(self, start: int, layers: Sequence[int], *, early: bool) -> list[list[Any]]:
         """Returns for each of these layers the values that are live between it and the next.
 
         A cut lies between the last use of a layer's parameters and the first of the next layer's,
-        where the fewest bytes are live that were made since the cut before.
+        at the place with the fewest live bytes of values defined since the previous cut.
 
         Args:
           start: layer from which on values count.
-          early: take the first of places that are alike, and not the last one: what is computed
-            before the next layer's first parameter, such as an activation, is of that layer.
+          layers: the layers.
+          early: use the first and not the last of equal places: a computation before the next
+            layer's first parameter, such as an activation, then belongs to the next layer.
 
         Raises:
           Mismatch: two layers are interleaved, or a layer uses none of its parameters.
         """
         last_use = self._last_uses()
-        before, found = -1, []
-        for turn, layer in enumerate(layers, 1):
+        before, cuts = -1, []
+        for iteration, layer in enumerate(layers, 1):
             if layer not in self._last or layer + 1 not in self._first:
                 numbers = f"{self.numbers[layer]} or {self.numbers[layer + 1]}"
-                raise Mismatch(f"layer {numbers} reads none of its parameters", turn)
+                raise Mismatch(f"layer {numbers} reads none of its parameters", iteration)
             low, high = self._last[layer], self._first[layer + 1]
             if low >= high:
                 numbers = f"{self.numbers[layer]} and {self.numbers[layer + 1]}"
                 raise Mismatch(
                     f"layers {numbers} are interleaved: the first one's parameters are used again "
-                    "after the second one's, as in a U-net or where the model takes a gradient of "
-                    "itself",
-                    turn,
+                    "after the second one's, as in a U-net or in a model that takes its own "
+                    "gradient",
+                    iteration,
                 )
             before, live = self._best_cut(start, before, (low, high), last_use, early)
-            found.append(live)
-        return found
+            cuts.append(live)
+        return cuts
 
     def _last_uses(self) -> list[tuple[int, int, Any]]:
-        """(where it is made, where it is used last, variable), in order of the first."""
+        """Returns (index of definition, index of last use, variable), in order of the first."""
         use = {v: n for n, e in enumerate(self.equations) for v in variables(e.invars)}
         use |= dict.fromkeys(variables(self.closed.jaxpr.outvars), len(self.equations))
-        found = [(self.position[v], last, v) for v, last in use.items() if v in self.position]
-        return sorted(found, key=lambda one: (one[0], self.made_by[one[2]][1]))
+        uses = [(self.position[v], last, v) for v, last in use.items() if v in self.position]
+        return sorted(uses, key=lambda entry: (entry[0], self.made_by[entry[2]][1]))
 
     def _best_cut(
         self,
@@ -254,8 +256,8 @@ class LayerProgram:
         early: bool,
     ) -> tuple[int, list[Any]]:
         low, high = between
-        first = bisect.bisect_right(last_use, before, key=lambda one: one[0])
-        end = bisect.bisect_left(last_use, high, key=lambda one: one[0])
+        first = bisect.bisect_right(last_use, before, key=lambda entry: entry[0])
+        end = bisect.bisect_left(last_use, high, key=lambda entry: entry[0])
         near = [
             (made, last, variable)
             for made, last, variable in last_use[first:end]
@@ -272,5 +274,5 @@ class LayerProgram:
 
 
 def num_bytes(variable: Any) -> int:
-    """Bytes of a value; 8 for each element of what has no item size, such as keys."""
+    """Returns the bytes of a value; dtypes without item size, such as keys, count as 8 bytes."""
     return variable.aval.size * getattr(variable.aval.dtype, "itemsize", 8)

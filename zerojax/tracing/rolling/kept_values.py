@@ -1,8 +1,8 @@
-"""Values that the backward pass of a loop keeps of each turn.
+"""Values of each iteration of a loop that are saved for the backward pass.
 
-XLA computes elementwise results again where it fuses them into what reads them. It cannot do so
-between two loops: whatever the forward loop gives is stored for every turn. The policy here
-computes them again in the backward loop, from the results of products.
+XLA recomputes element-wise results that it fuses into their users. It cannot do so between two
+loops: every result of the forward loop is stored for every iteration. The policy here recomputes
+them in the backward loop, from the results of products.
 """
 
 from __future__ import annotations
@@ -28,27 +28,31 @@ _NAMES = (
     "square squeeze stop_gradient sub tan tanh transpose"
 )
 _COMPUTED_AGAIN = frozenset(_NAMES.split())
-"""Without comparisons: their results take one byte, and random numbers end in them."""
+"""Recomputed primitives, without comparisons, whose results take one byte and which consume random
+numbers."""
 
 
 def keep_products(primitive: Any, *_: Any, **params: Any) -> bool:
-    """Decides for `jax.checkpoint`: keeps everything but elementwise results, sums and reads."""
+    """Returns whether results are saved: all but element-wise results, sums and reads.
+
+    It is a policy for `jax.checkpoint`.
+    """
     if primitive.name == "name":
         return params["name"] == KEPT
     return primitive.name not in _COMPUTED_AGAIN
 
 
 def has_checkpoints(body: ClosedJaxpr) -> bool:
-    """Whether a body has checkpoints of its own at top level."""
+    """Returns whether a body has checkpoints of its own at top level."""
     return any(map(is_checkpoint, body.jaxpr.eqns))
 
 
 def kept_bytes(body: ClosedJaxpr, *, elementwise: bool) -> int:
-    """Returns the bytes of one turn that a backward pass keeps, beside what the turn takes.
+    """Returns the bytes of one iteration that are saved for the backward pass, beside its inputs.
 
     Args:
-      body: of a loop, with marks of reads; what is read counts as taken.
-      elementwise: with the policy `keep_products`, and not as JAX does without a checkpoint.
+      body: of a loop, with marks of reads; values that are read count as inputs.
+      elementwise: whether to apply the policy `keep_products`; else as JAX without a checkpoint.
     """
     run = jaxpr_as_fun(body)
     if elementwise:
@@ -57,9 +61,9 @@ def kept_bytes(body: ClosedJaxpr, *, elementwise: bool) -> int:
     floats = [n for n, x in enumerate(taken) if jnp.issubdtype(x.dtype, jnp.inexact)]
 
     def residuals(*values: Any) -> Any:
-        def outputs(*given: Any) -> list[Any]:
+        def outputs(*float_values: Any) -> list[Any]:
             every = list(values)
-            for place, value in zip(floats, given, strict=True):
+            for place, value in zip(floats, float_values, strict=True):
                 every[place] = value
             return [x for x in run(*every) if jnp.issubdtype(x.dtype, jnp.inexact)]
 

@@ -18,14 +18,14 @@ _NUMBER = re.compile(r"(?:^|(?<=[A-Za-z/._-]))(\d+)(?=[/.]|$)")
 
 @dataclasses.dataclass(frozen=True)
 class LayerList:
-    """Parameters of layers that are numbered under one name, or of several such lists in step.
+    """Parameters of numbered layers with a common prefix, or of several such lists in parallel.
 
     Layers are counted from 0, in the order of the numbers in their names: `layer1` to `layer6` are
     layers 0 to 5.
 
     Attributes:
       prefix: the text before the number, "layers/" or "blocks_"; of several lists "norms/+mlps/".
-      numbers: of the layers, for people: as the names have them, ascending.
+      numbers: numbers in the names of the layers, ascending; for messages.
       places: {name of a parameter: its place}.
     """
 
@@ -38,30 +38,30 @@ class LayerList:
         return len(self.numbers)
 
     def title_of(self, names: Iterable[str]) -> str:
-        """Returns a name for people of layers, by their parameters: "layers/0..23"."""
+        """Returns the name of layers for messages, from their parameters: "layers/0..23"."""
         names, titles = list(names), []
         for prefix in self.prefix.split("+"):
             numbered = re.compile(re.escape(prefix) + r"(\d+)(?:[/.]|$)")
-            found = [int(match[1]) for match in map(numbered.match, names) if match]
-            if found:
-                titles.append(f"{prefix}{min(found)}..{max(found)}")
+            numbers = [int(match[1]) for match in map(numbered.match, names) if match]
+            if numbers:
+                titles.append(f"{prefix}{min(numbers)}..{max(numbers)}")
         return " with ".join(titles)
 
 
 def find_lists(names: Iterable[str], *, at_least: int = 2) -> list[LayerList]:
-    """Returns the lists among parameters' names with at least so many layers, outer ones first.
+    """Returns the lists among parameters' names with at least `at_least` layers, outer lists first.
 
-    >>> [found.prefix for found in find_lists(["layers/0/w", "layers/1/w", "head/w"])]
+    >>> [layers.prefix for layers in find_lists(["layers/0/w", "layers/1/w", "head/w"])]
     ['layers/']
     """
-    found: dict[str, dict[str, Place]] = {}
+    by_prefix: dict[str, dict[str, Place]] = {}
     for name in names:
         for number in _NUMBER.finditer(name):
             prefix, within = name[: number.start()], name[number.end() :].lstrip("/.")
-            found.setdefault(prefix, {})[name] = Place(int(number[1]), within)
-    lists = [_list_of(prefix, _repeated(places)) for prefix, places in found.items()]
-    long = [one for one in lists if one.num_layers >= at_least]
-    return sorted(long, key=lambda one: (one.prefix.count("/"), len(one.prefix)))
+            by_prefix.setdefault(prefix, {})[name] = Place(int(number[1]), within)
+    lists = [_list_of(prefix, _repeated(places)) for prefix, places in by_prefix.items()]
+    long = [layers for layers in lists if layers.num_layers >= at_least]
+    return sorted(long, key=lambda layers: (layers.prefix.count("/"), len(layers.prefix)))
 
 
 def _list_of(prefix: str, places: Mapping[str, Place]) -> LayerList:
@@ -72,39 +72,39 @@ def _list_of(prefix: str, places: Mapping[str, Place]) -> LayerList:
 
 
 def _repeated(places: Mapping[str, Place]) -> dict[str, Place]:
-    """Drops parameters that one layer alone has: those may belong to all layers, as tied ones."""
+    """Drops parameters that only one layer has; they may belong to all layers (tied weights)."""
     count = collections.Counter(place.within for place in places.values())
     return {name: place for name, place in places.items() if count[place.within] > 1}
 
 
 def join_lists(lists: Sequence[LayerList]) -> LayerList:
-    """Returns the lists of modules that one Python loop calls as one list of layers.
+    """Joins the lists of modules that one Python loop calls to one list of layers.
 
-    There are as many layers as divides the lengths of the lists best. A list that is k times as
-    long has k modules in each layer, as `Dense_0` to `Dense_11` of six Linen blocks; modules that
-    remain, as a last norm, are of further layers.
+    The number of layers is the one that divides the lengths of the lists best. A list that is k
+    times as long has k modules in each layer, such as `Dense_0` to `Dense_11` of six Linen blocks;
+    remaining modules, such as a last norm, belong to further layers.
 
     Raises:
       ValueError: a parameter is in two lists.
     """
-    shortest = min(lists, key=lambda one: one.num_layers)
+    shortest = min(lists, key=lambda layers: layers.num_layers)
     numbers = range(shortest.num_layers, 1, -1)
-    num_layers = min(numbers, key=lambda n: sum(one.num_layers % n for one in lists))
+    num_layers = min(numbers, key=lambda n: sum(layers.num_layers % n for layers in lists))
     places: dict[str, Place] = {}
-    for one in lists:
-        per_layer = one.num_layers // num_layers
-        for name, place in one.places.items():
+    for layers in lists:
+        per_layer = layers.num_layers // num_layers
+        for name, place in layers.places.items():
             if name in places:
                 raise ValueError(f"{name} is in two lists")
             layer, part = divmod(place.layer, per_layer)
-            places[name] = Place(layer, f"{one.prefix}{part}/{place.within}")
+            places[name] = Place(layer, f"{layers.prefix}{part}/{place.within}")
     count = 1 + max(place.layer for place in places.values())
     first = shortest.numbers[0]
     return LayerList("+".join(x.prefix for x in lists), tuple(range(first, first + count)), places)
 
 
 def stack_name(names: Sequence[str]) -> str:
-    """Returns the name of the stack of parameters of the same place in several layers.
+    """Returns the name of the stack of parameters with the same place in several layers.
 
     >>> stack_name(["layers/0/w", "layers/1/w", "layers/2/w"])
     'layers/0..2/w'

@@ -1,8 +1,8 @@
-"""A program over rows of stacks, run once on the stacks: what every row gets alike is mapped.
+"""Program over rows of stacks, run on the stacks: operations that all rows share are mapped.
 
-An optimizer's update of the parameters of equal layers is the same few equations for each layer.
-They become one equation under `jax.vmap`; what mixes rows, as the norm of all gradients does, takes
-single rows of what was computed.
+An optimizer updates the parameters of equal layers by the same equations for each layer. They
+become one equation under `jax.vmap`. Operations that mix rows, such as the norm of all gradients,
+take single rows of the results.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Shape = tuple[Any, ...]
 
 @dataclasses.dataclass(eq=False)
 class _Kind:
-    """Equations that are the same but for the row: one result of one kind of equation.
+    """One result of equations that differ only in the row.
 
     Attributes:
-      size: rows of the stacks that it is about.
-      members: {row: the variable there}; complete when every row has one.
+      size: number of rows of the stacks.
+      members: {row: its variable}; complete if every row has one.
     """
 
     size: int
@@ -39,7 +39,7 @@ class _Kind:
         return len(self.members) == self.size
 
     def places(self) -> dict[Any, tuple[_Kind, int]]:
-        """{variable: (this kind, its row)}."""
+        """Returns {variable: (this kind, its row)}."""
         return {variable: (self, row) for row, variable in self.members.items()}
 
 
@@ -48,7 +48,8 @@ class _Group:
     """Equations with equal operands, one for each row.
 
     Attributes:
-      first: the first of them, in order of the program; results: one kind for each result.
+      first: the first of them, in order of the program.
+      results: one kind for each result.
     """
 
     first: Any
@@ -57,13 +58,13 @@ class _Group:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MappedRows:
-    """The program as a function of stacks.
+    """Program as a function of stacks.
 
     Attributes:
       closed: the flat program over rows.
       groups, outputs: positions of the inputs and of the outputs that are rows of one stack.
-      mapped: {number of an equation: the group that runs in its place}.
-      skipped: numbers of the equations whose values such groups make.
+      mapped: {index of an equation: the group that runs in its place}.
+      skipped: indices of the equations that such groups replace.
       kind_of: variable -> (its kind, its row).
     """
 
@@ -87,15 +88,15 @@ class MappedRows:
           (one array [rows, ...] for each of `outputs`, {position: value} of every other output).
         """
         run = _Run(self, stacked, others)
-        given = {position for rows in self.outputs for position in rows}
+        in_stacks = {position for rows in self.outputs for position in rows}
         results = self.closed.jaxpr.outvars
         stacks = [run.stack([results[position] for position in rows]) for rows in self.outputs]
-        rest = {p: run.read(atom) for p, atom in enumerate(results) if p not in given}
+        rest = {p: run.read(atom) for p, atom in enumerate(results) if p not in in_stacks}
         return stacks, rest
 
 
 class _Run:
-    """The values of one run."""
+    """Values of one run."""
 
     def __init__(
         self, mapped: MappedRows, stacked: Sequence[jax.Array], others: Mapping[int, Any]
@@ -124,12 +125,12 @@ class _Run:
         return self.values[atom]
 
     def stack(self, atoms: Sequence[Any]) -> jax.Array:
-        """Rows as one array; no copy where they are rows of one stack already."""
+        """Returns rows as one array, without a copy if they are all rows of one stack."""
         places = [None if isinstance(a, Literal) else self.mapped.kind_of.get(a) for a in atoms]
         first = places[0]
         if first is not None and first[0] in self.stacks:
-            wanted = [(first[0], row) for row in range(len(atoms))]
-            if places == wanted and first[0].size == len(atoms):
+            expected = [(first[0], row) for row in range(len(atoms))]
+            if places == expected and first[0].size == len(atoms):
                 return self.stacks[first[0]]
         return jnp.stack([jnp.asarray(self.read(a), a.aval.dtype) for a in atoms])
 
@@ -149,7 +150,7 @@ class _Run:
 def map_rows(
     closed: ClosedJaxpr, groups: Sequence[tuple[int, ...]], outputs: Sequence[tuple[int, ...]]
 ) -> MappedRows:
-    """Finds what a program does to every row of a stack alike.
+    """Groups the equations of a program that are equal for every row of a stack.
 
     Args:
       closed: a program over unstacked arrays.
@@ -169,13 +170,13 @@ def map_rows(
 
 
 def _without_repeats(flat: ClosedJaxpr) -> ClosedJaxpr:
-    """The program that computes each value once.
+    """Returns the program with common subexpressions computed once.
 
-    What every row is given with the same value, as optax's zeros in place of imaginary parts, is
-    one variable then, so that equations of rows have equal operands.
+    A value that all rows take, such as optax's zeros as imaginary parts, is then one variable, so
+    that equations of rows have equal operands.
     """
     equality, kept = Equality({}), []
-    found: dict[Any, list[Any]] = {}
+    by_signature: dict[Any, list[Any]] = {}
     first_of: dict[Any, Any] = {}
 
     def read(atom: Any) -> Any:
@@ -183,8 +184,8 @@ def _without_repeats(flat: ClosedJaxpr) -> ClosedJaxpr:
 
     for equation in flat.jaxpr.eqns:
         equation = equation.replace(invars=[read(atom) for atom in equation.invars])
-        alike = [] if equation.effects else found.setdefault(_signature(equation, {}), [])
-        same = next((one for one in alike if equality.holes(one, equation) == set()), None)
+        alike = [] if equation.effects else by_signature.setdefault(_signature(equation, {}), [])
+        same = next((other for other in alike if equality.holes(other, equation) == set()), None)
         if same is None:
             alike.append(equation)
             kept.append(equation)
@@ -197,21 +198,21 @@ def _without_repeats(flat: ClosedJaxpr) -> ClosedJaxpr:
 def _grouped(
     flat: ClosedJaxpr, kind_of: dict[Any, tuple[_Kind, int]]
 ) -> list[tuple[_Group, list[int]]]:
-    """Equations that every row has, one group for each, with their numbers; fills `kind_of`.
+    """Groups equations that every row has; returns (group, their indices) and extends `kind_of`.
 
-    Equations that are alike have operands of the same depth, so depth by depth it is known which
-    of them every row has. What only some have is about no row: a sum over all rows takes one after
-    the other.
+    Equal equations have operands of the same depth, so the groups of each depth are complete before
+    the next. An equation that only some rows have belongs to no row: a sum over all rows adds one
+    row after the other.
     """
     equality, groups = Equality({}), []
     for level in _levels(flat.jaxpr.eqns):
-        found: dict[Any, list[tuple[_Group, list[int]]]] = {}
+        by_signature: dict[Any, list[tuple[_Group, list[int]]]] = {}
         for number, equation in level:
             places = [kind_of[v] for v in variables(equation.invars) if v in kind_of]
             if equation.effects or len({(kind.size, row) for kind, row in places}) != 1:
                 continue
             size, row = places[0][0].size, places[0][1]
-            alike = found.setdefault(_signature(equation, kind_of), [])
+            alike = by_signature.setdefault(_signature(equation, kind_of), [])
             for group, numbers in alike:
                 if equality.holes(group.first, equation) == set():
                     numbers.append(number)
@@ -221,7 +222,7 @@ def _grouped(
                 alike.append((group, [number]))
             for kind, variable in zip(group.results, equation.outvars, strict=True):
                 kind.members[row] = variable
-        for group, numbers in (one for alike in found.values() for one in alike):
+        for group, numbers in (pair for alike in by_signature.values() for pair in alike):
             if all(kind.is_complete for kind in group.results):
                 groups.append((group, numbers))
                 for kind in group.results:
@@ -230,7 +231,10 @@ def _grouped(
 
 
 def _levels(equations: Sequence[Any]) -> Iterable[list[tuple[int, Any]]]:
-    """(number, equation) by depth: how many equations stand one behind the other before it."""
+    """Returns lists of (index, equation) by depth.
+
+    The depth is the length of the longest chain of equations up to the equation.
+    """
     depth: dict[Any, int] = {}
     levels: dict[int, list[tuple[int, Any]]] = {}
     for number, equation in enumerate(equations):
@@ -241,7 +245,7 @@ def _levels(equations: Sequence[Any]) -> Iterable[list[tuple[int, Any]]]:
 
 
 def _signature(equation: Any, kind_of: Mapping[Any, tuple[_Kind, int]]) -> Any:
-    """What equations of different rows have in common."""
+    """Returns a key that equal equations of different rows share."""
 
     def of(atom: Any) -> Any:
         if isinstance(atom, Literal):

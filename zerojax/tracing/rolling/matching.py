@@ -1,8 +1,8 @@
-"""Backward matching of layers: one value of each turn of a loop at a time.
+"""Backward matching of layers: one value of each iteration of a loop at a time.
 
-From the values between layers back to what they are computed from, equations of all turns are
-compared at once. Each tuple of values, one of each turn, turns out to be the same value in all
-turns, the carried value, a row of something stacked, or the result of the same equation.
+The search starts at the values between layers and goes back to their operands; equations of all
+iterations are compared at once. A tuple of values, one of each iteration, is the same value in all
+iterations, a carried value, a row of a stack, or the result of the same equation.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from zerojax.tracing.rolling.equality import Equality, Hole, same_kind, same_lit
 from zerojax.tracing.rolling.flat_program import LayerProgram, Mismatch
 
 Values = tuple[Any, ...]
-"""One variable or literal of each turn."""
+"""One variable or literal of each iteration."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Shared:
-    """The same value in every turn: a literal, or a variable from outside of the loop."""
+    """Same value in every iteration: a literal, or a variable from outside of the loop."""
 
     atom: Any
 
 
 @dataclasses.dataclass(frozen=True)
 class Carried:
-    """What the turn before gives, by its number."""
+    """Carried value of the previous iteration, by its index."""
 
     index: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A row of a stack with one for each turn, by its number."""
+    """Row of a stack with one row for each iteration, by its index."""
 
     index: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """A result of an equation of the body."""
+    """Result of an equation of the body."""
 
     node: tuple[int, ...]
     index: int
@@ -55,12 +55,12 @@ Operand = Shared | Carried | Row | Result
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-    """An equation of the body.
+    """Equation of the body.
 
     Attributes:
-      equations: the one of each turn.
-      operands: what it takes, then what fills its holes.
-      holes: literals in its program that differ by turn.
+      equations: the equation of each iteration.
+      operands: its operands, then the values of its holes.
+      holes: literals in its program that differ between iterations.
     """
 
     equations: tuple[Any, ...]
@@ -69,55 +69,61 @@ class Node:
 
 
 @dataclasses.dataclass(frozen=True)
-class Turns:
-    """Which layers run in which turn.
+class Iterations:
+    """Assignment of layers to iterations.
 
     Attributes:
-      start: the first layer; period: layers in each turn.
-      numbers: of the turns that are matched.
+      start: the first layer.
+      period: layers in each iteration.
+      numbers: indices of the iterations that are matched.
     """
 
     start: int
     period: int
     numbers: tuple[int, ...]
 
-    def layer(self, turn: int) -> int:
-        return self.start + turn * self.period
+    def layer(self, iteration: int) -> int:
+        return self.start + iteration * self.period
 
 
 Carry = Mapping[int, Any]
-"""{turn: the variable that it is given}, for all turns but perhaps the first."""
+"""{iteration: its input variable}, for all iterations, except perhaps the first."""
 
 _Step = Generator[Values, Operand, Operand]
 
 
 class Matcher:
-    """Matches values of several turns.
+    """Matching of values of several iterations.
 
     Attributes:
       nodes: the equations of the body.
-      inits: {number of a carried value: what the first turn takes for it}.
-      rows: the stacks: one value of each turn.
+      inits: {index of a carried value: its value in the first iteration}.
+      rows: the stacks, each as one value of each iteration.
       inside: the variables that depend on a carried value.
     """
 
     def __init__(
-        self, program: LayerProgram, equality: Equality, turns: Turns, carry: Sequence[Carry]
+        self,
+        program: LayerProgram,
+        equality: Equality,
+        iterations: Iterations,
+        carry: Sequence[Carry],
     ) -> None:
-        self.program, self.equality, self.turns, self.carry = program, equality, turns, carry
+        self.program, self.equality = program, equality
+        self.iterations, self.carry = iterations, carry
         self.nodes: dict[tuple[int, ...], Node] = {}
         self.inits: dict[int, Any] = {}
         self.rows: list[Values] = []
-        self.inside = program.depends_on([v for one in carry for v in one.values()])
+        self.inside = program.depends_on([v for inputs in carry for v in inputs.values()])
         self._known: dict[Values, Operand | Mismatch] = {}
 
     def match(self, values: Sequence[Any]) -> Operand:
-        """What the body has in place of one value of each turn.
+        """Returns the operand of the body that stands for one value of each iteration.
 
         Raises:
-          Mismatch: turns differ.
+          Mismatch: iterations differ.
         """
-        # A stack of generators, since layers are deeper than Python's recursion.
+        # A stack of generators, because layers are deeper than Python's recursion limit.
         first = tuple(values)
         answer: Any = self._known.get(_key(first))
         steps: list[tuple[Values, _Step]] = [] if answer else [(first, self._step(first))]
@@ -125,9 +131,9 @@ class Matcher:
             key, step = steps[-1]
             try:
                 if isinstance(answer, Mismatch):
-                    wanted = step.throw(answer)
+                    needed = step.throw(answer)
                 else:
-                    wanted = step.send(answer)
+                    needed = step.send(answer)
             except StopIteration as end:
                 answer = self._known[_key(key)] = end.value
                 steps.pop()
@@ -135,30 +141,30 @@ class Matcher:
                 answer = self._known[_key(key)] = mismatch.with_traceback(None)
                 steps.pop()
             else:
-                answer = self._known.get(_key(wanted))
+                answer = self._known.get(_key(needed))
                 if answer is None:
-                    steps.append((wanted, self._step(wanted)))
+                    steps.append((needed, self._step(needed)))
         if isinstance(answer, Mismatch):
             raise answer
         return answer
 
     def _step(self, values: Values) -> _Step:
-        """Matches one value of each turn; yields tuples whose operands it needs."""
-        found = self._simple(values)
-        if found is not None:
-            return found
+        """Matches one value of each iteration; yields tuples of values whose operands it needs."""
+        operand = self._simple(values)
+        if operand is not None:
+            return operand
         try:
             return (yield from self._equation(values))
         except Mismatch:
             if any(variable in self.inside for variable in variables(values)):
                 raise
-            return self._stack(values)  # computed before the loop, a row for each turn
+            return self._stack(values)  # computed before the loop, a row for each iteration
 
     def _simple(self, values: Values) -> Operand | None:
-        """What needs no look at equations.
+        """Matches values without a look at their equations; None if that is not possible.
 
         Raises:
-          Mismatch: there is no way.
+          Mismatch: the values cannot be matched.
         """
         literals = [isinstance(value, Literal) for value in values]
         if all(literals):
@@ -184,39 +190,39 @@ class Matcher:
         raise Mismatch("constants have other types")
 
     def _is_carried(self, number: int, carry: Carry, values: Values) -> bool:
-        pairs = zip(self.turns.numbers, values, strict=True)
-        given = [(value, carry[turn]) for turn, value in pairs if turn in carry]
-        if not given or len(given) < len(values) - 1:
+        pairs = zip(self.iterations.numbers, values, strict=True)
+        compared = [(value, carry[i]) for i, value in pairs if i in carry]
+        if not compared or len(compared) < len(values) - 1:
             return False
-        if not all(value is variable for value, variable in given):
+        if not all(value is variable for value, variable in compared):
             return False
-        if self.turns.numbers[0] not in carry:
+        if self.iterations.numbers[0] not in carry:
             self._note_first(number, values)
         return True
 
     def _note_first(self, number: int, values: Values) -> None:
         first = self.inits.setdefault(number, values[0])
         if first is not values[0] and not _equal_literals(first, values[0]):
-            raise Mismatch("the first layer takes two values where others take one", 1)
+            raise Mismatch("the first layer has two inputs where other layers have one", 1)
         if not same_kind(values[0], values[1]):
             raise Mismatch(
-                f"the first layer takes {values[0].aval}, and the next one {values[1].aval}", 1
+                f"the first layer takes {values[0].aval}, but the next one {values[1].aval}", 1
             )
 
     def _parameters(self, values: Values) -> Operand | None:
-        """A stack of parameters; None where the values are something else."""
+        """Matches a stack of parameters; None if the values are not parameters."""
         places = [self.program.places.get(v) for v in values if not isinstance(v, Literal)]
         owners = [place for place in places if place is not None]
         if len(owners) != len(values):
             return None
         offsets = {
-            (place.layer - self.turns.layer(turn), place.within)
-            for turn, place in zip(self.turns.numbers, owners, strict=True)
+            (place.layer - self.iterations.layer(iteration), place.within)
+            for iteration, place in zip(self.iterations.numbers, owners, strict=True)
         }
-        if len(offsets) != 1 or not 0 <= next(iter(offsets))[0] < self.turns.period:
+        if len(offsets) != 1 or not 0 <= next(iter(offsets))[0] < self.iterations.period:
             number = self.program.numbers
             texts = ", ".join(f"{x.within} of layer {number[x.layer]}" for x in owners[:2])
-            raise Mismatch(f"layers read parameters of other places: {texts}")
+            raise Mismatch(f"layers read different parameters: {texts}")
         return self._stack(values)
 
     def _stack(self, values: Values) -> Row:
@@ -224,19 +230,19 @@ class Matcher:
         return Row(len(self.rows) - 1)
 
     def _equation(self, values: Values) -> _Step:
-        """Matches the equations that make the values, and what they take."""
+        """Matches the equations that define the values, and their operands."""
         made = self._makers(values)
         equations, index = tuple(equation for equation, _ in made), made[0][1]
         if any(k != index for _, k in made):
-            raise Mismatch(f"other results of `{equations[0].primitive.name}`")
+            raise Mismatch(f"layers use different results of `{equations[0].primitive.name}`")
         key = tuple(map(id, equations))
         if key not in self.nodes:
             holes = self._compare(equations)
             operands = []
-            wanted = [*zip(*(equation.invars for equation in equations), strict=True)]
-            wanted += [tuple(_literal(equation, hole) for equation in equations) for hole in holes]
-            for one in wanted:
-                operands.append((yield one))
+            needed = [*zip(*(equation.invars for equation in equations), strict=True)]
+            needed += [tuple(_literal(equation, hole) for equation in equations) for hole in holes]
+            for operand_values in needed:
+                operands.append((yield operand_values))
             self.nodes[key] = Node(equations, tuple(operands), tuple(holes))
         return Result(key, index)
 
@@ -245,25 +251,25 @@ class Matcher:
         made = [None if isinstance(v, Literal) else made_by.get(v) for v in values]
         if None in made:
             other = next((n for n, x in enumerate(made) if (x is None) != (made[0] is None)), None)
-            raise Mismatch("one layer computes what another one is given", other)
+            raise Mismatch("a value that one layer computes is an input of another layer", other)
         return [x for x in made if x is not None]
 
     def _compare(self, equations: Sequence[Any]) -> list[Hole]:
         first, holes = equations[0], set[Hole]()
         for number, other in enumerate(equations[1:], 1):
-            found = self.equality.holes(first, other)
-            if found is None:
-                turns = self.turns.numbers[0], self.turns.numbers[number]
-                layers = [self.program.numbers[self.turns.layer(turn)] for turn in turns]
+            differing = self.equality.holes(first, other)
+            if differing is None:
+                pair = self.iterations.numbers[0], self.iterations.numbers[number]
+                layers = [self.program.numbers[self.iterations.layer(i)] for i in pair]
                 raise Mismatch(_difference(first, other, layers), number)
-            holes |= found
+            holes |= differing
         if any(equation.effects for equation in equations):
             raise Mismatch(f"`{first.primitive.name}` has effects, whose order a loop may change")
         return sorted(holes)
 
 
 def _key(values: Values) -> Values:
-    """A tuple of values as a key: literals by value, variables by identity."""
+    """Returns a tuple of values as a dictionary key: literals by value, variables by identity."""
     return tuple(
         (str(value.aval), str(value.val)) if isinstance(value, Literal) else value
         for value in values
@@ -287,12 +293,12 @@ def _difference(first: Any, other: Any, layers: Sequence[int]) -> str:
         return f"{where[0]} computes `{names[0]}` where {where[1]} computes `{names[1]}`"
     keys = first.params.keys() & other.params.keys()
     differ = [key for key in sorted(keys) if _plainly_differs(first.params[key], other.params[key])]
-    what = ""
+    detail = ""
     if differ:
-        what = f" ({differ[0]} {first.params[differ[0]]} and {other.params[differ[0]]})"
+        detail = f" ({differ[0]} {first.params[differ[0]]} and {other.params[differ[0]]})"
     elif names[0].startswith("custom_"):
-        what = " (its program or the program of its derivative)"
-    return f"`{names[0]}` has other settings in {where[0]} than in {where[1]}{what}"
+        detail = " (its program or the program of its derivative)"
+    return f"`{names[0]}` has different settings in {where[0]} and in {where[1]}{detail}"
 
 
 def _plainly_differs(first: Any, second: Any) -> bool:

@@ -1,7 +1,7 @@
-"""Proof that a loop computes what the layers compute that it stands for.
+"""Proof that a loop computes the same as the layers it replaces.
 
-The loop is unrolled again, turn by turn. Every equation of a turn must be one of the flat program,
-with the same operands. Knows nothing of how the loop was found.
+The loop is unrolled again. Every equation of every iteration must equal one of the flat program,
+with the same operands. Knows nothing of the search for the loop.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Key = tuple[Any, ...]
 
 
 def check_unrolled(rolled: Rolled, equality: Equality) -> None:
-    """Unrolls a loop and compares it with the program in place of which it runs.
+    """Unrolls a loop and compares it with the program that it replaces.
 
     Raises:
       Mismatch: an equation, an operand or a result differs.
@@ -29,8 +29,8 @@ def check_unrolled(rolled: Rolled, equality: Equality) -> None:
     flat = _FlatValues(rolled, equality)
     body = rolled.body.jaxpr
     carried: Sequence[Any] = rolled.inits
-    for turn in range(rolled.num_turns):
-        rows = [row[turn] for row in rolled.rows]
+    for iteration in range(rolled.num_iterations):
+        rows = [row[iteration] for row in rolled.rows]
         names = dict(zip(body.invars, [*rolled.shared, *carried, *rows], strict=True))
         for equation, (source, holes) in zip(body.eqns, rolled.sources, strict=True):
             operands = [names.get(x, x) if not isinstance(x, Literal) else x
@@ -40,8 +40,8 @@ def check_unrolled(rolled: Rolled, equality: Equality) -> None:
         carried = results[: len(rolled.inits)]
         outputs = zip(rolled.outputs, results[len(rolled.inits) :], strict=True)
         for expected, result in outputs:
-            if turn in expected:
-                flat.check_same(expected[turn], result)
+            if iteration in expected:
+                flat.check_same(expected[iteration], result)
     for expected, result in zip(rolled.finals, carried, strict=True):
         if expected is not None:
             flat.check_same(expected, result)
@@ -49,9 +49,9 @@ def check_unrolled(rolled: Rolled, equality: Equality) -> None:
 
 
 class _FlatValues:
-    """The values of a flat program, by what they are computed from.
+    """Values of a flat program, identified by their computation.
 
-    Two variables are one value where their equations are equal and take the same values.
+    Two variables are one value if their equations are equal and have the same operands.
     """
 
     def __init__(self, rolled: Rolled, equality: Equality) -> None:
@@ -78,33 +78,34 @@ class _FlatValues:
         return self._value.get(atom, atom)
 
     def results(self, source: Any, operands: Sequence[Any], holes: Sequence[Hole]) -> Sequence[Any]:
-        """Returns the results of the equation that is like `source` and takes these operands.
+        """Returns the results of the equation that equals `source` and has these operands.
 
         Args:
-          operands: of the equation in the loop: those of `source`, then what fills its holes.
+          source: equation of the first iteration.
+          operands: of the equation in the loop: those of `source`, then the values of its holes.
           holes: literals in the program of `source` that operands replace.
 
         Raises:
           Mismatch: the flat program has no such equation.
         """
         number = len(source.invars)
-        given, fillings = operands[:number], dict(zip(holes, operands[number:], strict=True))
-        for equation in self._equations.get(self._key(source, given), ()):
-            found = self._equality.holes(source, equation)
-            if found is not None and _are_filled(source, equation, found, fillings):
+        own, fillings = operands[:number], dict(zip(holes, operands[number:], strict=True))
+        for equation in self._equations.get(self._key(source, own), ()):
+            differing = self._equality.holes(source, equation)
+            if differing is not None and _are_filled(source, equation, differing, fillings):
                 return [self._value.get(x, x) for x in equation.outvars]
-        raise Mismatch(f"unrolled again, the loop computes another `{source.primitive.name}`")
+        raise Mismatch(f"the unrolled loop computes a different `{source.primitive.name}`")
 
     def check_same(self, expected: Any, result: Any) -> None:
-        """Raises Mismatch where two variables are not one value."""
+        """Raises Mismatch if two variables are not one value."""
         if self._key_of(expected) != self._key_of(result):
-            raise Mismatch("unrolled again, the loop gives another result")
+            raise Mismatch("the unrolled loop gives a different result")
 
 
 def _are_filled(
     source: Any, equation: Any, differing: set[Hole], fillings: Mapping[Hole, Any]
 ) -> bool:
-    """Whether an equation differs from `source` in holes alone, and has in them what fills them."""
+    """Returns whether an equation differs from `source` only in holes with the given values."""
 
     def literal(place: Hole) -> Any:
         return program_of(equation).jaxpr.eqns[place[0]].invars[place[1]]
@@ -116,10 +117,10 @@ def _are_filled(
 
 
 def _check_order(rolled: Rolled) -> None:
-    """Refuses a program around the loop that reads what is not computed yet.
+    """Refuses a program around the loop that reads values before they are computed.
 
     Raises:
-      Mismatch: with the operation.
+      Mismatch: with the operation that reads them.
     """
     jaxpr = rolled.program.closed.jaxpr
     stacked = {variable for row in rolled.stacks for variable in row}
@@ -127,14 +128,14 @@ def _check_order(rolled: Rolled) -> None:
 
     def read(operation: str, atoms: Sequence[Any]) -> None:
         if not known.issuperset(variables(atoms)):
-            raise Mismatch(f"`{operation}` would read what the loop has not computed")
+            raise Mismatch(f"`{operation}` would read values before they are computed")
 
     for equation in rolled.before:
         read(equation.primitive.name, equation.invars)
         known.update(equation.outvars)
     read("scan", [*rolled.inits, *rolled.shared, *(x for row in rolled.other_rows for x in row)])
     known.update(v for v in rolled.finals if v is not None)
-    known.update(variable for one in rolled.outputs for variable in one.values())
+    known.update(variable for output in rolled.outputs for variable in output.values())
     for equation in rolled.after:
         read(equation.primitive.name, equation.invars)
         known.update(equation.outvars)

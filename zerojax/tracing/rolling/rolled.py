@@ -1,4 +1,4 @@
-"""One loop over layers in place of equations for each: `jax.lax.scan` in a traced program."""
+"""One loop over layers in place of the equations of each: `jax.lax.scan` in a traced program."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from zerojax.tracing.stacking import REMAT_POLICIES
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rolled:
-    """A program whose layers are one loop.
+    """Program whose layers are one loop.
 
     Attributes:
       program: the flat program.
-      body: takes shared values, carried values and one row of each stack; gives what is carried on,
-        then one row of each further output.
-      sources: for each equation of the body the equation of the first turn that it is, and the
-        literals in its program that it takes as further operands.
-      shared: variables or literals that every turn takes.
-      inits: what the first turn is carried.
-      rows: for each stack its value in each turn.
-      finals: the variables that the last turn gives to what follows, None where nothing needs one.
-      outputs: for each further output {turn: variable}, of those that something needs.
+      body: takes shared values, carried values and one row of each stack; returns the next carried
+        values, then one row of each further output.
+      sources: for each equation of the body its equation in the first iteration, and the literals
+        in its program that it takes as further operands.
+      shared: variables or literals that every iteration takes.
+      inits: carried values of the first iteration.
+      rows: for each stack its value in each iteration.
+      finals: variables of the last iteration's carried values, None if unused after the loop.
+      outputs: for each further output {iteration: variable}, of those that are used.
       before, after: equations of the rest of the program.
     """
 
@@ -48,27 +48,27 @@ class Rolled:
     after: tuple[Any, ...]
 
     @property
-    def num_turns(self) -> int:
+    def num_iterations(self) -> int:
         return len(self.rows[0])
 
     @property
     def stacks(self) -> list[tuple[Any, ...]]:
-        """The stacks of parameters: the inputs of the program that are their rows."""
+        """Stacks of parameters: the inputs of the program that are their rows."""
         return [row for row in self.rows if self._is_stack(row)]
 
     @property
     def other_rows(self) -> list[tuple[Any, ...]]:
-        """The stacks of something else: keys, masks, constants that differ."""
+        """Stacks of other values: keys, masks, constants that differ."""
         return [row for row in self.rows if not self._is_stack(row)]
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of the stacks that are no parameters, of all turns."""
+        """Bytes of the stacks that are not parameters, over all iterations."""
         return sum(num_bytes(value) for row in self.other_rows for value in row)
 
     @property
     def carry_bytes(self) -> int:
-        """Bytes of what goes from one turn to the next."""
+        """Bytes of the carried values of one iteration."""
         num_carry = len(self.inits)
         return sum(map(num_bytes, self.body.jaxpr.outvars[:num_carry]))
 
@@ -76,13 +76,13 @@ class Rolled:
         return all(not isinstance(v, Literal) and v in self.program.places for v in row)
 
     def build(self, remat: str = "model") -> ClosedJaxpr:
-        """The program with its loop.
+        """Returns the program with its loop.
 
-        Its inputs are the stacks [turns, ...], then the other inputs of the program in their order.
+        Its inputs are the stacks [iterations, ...], then the other inputs of the program in order.
 
         Args:
-          remat: what the backward pass computes again of a turn instead of what the checkpoints in
-            it say: a name of `REMAT_POLICIES`, "elementwise" or "none"; "model" leaves these.
+          remat: recomputation of an iteration in the backward pass: a name of `REMAT_POLICIES`,
+            "elementwise" or "none" replaces the checkpoints in it; "model" keeps them.
         """
         stacks = self.stacks
         stacked = {variable for row in stacks for variable in row}
@@ -90,11 +90,11 @@ class Rolled:
         others = [variable for variable in jaxpr.invars if variable not in stacked]
         consts = dict(zip(jaxpr.constvars, self.program.closed.consts, strict=True))
 
-        def run(stacks_given: Sequence[Any], others_given: Sequence[Any]) -> list[Any]:
-            values = consts | dict(zip(others, others_given, strict=True))
+        def run(stack_values: Sequence[Any], other_values: Sequence[Any]) -> list[Any]:
+            values = consts | dict(zip(others, other_values, strict=True))
             numbers = [n for n, row in enumerate(self.rows) if self._is_stack(row)]
-            given = dict(zip(numbers, stacks_given, strict=True))
-            return self._evaluate(values, given, _layers_with(self.body, remat))
+            by_number = dict(zip(numbers, stack_values, strict=True))
+            return self._evaluate(values, by_number, _layers_with(self.body, remat))
 
         shapes = [jax.ShapeDtypeStruct((len(r), *r[0].aval.shape), r[0].aval.dtype) for r in stacks]
         return jax.make_jaxpr(run)(shapes, [abstract_value(variable) for variable in others])
@@ -109,36 +109,36 @@ class Rolled:
         self._run(self.before, values, self._needed_of(self.before))
         xs = [stacks[n] if n in stacks else _stacked(r, read) for n, r in enumerate(self.rows)]
         carried: Sequence[Any] = self.body.jaxpr.outvars
-        given = [jnp.asarray(read(v), r.aval.dtype) if isinstance(v, Literal) else read(v)
+        inits = [jnp.asarray(read(v), r.aval.dtype) if isinstance(v, Literal) else read(v)
                  for v, r in zip(self.inits, carried, strict=False)]  # fmt: skip
         shared = [read(atom) for atom in self.shared]
         number = len(self.inits)
 
-        def turn(carry: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
+        def iteration(carry: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
             results = run(*shared, *carry, *rows)
             return results[:number], results[number:]
 
-        carry, outputs = lax.scan(turn, given, xs, length=self.num_turns)
+        carry, outputs = lax.scan(iteration, inits, xs, length=self.num_iterations)
         values |= {v: x for v, x in zip(self.finals, carry, strict=True) if v is not None}
-        for variables_of_turns, stack in zip(self.outputs, outputs, strict=True):
-            for number, variable in variables_of_turns.items():
+        for by_iteration, stack in zip(self.outputs, outputs, strict=True):
+            for number, variable in by_iteration.items():
                 if variable not in values:
                     values[variable] = stack[number]
         self._run(self.after, values, list(variables(jaxpr.outvars)))
         return [read(atom) for atom in jaxpr.outvars]
 
     def _needed_of(self, equations: Sequence[Any]) -> list[Any]:
-        """What of these results is read by anything else."""
+        """Returns the results of these equations that anything else reads."""
         made = {variable for equation in equations for variable in equation.outvars}
         rows = [value for row in self.rows for value in row]
         read = [*rows, *self.inits, *self.shared, *self.program.closed.jaxpr.outvars]
         read += [atom for equation in self.after for atom in equation.invars]
         return [v for v in dict.fromkeys(variables(read)) if v in made]
 
-    def _run(self, equations: Sequence[Any], values: dict[Any, Any], wanted: Sequence[Any]) -> None:
-        """Runs equations and notes those of their results that are wanted."""
+    def _run(self, equations: Sequence[Any], values: dict[Any, Any], needed: Sequence[Any]) -> None:
+        """Runs equations and adds those of their results that are needed to `values`."""
         made = {variable for equation in equations for variable in equation.outvars}
-        outputs = [variable for variable in wanted if variable in made]
+        outputs = [variable for variable in needed if variable in made]
         free = dict.fromkeys(v for e in equations for v in variables(e.invars) if v not in made)
         piece = self.program.closed.jaxpr.replace(
             constvars=[], invars=list(free), outvars=outputs, eqns=list(equations)
@@ -148,7 +148,7 @@ class Rolled:
 
 
 def _layers_with(body: ClosedJaxpr, remat: str) -> Callable[..., list[Any]]:
-    """A body as a function, with this remat."""
+    """Returns a body as a function, with this remat."""
     if remat == "model":
         return jaxpr_as_fun(_without_barriers(body))
 
@@ -162,10 +162,10 @@ def _layers_with(body: ClosedJaxpr, remat: str) -> Callable[..., list[Any]]:
 
 
 def _without_barriers(body: ClosedJaxpr) -> ClosedJaxpr:
-    """A body whose checkpoints do not guard against CSE.
+    """Returns a body whose checkpoints do not prevent CSE.
 
-    The backward pass is a loop of its own, so that nothing is common; and no collective moves over
-    the guard, a barrier, into the turn before.
+    The backward pass is a separate loop, so there are no common subexpressions. Without the
+    barriers of these checkpoints, a collective can move into the previous iteration.
     """
     equations = [
         equation.replace(params=equation.params | {"prevent_cse": False})
@@ -177,17 +177,20 @@ def _without_barriers(body: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def _without_checkpoints(closed: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
-    """The outputs of a program whose checkpoints are plain calls; nested ones compute twice."""
+    """Evaluates a program with its checkpoints as plain calls.
+
+    Nested checkpoints would compute twice.
+    """
     return evaluate_in_pieces(
         closed,
         inputs,
         is_apart=is_checkpoint,
-        run_apart=lambda equation, given: _without_checkpoints(program_of(equation), given),
+        run_apart=lambda equation, operands: _without_checkpoints(program_of(equation), operands),
     )
 
 
 def _stacked(row: Sequence[Any], read: Callable[[Any], Any]) -> jax.Array:
-    """One array of a value of each turn."""
+    """Returns one array of the values of all iterations."""
 
     def value(atom: Any) -> Any:
         return atom.val if isinstance(atom, Literal) else read(atom)

@@ -1,4 +1,4 @@
-"""A model whose layers, called by a Python loop, run as one loop over stacked parameters."""
+"""Model whose layers, called by a Python loop, run as one loop over stacked parameters."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from zerojax.tracing.rolling.flat_program import Mismatch, open_calls
 
 
 class RolledModel:
-    """The model of a user with lists of layers as loops.
+    """Model of a user with lists of layers as loops.
 
-    Its parameters are stacks [turns, ...] for the layers of loops, and the user's for the rest. The
-    loss is traced as the user wrote it, layer by layer, and then rolled; where that fails, as it
-    may in evaluation, layers run one by one on rows of the stacks.
+    Its parameters are stacks [iterations, ...] for the layers of loops, and the user's for the
+    rest. The loss is traced as the user wrote it, layer by layer, and then rolled. If that fails,
+    as may happen in evaluation, layers run one by one on rows of the stacks.
 
     Attributes:
-      inner: the model itself.
+      inner: the user's model.
       loops: in the order in which they are rolled.
       stacks: {name of a stack: names of its rows}, of all loops.
     """
@@ -40,10 +40,12 @@ class RolledModel:
         loops: Sequence[Loop],
         params: Mapping[str, Any],
     ) -> None:
-        """Args:
-        inner: not rolled.
-        loops: of `find_loops`.
-        params: {name: what has a shape and a dtype}, of all parameters of `inner`.
+        """Binds a model to its loops.
+
+        Args:
+          inner: the user's model, not rolled.
+          loops: from `find_loops`.
+          params: {name: value with a shape and a dtype}, all parameters of `inner`.
         """
         self.inner, self.loops = inner, tuple(loops)
         self.kind, self.source = inner.kind, inner.source
@@ -53,7 +55,7 @@ class RolledModel:
 
     @property
     def template(self) -> Any:
-        """The user's object without arrays, where `inner` has one."""
+        """User's object without arrays, if `inner` has one."""
         return getattr(self.inner, "template", None)
 
     @property
@@ -73,26 +75,26 @@ class RolledModel:
         return self._stack_all(params, jnp.stack), extras
 
     def initial_arrays(self) -> tuple[Arrays, Arrays] | None:
-        given = self.inner.initial_arrays()
-        if given is None:
+        arrays = self.inner.initial_arrays()
+        if arrays is None:
             return None
-        return self._stack_all(given[0], stack_rows), given[1]
+        return self._stack_all(arrays[0], stack_rows), arrays[1]
 
     def _stack_all(
         self, params: Mapping[str, Any], stack: Callable[[Sequence[Any]], Any]
     ) -> Arrays:
-        """Parameters by stack, each in the place of its first row."""
+        """Returns parameters with layers stacked; a stack has the position of its first row."""
         result: Arrays = {}
         for name in params:
-            found = self._stack_of.get(name)
-            if found is None:
+            stack_of_row = self._stack_of.get(name)
+            if stack_of_row is None:
                 result[name] = params[name]
-            elif found not in result:
-                result[found] = stack([params[row] for row in self.stacks[found]])
+            elif stack_of_row not in result:
+                result[stack_of_row] = stack([params[row] for row in self.stacks[stack_of_row]])
         return result
 
     def rows(self, params: Mapping[str, Any]) -> Arrays:
-        """Parameters by the user's names, in the user's order; arrays [turns, ...] become rows."""
+        """Returns parameters by the user's names and in the user's order; stacks become rows."""
         rows = {}
         for stack, names in self.stacks.items():
             for number, name in enumerate(names):
@@ -109,7 +111,7 @@ class RolledModel:
         train: bool = True,
         on_read: OnRead | None = None,
     ) -> tuple[Any, Arrays]:
-        """See `Model.run`; `params` and `on_read` are by stack."""
+        """Runs the model, see `Model.run`; `params` and `on_read` use the names of stacks."""
         reads = on_read or {}
         marks = {name: MarkRead(name) for name in self._order if self._stored(name) in reads}
 
@@ -124,22 +126,22 @@ class RolledModel:
             by_row = {name: reads[self._stored(name)] for name in marks}
             rows = self.rows(params)
             return self.inner.run(rows, extras, key, function, train=train, on_read=by_row)
-        given = [params[name] for name in rolled.names if name is not None]
-        outputs = evaluate_reads(rolled.closed, given, self._reads_of(reads))
+        inputs = [params[name] for name in rolled.names if name is not None]
+        outputs = evaluate_reads(rolled.closed, inputs, self._reads_of(reads))
         return jax.tree.unflatten(jax.tree.structure(shape), outputs)
 
     def _stored(self, name: str) -> str:
-        """The stack, or the parameter itself, that holds a parameter."""
+        """Returns the name of the stack, or of the parameter itself, that holds a parameter."""
         return self._stack_of.get(name, name)
 
     def _abstract_rows(self, params: Arrays, reads: OnRead) -> Arrays:
-        """Each parameter as the model reads it: shapes and dtypes."""
+        """Returns the shape and dtype of each parameter as the model reads it."""
         kinds: dict[str, Any] = {}
         for stored, value in params.items():
             cut = (lambda x: x[0]) if stored in self.stacks else (lambda x: x)
             read = reads.get(stored, lambda x: x)
-            found = jax.eval_shape(lambda v, c=cut, r=read: r(jax.tree.map(c, v)), value)
-            kinds[stored] = jax.ShapeDtypeStruct(found.shape, found.dtype)
+            result = jax.eval_shape(lambda v, c=cut, r=read: r(jax.tree.map(c, v)), value)
+            kinds[stored] = jax.ShapeDtypeStruct(result.shape, result.dtype)
         return {name: kinds[self._stored(name)] for name in self._order}
 
     def _roll(self, program: ClosedJaxpr, names: Sequence[str]) -> NamedProgram:
@@ -149,7 +151,7 @@ class RolledModel:
         return named
 
     def _reads_of(self, reads: OnRead) -> dict[str, Callable[[Any], jax.Array]]:
-        """By the names in marks, which are those of rows."""
+        """Returns the reads by the names in marks, which are those of rows."""
         stored = {name: self._stored(name) for name in self._order}
         return {name: reads[holder] for name, holder in stored.items() if holder in reads}
 
@@ -161,7 +163,7 @@ class RolledModel:
 
 
 class StackedRows:
-    """Arrays of several layers as one `LazyArray` [layers, ...], of which nothing is copied."""
+    """Arrays of several layers as one `LazyArray` [layers, ...], without a copy."""
 
     is_stacked = True
 
@@ -184,16 +186,16 @@ def _read_box(row: Any, box: Sequence[tuple[int, int]]) -> np.ndarray:
 
 
 def stack_rows(rows: Sequence[Any]) -> Any:
-    """The values that a model holds of the rows of a stack, as one value.
+    """Returns the initial values of the rows of a stack as one value.
 
     Raises:
-      ValueError: some are there and others have to be made.
+      ValueError: some rows have values and others have to be created.
     """
     missing = [isinstance(row, jax.ShapeDtypeStruct) for row in rows]
     if all(missing):
         return jax.ShapeDtypeStruct((len(rows), *rows[0].shape), rows[0].dtype)
     if any(missing):
-        raise ValueError("some layers bring their weights and others do not")
+        raise ValueError("some layers have initial weights and others do not")
     return StackedRows(rows)
 
 
@@ -203,38 +205,41 @@ def stack_rows(rows: Sequence[Any]) -> Any:
 def evaluate_reads(
     closed: ClosedJaxpr, inputs: Sequence[Any], reads: Mapping[str, Callable[[Any], jax.Array]]
 ) -> list[Any]:
-    """The outputs of a program at whose marks of reads something is done.
+    """Evaluates a program with a function applied at its marks of reads.
 
     Args:
       closed: with marks at top level, in checkpoints and in loops.
       inputs: an input that is only read may be any pytree that its read takes.
-      reads: {name in the mark: what is done}.
+      reads: {name in the mark: function of the input}.
+
+    Returns:
+      The outputs of the program.
     """
 
     def is_apart(equation: Any) -> bool:
         return _marks(equation, reads)
 
-    def run_apart(equation: Any, given: Sequence[Any]) -> Sequence[Any]:
+    def run_apart(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
         name = read_name(equation)
         if name is not None:
-            return [reads[name](given[0])]
+            return [reads[name](operands[0])]
         if equation.primitive.name == "scan":
-            return _run_scan(equation, given, reads)
+            return _run_scan(equation, operands, reads)
         closed = program_of(equation)
         if not is_checkpoint(equation):
-            return evaluate_reads(closed, given, reads)
+            return evaluate_reads(closed, operands, reads)
         run = jax.checkpoint(
             lambda *inputs: evaluate_reads(closed, inputs, reads),
             policy=equation.params["policy"],
             prevent_cse=equation.params["prevent_cse"],
         )
-        return run(*given)
+        return run(*operands)
 
     return evaluate_in_pieces(closed, inputs, is_apart=is_apart, run_apart=run_apart)
 
 
 def _marks(equation: Any, reads: Mapping[str, Any]) -> bool:
-    """Whether an equation is a mark of a read, or a loop or checkpoint around one."""
+    """Returns whether an equation is a mark of a read, or a loop or checkpoint around one."""
     name = read_name(equation)
     if name is not None:
         return name in reads
@@ -245,18 +250,18 @@ def _marks(equation: Any, reads: Mapping[str, Any]) -> bool:
     )
 
 
-def _run_scan(equation: Any, given: Sequence[Any], reads: Mapping[str, Any]) -> Sequence[Any]:
+def _run_scan(equation: Any, operands: Sequence[Any], reads: Mapping[str, Any]) -> Sequence[Any]:
     params, (num_consts, num_carry) = equation.params, split_scan(equation)
-    consts = list(given[:num_consts])
+    consts = list(operands[:num_consts])
 
-    def turn(carry: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
+    def iteration(carry: list[Any], rows: list[Any]) -> tuple[list[Any], list[Any]]:
         outputs = evaluate_reads(params["jaxpr"], [*consts, *carry, *rows], reads)
         return outputs[:num_carry], outputs[num_carry:]
 
     carry, outputs = lax.scan(
-        turn,
-        list(given[num_consts : num_consts + num_carry]),
-        list(given[num_consts + num_carry :]),
+        iteration,
+        list(operands[num_consts : num_consts + num_carry]),
+        list(operands[num_consts + num_carry :]),
         length=params["length"],
         reverse=params["reverse"],
         unroll=params["unroll"],
