@@ -7,6 +7,7 @@ import dataclasses
 import io
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -93,6 +94,7 @@ def test_train_leaves_a_complete_run_folder(run):
 
 def test_train_ends_with_a_sample_and_the_next_commands(finished):
     assert "What the model writes after 4 steps:" in finished.printed
+    assert re.search(r"loss .* from \d\.\d+ \(step 1\) to \d\.\d+ \(step 4\)", finished.printed)
     for command in ("generate", "eval", "report"):
         assert f"zerojax {command} {finished.folder}" in finished.printed
 

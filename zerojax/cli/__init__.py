@@ -32,6 +32,7 @@ from zerojax.cli import (
 from zerojax.cli.arguments import Parser
 from zerojax.cli.complaints import explain
 from zerojax.config.display import shorten, show
+from zerojax.runtime.plugin_errors import hide_plugin_errors
 from zerojax.runtime.shutdown import AGREED, BAD_INPUT, FAILED, exit_code_of, in_group, leave
 
 _EXIT_CODES = """\
@@ -65,6 +66,7 @@ def _run(argv: Sequence[str] | None) -> int:
         parser.print_help()
         return BAD_INPUT
     args = parser.parse_args(argv)
+    hide_plugin_errors()
     # With its own frames removed JAX's errors would look as if they came from our code.
     os.environ.setdefault("JAX_TRACEBACK_FILTERING", "off")
     try:

@@ -20,6 +20,7 @@ from zerojax.cli.arguments import add_command
 from zerojax.config.display import show
 from zerojax.config.loader import user_path
 from zerojax.runtime.memory import PINNED_LIMIT, least_room
+from zerojax.runtime.plugin_errors import hidden_plugin_errors
 from zerojax.runtime.redaction import redact
 
 if TYPE_CHECKING:
@@ -122,6 +123,7 @@ def collect() -> dict[str, Any]:
         "optional": {name: version_of(name) for name in OPTIONAL},
         "kernels": describe_kernels(),
         "plan": compile_client.missing() or f"compiles with {compile_client.compiler_version()}",
+        "hidden": hidden_plugin_errors(),
         "advice": find_advice(devices, failure),
     }
 
@@ -260,7 +262,8 @@ def format_table(facts: dict[str, Any]) -> str:
     rows.append(("zerojax plan", facts["plan"]))
     width = max(len(name) for name, _ in rows) + 2
     lines = [f"{name:<{width}}{text}" for name, text in rows]
-    return "\n".join(lines + [f"* {line}" for line in facts["advice"]])
+    hidden = [f"* no GPU here, so JAX's error is hidden: {line}" for line in facts["hidden"]]
+    return "\n".join(lines + hidden + [f"* {line}" for line in facts["advice"]])
 
 
 def _format_kernel(row: dict[str, Any]) -> str:

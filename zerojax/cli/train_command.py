@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import importlib.util
+import math
 import os
 import shlex
 import sys
@@ -32,10 +33,14 @@ from zerojax.config.display import show
 from zerojax.config.loader import user_path
 from zerojax.runtime import shutdown
 from zerojax.runtime.memory import keep_freed_memory
+from zerojax.training.metrics.console import format_loss
 
 # An empty line: the start of a paragraph in any text.
 SAMPLE_PROMPT = "\n\n"
 SAMPLE_TOKENS = 160
+_OF_SHAKESPEARE = (
+    "\nUntrained, the loss is 5.55, and the text is noise. Below 2 most words are English.\n"
+)
 
 _HELP = """\
 CONFIG is a YAML file; without one the defaults train a small GPT on Shakespeare.
@@ -162,12 +167,28 @@ def train(
 
 def sample_and_next(trainer: Any, config: RunConfig) -> str:
     """Returns a sample of the trained model and the next commands."""
-    sample = draw_sample(trainer, config)
+    sample, result = draw_sample(trainer, config), _result(trainer)
     if sample is None:
-        return next_commands(config)
+        return f"{result}{next_commands(config)}"
     lines = "\n".join(f"    {line}" for line in sample.splitlines())
     heading = f"What the model writes after {trainer.num_steps} steps:"
-    return f"\n{heading}\n\n{lines}\n{next_commands(config)}"
+    is_shakespeare = not config.data.path and not config.data.mixture
+    hint = _OF_SHAKESPEARE if is_shakespeare and config.data.tokenizer == "bytes" else ""
+    return f"{result}\n{heading}\n\n{lines}\n{hint}{next_commands(config)}"
+
+
+def _result(trainer: Any) -> str:
+    """Returns a line about the loss, of the first and the last report of this process."""
+    reports = [report for report in trainer.history if math.isfinite(report["loss"])]
+    if len(reports) < 2:
+        return ""
+    first, last = reports[0], reports[-1]
+    fell = "fell" if last["loss"] < first["loss"] else "did not fall: it went"
+    steps = f"(step {int(first['step'])}) to {format_loss(last['loss'])} (step {int(last['step'])})"
+    text = f"\nThe loss {fell} from {format_loss(first['loss'])} {steps}"
+    if trainer.evaluations:
+        text += f"; on validation data it is {format_loss(trainer.evaluations[-1]['loss'])}"
+    return f"{text}.\n"
 
 
 def draw_sample(trainer: Any, config: RunConfig) -> str | None:

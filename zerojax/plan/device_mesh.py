@@ -17,6 +17,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 from zerojax.config import MeshConfig, as_mesh_config
 from zerojax.config.checks import names_keywords
 from zerojax.hardware.gpus import Gpu
+from zerojax.runtime.plugin_errors import hide_plugin_errors
 
 REPLICA, DATA, EXPERT, CONTEXT = "replica", "data", "expert", "context"
 STAGE, MODEL = "stage", "model"
@@ -143,6 +144,7 @@ def make_mesh(
       ValueError: the sizes do not fit the number of devices.
     """
     config = as_mesh_config(config)
+    hide_plugin_errors()
     devices = jax.devices() if devices is None else list(devices)
     sizes = resolve_axis_sizes(config, len(devices))
     return jax.make_mesh(

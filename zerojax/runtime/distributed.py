@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 import jax
 
 from zerojax.config.checks import names_keywords
+from zerojax.runtime.plugin_errors import hide_plugin_errors
 from zerojax.runtime.process_group import (
     COORDINATOR,
     COORDINATOR_PORT,
@@ -71,6 +72,7 @@ def join_processes(group: ProcessGroup | None = None) -> ProcessGroup | None:
       ConnectionError: process 0 was not reached within ZEROJAX_JOIN_SECONDS (300).
       OSError: process 0 cannot listen on the coordinator's address.
     """
+    hide_plugin_errors()
     group = process_group_of(os.environ) if group is None else group
     if group is None or jax.distributed.is_initialized():
         return group

@@ -19,6 +19,9 @@ from zerojax.config.display import printable, show
 
 GIB = 2**30
 SPARKS = "▁▂▃▄▅▆▇█"
+SLOWEST_TFLOPS = 1.0
+"""TFLOP/s per device from which the rate is shown: a CPU's says nothing about a GPU's. It is always
+in the metrics file and in the report."""
 OWN_WORDS = {
     "loss", "grad_norm", "learning_rate", "tokens_per_second_per_device", "tflops_per_device",
     "mfu", "memory_in_use", "memory_peak", "memory_limit", "memory_source", "step_seconds",
@@ -129,8 +132,7 @@ def speed_words(values: Mapping[str, Any]) -> list[tuple[str, str]]:
         words.append(("tokens/s/device", f"{values['tokens_per_second_per_device']:,.0f}"))
     elif "step_seconds" in values:
         words.append(("s/step", format_number(values["step_seconds"])))
-    if "tflops_per_device" in values:
-        tflops = values["tflops_per_device"]
+    if (tflops := values.get("tflops_per_device", 0.0)) >= SLOWEST_TFLOPS:
         words.append(("TFLOP/s", _fixed(tflops, 1 if tflops >= 10 else 3)))
     if "mfu" in values:
         words.append(("MFU", f"{values['mfu']:.1%}"))

@@ -1,0 +1,63 @@
+"""Hides JAX's tracebacks about a CUDA plugin that cannot start because there is no GPU.
+
+`zerojax[plan]` installs the CUDA plugin of JAX to compile for GPUs. On a machine without one, JAX
+tries to start the plugin whenever it starts its devices, and logs the failure with a traceback of
+about 18 lines. `zerojax env` says what was hidden.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from zerojax.runtime.process_group import visible_gpus
+
+_LOGGER = "jax._src.xla_bridge"
+"""The logger that JAX uses for it: a name, not an import."""
+_BEGINNING = "Jax plugin configuration error"
+_LONGEST = 200
+
+_hidden: list[str] = []
+
+
+class _HidePluginErrors(logging.Filter):
+    """Drops the errors of plugins for GPUs, where this process sees no GPU."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not str(record.msg).startswith(_BEGINNING) or visible_gpus(_environment()):
+            return True
+        _hidden.append(_one_line(record))
+        return False
+
+
+def _environment() -> dict[str, str]:
+    """Returns the environment, in which JAX_PLATFORMS does not exclude GPUs."""
+    return {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+
+
+def _one_line(record: logging.LogRecord) -> str:
+    """Returns the message of a record, followed by the last line of its exception."""
+    try:
+        text = record.getMessage()
+    except TypeError:  # JAX 0.10 logs a message without its argument
+        text = str(record.msg)
+    error = record.exc_info[1] if record.exc_info else None
+    reason = "" if error is None else f": {str(error).splitlines()[0] if str(error) else error!r}"
+    return (text + reason)[:_LONGEST]
+
+
+_FILTER = _HidePluginErrors()
+
+
+def hide_plugin_errors() -> None:
+    """Hides these errors from now on; call it before JAX starts its devices.
+
+    Errors are shown as JAX logs them if the process sees a GPU, since they then explain why JAX
+    does not use it. Further calls have no effect.
+    """
+    logging.getLogger(_LOGGER).addFilter(_FILTER)
+
+
+def hidden_plugin_errors() -> list[str]:
+    """Returns one line for each error that was hidden in this process."""
+    return list(dict.fromkeys(_hidden))
