@@ -319,12 +319,12 @@ def test_narrow_files_become_float32_masters_without_rounding(dtype, tmp_path):
 
 def test_what_is_not_understood_is_refused(folders, tmp_path):
     tensors = tensors_of("llama") | {"model.layers.0.self_attn.q_proj.bias": np.ones(16)}
-    with pytest.raises(UnsupportedError, match=r"1 tensors have no place .*q_proj\.bias"):
+    with pytest.raises(UnsupportedError, match=r"1 tensors .*q_proj\.bias"):
         from_hugging_face(write_folder(tmp_path / "bias", "llama", tensors=tensors))
     codes = write_folder(tmp_path / "c", "llama", quantization_config={"quant_method": "gptq"})
-    with pytest.raises(UnsupportedError, match=r"\(gptq\): the weights are codes"):
+    with pytest.raises(UnsupportedError, match=r"\(gptq\): quantized"):
         from_hugging_face(codes)
-    with pytest.raises(FileNotFoundError, match="nothing is downloaded here: .*hf download"):
+    with pytest.raises(FileNotFoundError, match="downloads nothing: .*hf download"):
         from_hugging_face("someone/model")
     (tmp_path / "pickle").mkdir()
     (tmp_path / "pickle" / "config.json").write_text(json.dumps(CASES["llama"]["config"]))
@@ -338,5 +338,5 @@ def test_a_file_that_is_cut_short_is_named(cut, folders, tmp_path):
     folder = write_folder(tmp_path / "cut", "llama")
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:cut])
-    with pytest.raises(ValueError, match="model.safetensors is cut short"):
+    with pytest.raises(ValueError, match="model.safetensors is truncated"):
         from_hugging_face(folder)

@@ -147,12 +147,12 @@ LLAMA = {
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model_type": "mamba"}, "model_type='mamba' is none of those .* llama"),
+        ({"model_type": "mamba"}, "model_type='mamba' .* llama"),
         ({"attention_bias": True}, "attention_bias=True, but the projections .* no biases"),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu', .*only 'silu' or 'swish' will do"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu', .*only 'silu' or 'swish'"),
         (
             {"rope_scaling": {"rope_type": "twisted"}},
-            "type 'twisted' are not built",
+            "type 'twisted'",
         ),
         ({"rope_scaling": {"type": "llama3", "factor": 2.0}}, "no 'original_max_position"),
         ({"hidden_size": None}, "no 'hidden_size'"),
