@@ -125,7 +125,7 @@ def test_slices_of_unequal_parts_are_found_too():
     [
         ("a b -> a c", 0, "both sides need the same dimensions"),
         ("a a", 0, "each once"),
-        ("(3 a) -> a", 3, "has 3 parts, and 3 is none"),
+        ("(3 a) -> a", 3, "part=3 must be from 0 to 2"),
     ],
 )
 def test_a_layout_that_cannot_be_is_refused(text, part, words):

@@ -199,9 +199,9 @@ RNGS = nnx.Rngs(0)
             "block is one Linear; .*lambda rngs: Lin",
         ),
         ((jnp.sin, 3, jnp.sin), {}, TypeError, "block is a int; pass a function rngs ->"),
-        ((jnp.sin, linear, jnp.sin), {}, TypeError, "pass num_layers and rngs, too"),
+        ((jnp.sin, linear, jnp.sin), {}, TypeError, "pass num_layers and rngs"),
         ((jnp.sin, linear, jnp.sin), {"num_layers": 0, "rngs": RNGS}, ValueError, "=0 must be at"),
-        ((jnp.sin, [linear(RNGS)], jnp.sin), {"num_layers": 1}, TypeError, "leave them out"),
+        ((jnp.sin, [linear(RNGS)], jnp.sin), {"num_layers": 1}, TypeError, "remove them"),
         ((jnp.sin, [], jnp.sin), {}, ValueError, "the list is empty; give at least one"),
         (
             (jnp.sin, [linear(RNGS)], jnp.sin),

@@ -72,7 +72,7 @@ def plain_rope(config: ConfigReading, longest: int, theta: float = 10000.0) -> R
     rope = read_rope(config, theta=theta, longest=longest)
     if rope.fraction != 1.0:
         raise UnsupportedError(
-            f"{config.where}: partial_rotary_factor={rope.fraction}, but this model rotates all "
+            f"{config.where}: partial_rotary_factor is {rope.fraction}, but this model rotates all "
             "features of a head; only 1.0 is supported"
         )
     return rope
@@ -239,7 +239,7 @@ def _read_smollm3(config: ConfigReading) -> Keys:
         turns = [int((layer + 1) % interval != 0) for layer in range(count)]
     if len(turns) < count or not set(turns) <= {0, 1}:
         raise UnsupportedError(
-            f"{config.where}: no_rope_layers={turns!r} must have a 0 or 1 for each of {count} "
+            f"{config.where}: no_rope_layers is {turns!r}, but must have a 0 or 1 for each of {count} "
             "layers"
         )
     window = config.get("sliding_window")

@@ -28,7 +28,7 @@ def read_config(config: ConfigReading) -> dict[str, Any]:
     rope = read_rope(config, longest=longest)
     if rope.fraction != 1.0:
         raise UnsupportedError(
-            f"{config.where}: partial_rotary_factor={rope.fraction}, but this model rotates all "
+            f"{config.where}: partial_rotary_factor is {rope.fraction}, but this model rotates all "
             "features of a head; only 1.0 is supported"
         )
     return {
