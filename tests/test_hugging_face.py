@@ -242,7 +242,7 @@ def test_a_tensor_in_two_files_or_twice_in_an_index_is_refused(tmp_path):
     name, *_ = load_file(folder / "model-00001-of-00003.safetensors")
     again = folder / "model-00002-of-00003.safetensors"
     save_file({**load_file(again), name: np.ones(3, np.float32)}, again)
-    with pytest.raises(ValueError, match=f"'{name}' is in model-00001.* and in model-00002"):
+    with pytest.raises(ValueError, match=f"'{name}' is in .*model-00001.* and model-00002"):
         from_hugging_face(folder)
 
 
@@ -293,7 +293,7 @@ def test_another_class_of_theirs_is_named(name, tmp_path):
     else:
         tensors["score.weight"] = np.ones((2, 16), np.float32)
     folder = write_folder(tmp_path / name, "llama", tensors=tensors, architectures=[name])
-    with pytest.raises(UnsupportedError, match=rf"\['{name}'\].*reads a llama as LlamaForCausalLM"):
+    with pytest.raises(UnsupportedError, match=rf"\['{name}'\].*reads llama as LlamaForCausalLM"):
         from_hugging_face(folder)
     if name == "LlamaModel":
         assert "1 new" in from_hugging_face(folder, new=("lm_head",)).describe()

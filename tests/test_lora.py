@@ -296,9 +296,9 @@ def test_mistakes_are_refused_with_what_to_do():
         merge_lora(base("gpt2"))
     with pytest.raises(ValueError, match=r"rank=0 means no adapters.*rank=8"):
         add_lora(base("gpt2"), LoraConfig())
-    with pytest.raises(TypeError, match=r"cannot add adapters to a dict: give an nnx.Module"):
+    with pytest.raises(TypeError, match=r"cannot add adapters to a dict: pass an nnx.Module"):
         add_lora({}, LORA)
-    with pytest.raises(TypeError, match=r"cannot add adapters to a tuple: give an nnx.Module"):
+    with pytest.raises(TypeError, match=r"cannot add adapters to a tuple: pass an nnx.Module"):
         add_lora(lambda rngs: (1, 2), LORA)(nnx.Rngs(0))
     with pytest.raises(ConfigError, match=r"targets: names no projection"):
         LoraConfig(rank=2, targets=())

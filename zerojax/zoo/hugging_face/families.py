@@ -239,8 +239,8 @@ def _read_smollm3(config: ConfigReading) -> Keys:
         turns = [int((layer + 1) % interval != 0) for layer in range(count)]
     if len(turns) < count or not set(turns) <= {0, 1}:
         raise UnsupportedError(
-            f"{config.where}: no_rope_layers is {turns!r}, but must have a 0 or 1 for each of {count} "
-            "layers"
+            f"{config.where}: no_rope_layers is {turns!r}, but must have a 0 or 1 for each of "
+            f"{count} layers"
         )
     window = config.get("sliding_window")
     if not config.get("use_sliding_window", False):

@@ -137,7 +137,7 @@ def _files(folder: Path, places: Mapping[str, str] | None) -> list[Path]:
         if missing:
             raise FileNotFoundError(
                 f"{folder} lacks {len(missing)} of {len(files)} files of its index, such as "
-                f"{printable(missing[0])}; download them"
+                f"{printable(missing[0])}; fetch them"
             )
         return files
     if (folder / SINGLE).is_file():
