@@ -1,7 +1,7 @@
 """The shortest run: a model and a mesh. Text, optimizer, precision and length have defaults.
 
-Each default is printed with its reason. Before the two lines a CPU is made into eight devices, and
-after them the result is looked at.
+Each default is printed with its reason. The code before the two lines simulates eight devices on a
+CPU; the code after them checks the result.
 """
 
 import jax

@@ -1,7 +1,7 @@
-"""The five calls that `zerojax.train` is made of, with a loop of your own.
+"""Your own training loop, with the five functions that `zerojax.train` calls.
 
-A plan needs no arrays, so it can be read before anything is allocated. The step is one jitted
-function; it takes a state and a batch and gives the next state.
+A plan needs no arrays, so it can be printed before anything is allocated. The step is one jitted
+function that maps a state and a batch to the next state and metrics.
 """
 
 import jax
@@ -14,7 +14,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 
 class Regressor(nnx.Module):
-    """A model of your own: any nnx.Module will do. Its loss is a sum and a weight."""
+    """Your own model, any nnx.Module. Its loss is a sum and a weight."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.hidden = nnx.Linear(4, 128, rngs=rngs)
@@ -43,13 +43,13 @@ plan = zerojax.make_plan(
 )
 print(plan.table())
 
-state = zerojax.init_state(plan, seed=0)  # born in eight pieces
+state = zerojax.init_state(plan, seed=0)  # created in eight shards
 step = zerojax.build_step(plan)
 
 losses = []
 for number in range(151):
     state, metrics = step(state, zerojax.shard_batch(plan, make_batch(number)))
-    if number % 25 == 0:  # metrics stay on the devices until they are read, and reading waits
+    if number % 25 == 0:  # metrics stay on the devices; reading one waits for its step
         losses.append(float(metrics["loss"]))
         print(f"step {number:3}: loss {losses[-1]:.4f}")
 

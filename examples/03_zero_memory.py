@@ -1,6 +1,6 @@
-"""What each ZeRO stage keeps on one device, and that all of them compute the same thing.
+"""Bytes of state per device at each ZeRO stage; all stages compute the same losses.
 
-Stage 1 splits the optimizer state, 2 also the gradients, 3 also the parameters.
+Stage 1 shards the optimizer state, 2 also the gradients, 3 also the parameters.
 """
 
 import jax
@@ -17,7 +17,7 @@ batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 
 def train_a_little(zero: int) -> tuple[int, list[float]]:
-    """Bytes of state on the first device, and the losses of three steps."""
+    """Returns (bytes of state on the first device, losses of three steps)."""
     plan = zerojax.make_plan(
         model,
         {"data": 8},

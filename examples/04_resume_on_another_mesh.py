@@ -1,6 +1,6 @@
-"""A run stops, goes on under another ZeRO stage on another mesh, and changes again as it runs.
+"""A run resumes with another ZeRO stage on another mesh, and changes again without a restart.
 
-A checkpoint holds whole arrays, not one device's pieces, so that any mesh can read it.
+A checkpoint does not depend on the sharding, so that any mesh can restore it.
 """
 
 import tempfile
@@ -18,7 +18,7 @@ model = zerojax.zoo.build_model(ModelConfig(num_layers=2, embed_dim=64, max_seq_
 
 
 def run(mesh_config: dict, folder: str, steps: int) -> zerojax.Trainer:
-    """Trains up to `steps` in all, from the checkpoint in `folder` if there is one."""
+    """Trains up to `steps` in total, resuming from the checkpoint in `folder` if it exists."""
     return zerojax.train(
         model, mesh_config, steps=steps, checkpoint=folder, optimizer=zerojax.adamw(1e-3), seed=1
     )
@@ -35,7 +35,7 @@ with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as two:
     print(f"loss after 20 steps: {straight.metrics['loss']:.6f}, difference {difference:.1e}")
     assert difference < 4e-6  # float32 rounding
 
-    # And without a restart: the same values, in other pieces.
+    # Without a restart: the same values, sharded differently.
     before = nnx.state(resumed.to_model())
     resumed.reshard({"data": 8, "zero": 0})
     after = nnx.state(resumed.to_model())

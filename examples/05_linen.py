@@ -1,7 +1,7 @@
-"""A `flax.linen` network with batch normalisation learns to read handwritten digits, under ZeRO-3.
+"""A `flax.linen` network with batch normalization classifies handwritten digits, with ZeRO-3.
 
-The module knows nothing of zerojax. Its batch statistics are carried along beside its parameters;
-each device normalises by those of its own rows. The 1,797 scans of digits come with scikit-learn:
+The module does not depend on zerojax. Its batch statistics are part of the state; each device
+normalizes by those of its own rows. The 1,797 images of digits come with scikit-learn:
 `pip install '.[examples]'`.
 """
 
@@ -22,7 +22,7 @@ NUM_TRAINED = 1500
 
 
 class Classifier(nn.Module):
-    """Two convolutions with batch normalisation, then one linear layer."""
+    """Two convolutions with batch normalization, then one linear layer."""
 
     @nn.compact
     def __call__(self, images, *, train):
@@ -35,7 +35,7 @@ class Classifier(nn.Module):
 
 
 def loss(model, batch):
-    """`model` is the module bound to its variables; linen's switch is passed on by hand."""
+    """Computes the loss; `model` is the module bound to its variables."""
     logits = model(batch["images"], train=model.training)
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
 
@@ -53,7 +53,7 @@ trainer = zerojax.train(
     optimizer=zerojax.adamw(3e-3),
     steps=100,
 )
-variables = trainer.to_model()  # what `Classifier().apply` takes
+variables = trainer.to_model()  # the variables for `Classifier().apply`
 assert set(variables) == {"params", "batch_stats"}
 
 guesses = Classifier().apply(variables, images[NUM_TRAINED:], train=False).argmax(axis=1)

@@ -1,7 +1,7 @@
-"""No framework: a pair of functions `(init, apply)` over any tree of arrays.
+"""A model without a framework: a pair of functions `(init, apply)` over any tree of arrays.
 
-zerojax cannot see where `apply` uses a parameter, so at ZeRO-3 all are gathered as it starts: what
-functions gain from is stages 1 and 2. A module (02, 05, 11) is gathered layer by layer.
+zerojax cannot see where `apply` uses a parameter, so that ZeRO-3 gathers all of them before `apply`
+starts; functions benefit from stages 1 and 2 only. Modules (02, 05, 11) are gathered by layer.
 """
 
 import jax
@@ -26,7 +26,7 @@ def apply(params, points):
 
 
 def loss(model, batch):
-    """Two spirals, told apart; the pair (sum, weight) is divided once, over all devices."""
+    """Returns the classification loss of two spirals as (sum, weight), divided once globally."""
     logits = model(batch["points"])
     chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["labels"][:, None], axis=1)
     return -chosen.sum(), chosen.size

@@ -1,7 +1,7 @@
-"""Tensor parallelism by rules: which axis of the mesh splits which dimension of which parameter.
+"""Tensor parallelism by rules that assign mesh axes to the dimensions of parameters.
 
-The models of zerojax bring rules of their own; for another model they are a few regular expressions
-on the names of its parameters. They combine with every ZeRO stage.
+The models of zerojax have their own rules; for another model, write a few regular expressions on
+the names of its parameters. Rules combine with every ZeRO stage.
 """
 
 import jax
@@ -14,7 +14,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 
 class Mlp(nnx.Module):
-    """Knows nothing of meshes."""
+    """An MLP that does not depend on the mesh."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.up = nnx.Linear(32, 256, rngs=rngs)
@@ -28,7 +28,7 @@ class Mlp(nnx.Module):
 RULES = (
     ("up/kernel", (None, "model")),  # each device computes some of the hidden units ...
     ("up/bias", ("model",)),
-    ("down/kernel", ("model", None)),  # ... and adds up its share of the output
+    ("down/kernel", ("model", None)),  # ... and their contribution to the output
 )
 batch = {"x": np.random.default_rng(0).normal(size=(32, 32)).astype(np.float32)}
 

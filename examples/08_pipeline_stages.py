@@ -1,7 +1,7 @@
-"""Pipeline stages: layers divided over devices, microbatches one after the other, any schedule.
+"""Pipeline stages with any schedule, combined with ZeRO.
 
-`zerojax.Stages` makes a model of three parts of your own. Its layers run in one loop, which is what
-a pipeline cuts; a model that scans its layers itself is cut just as it is. Combined with ZeRO.
+`zerojax.Stages` builds a model from your embedding, block and head. Its layers run in one loop,
+whose iterations are divided among the stages; a model with its own scan works unchanged.
 """
 
 import jax
@@ -14,7 +14,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 
 class Block(nnx.Module):
-    """One layer of your own: what it takes and what it gives have the same shape."""
+    """Your own layer; its output has the shape of its input."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.norm = nnx.LayerNorm(32, rngs=rngs)
@@ -49,7 +49,7 @@ def losses(mesh_config: dict) -> list[float]:
         precision="fp32",
         persistence_threshold=0,
     )
-    print(plan.table())  # with the schedule: which stage works on which microbatch when
+    print(plan.table())  # includes the schedule: the microbatch of each stage in each tick
     state, step = zerojax.init_state(plan), zerojax.build_step(plan)
     found = []
     for number in range(5):

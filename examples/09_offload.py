@@ -1,7 +1,7 @@
-"""The optimizer's state outside the device's memory: one line more, and not one bit less.
+"""Optimizer state outside device memory, by one setting, with bit-equal results.
 
-Masters and moments are three quarters of what training with float32 masters keeps. They can wait in
-the host's memory, some of them on the device, or in files; the update brings them slice by slice.
+Masters and moments are three quarters of the training state with float32 masters. They can be
+stored in host memory, partly on the device, or in files; the update loads them slice by slice.
 """
 
 import tempfile
@@ -18,11 +18,11 @@ jax.config.update("jax_num_cpu_devices", 8)
 model = zerojax.zoo.build_model(ModelConfig(num_layers=2, embed_dim=64, max_seq_len=32), 256)
 tokens = np.random.default_rng(0).integers(0, 256, (16, 33), dtype=np.int32)
 batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
-SMALL = {"slice_elements": 512, "min_elements": 256}  # this model is far below the defaults
+SMALL = {"slice_elements": 512, "min_elements": 256}  # for this small model
 
 
 def bytes_by_memory(state) -> dict[str, int]:
-    """Bytes that the first device holds, by the kind of memory they are in."""
+    """Returns {memory kind: bytes} of the first device."""
     held: dict[str, int] = {}
     for leaf in jax.tree.leaves(state):
         kind, own = leaf.sharding.memory_kind, leaf.addressable_shards[0].data
@@ -31,7 +31,7 @@ def bytes_by_memory(state) -> dict[str, int]:
 
 
 def train_a_little(offload: OffloadConfig) -> tuple[dict[str, int], list[float]]:
-    """Where the state lies, and the losses of five steps."""
+    """Returns (bytes of state by memory kind, losses of five steps)."""
     plan = zerojax.make_plan(
         model,
         {"data": 8},

@@ -1,7 +1,7 @@
-"""Hosts come and go, and not one bit of the run changes.
+"""A run with bit-equal results while the number of devices changes.
 
-Two things make that so: a batch that many numbers of devices can cut, and sums that are added up in
-one order whatever the mesh is. Without the second, other meshes differ by rounding.
+It needs a batch size that many numbers of devices divide, and sums whose order does not depend on
+the mesh (`deterministic`). Without the latter, meshes differ by rounding.
 """
 
 import tempfile
@@ -14,7 +14,7 @@ from zerojax.config import ElasticityConfig, ModelConfig
 
 jax.config.update("jax_num_cpu_devices", 8)
 
-# A batch of at most 32 rows, in microbatches of 1, 2 or 3 rows, that most numbers of devices suit.
+# The batch size, at most 32, with microbatches of 1, 2 or 3 rows, for most numbers of devices.
 elastic = ElasticityConfig(max_global_batch_size=32, micro_batch_sizes=(1, 2, 3))
 chosen = elastic.choose_batch()
 rows, counts = chosen.global_batch_size, chosen.device_counts
@@ -29,7 +29,7 @@ def make_batch(number):
 
 
 def train(devices: list[int], folder: str) -> list[float]:
-    """Losses of two steps on each of these numbers of devices, with a checkpoint between them."""
+    """Returns losses of two steps on each number of devices, with checkpoints in between."""
     losses = []
     for count in devices:
         plan = zerojax.make_plan(

@@ -1,8 +1,7 @@
-"""A language model in plain `flax.linen` reads Shakespeare, under ZeRO-3.
+"""A language model in plain `flax.linen`, trained on Shakespeare with ZeRO-3.
 
-Layers run in one `nn.scan`, so that ZeRO-3 gathers the weights of one layer at a time. Text, loss
-and the numbers of a report come with `zerojax.train`: of a model that turns tokens into logits it
-needs no more than that.
+Layers run in one `nn.scan`, so that ZeRO-3 gathers the weights of one layer at a time. For a model
+that maps tokens to logits, `zerojax.train` provides text, loss and reports.
 """
 
 import flax.linen as nn
@@ -27,7 +26,7 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """tokens [rows, length] -> logits [rows, length, vocabulary]."""
+    """A decoder that maps tokens [rows, length] to logits [rows, length, vocabulary]."""
 
     num_layers: int = 2
 
@@ -69,4 +68,4 @@ print(bytes(tokens[0].tolist()).decode(errors="replace"))
 
 first, last = trainer.history[0]["loss"], trainer.metrics["loss"]
 print(f"loss {first:.2f} -> {last:.2f}")
-assert last < 2.7 < 5 < first  # a byte by its frequency alone costs 3.3
+assert last < 2.7 < 5 < first  # predicting bytes by their frequency gives 3.3

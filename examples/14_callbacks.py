@@ -1,6 +1,6 @@
 """Callbacks: a metric of your own, a callback that ends the run, early stopping, the best step.
 
-A classifier is trained on points in the plane. Its loss returns the accuracy beside the loss.
+A classifier is trained on points in the plane. Its loss also returns the accuracy as a metric.
 """
 
 import jax
@@ -24,7 +24,7 @@ class Classifier(nnx.Module):
 
 
 def rows(seed):
-    """64 points x: float32[64, 2]; the label is 1 inside the unit circle."""
+    """Returns 64 points, float32 [64, 2]; the label is 1 inside the unit circle."""
     x = np.random.default_rng(seed).normal(size=(64, 2)).astype(np.float32)
     return {"x": x, "label": (np.linalg.norm(x, axis=1) < 1).astype(np.int32)}
 
@@ -51,7 +51,7 @@ def train(**options):
     )
 
 
-# A callback is a function. It sees each report, and ends the run with `return True`.
+# A callback is a function that gets each report, and ends the run with `return True`.
 reported = []
 
 
@@ -64,7 +64,7 @@ trainer = train(callbacks=[until_90_percent])
 print(f"{trainer.metrics['accuracy']:.0%} of a batch are right after {trainer.num_steps} steps")
 assert reported[-1] <= trainer.num_steps < 300  # a report is read during the next step
 
-# Ready callbacks: stop when the validation accuracy no longer improves, and keep the best step.
+# Built-in callbacks: stop if the validation accuracy no longer improves, and keep the best step.
 watched = {"metric": "validation/accuracy", "mode": "max"}
 stopping = zerojax.EarlyStopping(**watched, patience=4)
 trainer = train(

@@ -1,10 +1,10 @@
-"""One BERT encoder with a head for each of two tasks, trained together under ZeRO-3.
+"""One BERT encoder with heads for two tasks, trained together with ZeRO-3.
 
-The first task names each letter of a text: vowel, consonant or neither. The second says of a whole
-text whether it holds a word in capitals, such as the name of a speaker. Every batch has rows of
-both; a row of one task weighs nothing in the other. The loss of each task is a sum and a weight,
-divided once over all devices, so that two kinds of terms, as many as letters and as many as texts,
-keep the weights that are written here, however the batch is cut.
+The first task classifies each letter of a text: vowel, consonant or neither. The second classifies
+a whole text: whether it contains a word in capitals, such as the name of a speaker. Every batch has
+rows of both tasks; a row has weight 0 in the other task. The loss of each task is a sum and a
+weight, divided once over all devices, so that the weights of the tasks do not depend on how the
+batch is divided.
 """
 
 import jax
@@ -29,7 +29,7 @@ text, validation, _ = as_source(None, seq_len=LETTERS, global_batch_size=ROWS)
 
 
 class TwoTasks(nnx.Module):
-    """An encoder, a head for its letters, and one for their mean."""
+    """An encoder with a head for letters, and one for the mean over letters."""
 
     def __init__(self, rngs):
         self.encoder = Bert(config, rngs=rngs)
@@ -42,7 +42,7 @@ class TwoTasks(nnx.Module):
 
 
 def batch_of(source, step):
-    """Rows of text and the labels of both tasks; even rows are of the first, odd of the second."""
+    """Returns rows of text with labels; even rows have the first task, odd rows the second."""
     tokens = source.batch(step)["tokens"]
     is_capital = (tokens >= ord("A")) & (tokens <= ord("Z"))
     return {
@@ -54,11 +54,11 @@ def batch_of(source, step):
 
 
 def loss(model, batch):
-    """(sum, weight) of both tasks, each term by the weight of its task, and each task alone."""
+    """Returns (sum, weight) of both tasks with their weights, and each task's loss as a metric."""
     letters, capitals = model(batch["tokens"])
     second = batch["is_second"].astype(jnp.float32)
     losses = {
-        # The mean over a row's letters, so that both tasks have one term for each row.
+        # The mean over a row's letters, so that each row has one term in both tasks.
         "letters": (cross_entropy(letters, batch["kinds"]).mean(1), 1 - second),
         "capitals": (cross_entropy(capitals, batch["has_capitals"]), second),
     }
@@ -68,7 +68,7 @@ def loss(model, batch):
 
 
 def cross_entropy(logits, labels):
-    """Of the last axis, in float32."""
+    """Computes the cross-entropy over the last axis, in float32."""
     logits = logits.astype(jnp.float32)
     picked = jnp.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
     return jax.nn.logsumexp(logits, axis=-1) - picked

@@ -1,9 +1,8 @@
-"""English to German with a model of t5-small's shape, under ZeRO-3, from a ds_config.json.
+"""English to German with a model of t5-small's shape and ZeRO-3, from a ds_config.json.
 
-The first example of DeepSpeed with Hugging Face is run_translation.py with t5-small and a stage 3
-configuration; this is the same run. Weights are new here, and the text a few sentences, since
-nothing is downloaded: `zerojax.from_hugging_face("t5-small")` in place of the function that makes
-the model reads a folder of weights straight into its shards.
+It corresponds to the first example of DeepSpeed with Hugging Face, run_translation.py with t5-small
+and a stage 3 configuration. Nothing is downloaded: weights are new, and the text is a few
+sentences. With a folder of weights, use `zerojax.from_hugging_face("t5-small")` as the model.
 """
 
 import json
@@ -46,7 +45,7 @@ DS_CONFIG = {
     },
 }
 
-# A word is a token: 0 is padding and the start of a target, 1 ends a text, as with T5.
+# Each word is a token; as in T5, 0 is padding and the start of a target, and 1 ends a text.
 words = [PREFIX, *sorted({word for pair in PAIRS for text in pair for word in text.split()})]
 number_of = {word: number for number, word in enumerate(words, start=2)}
 

@@ -1,9 +1,9 @@
-"""Fine-tune a folder of Hugging Face on chats in one command, and answer with the merged weights.
+"""Fine-tune a Hugging Face folder on chats in one command, and answer with the merged weights.
 
-The folder is made here, so that nothing is downloaded: a small Llama with its own tokenizer, for a
-few steps on Shakespeare. With real weights only the name of the folder differs. The loss stays
-high, since adapters leave the head of the untaught model as it is; the likeliest tokens are right
-all the same. Needs the extra `chat`. Two cores take a minute.
+Nothing is downloaded: the script creates the folder, a small Llama with its own tokenizer, trained
+for a few steps on Shakespeare. With real weights only the name of the folder differs. The loss
+stays high, since adapters do not change the untrained head, but the likeliest tokens are right.
+Needs the extra `chat`. Two cores take a minute.
 """
 
 import json

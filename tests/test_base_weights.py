@@ -156,7 +156,7 @@ def test_any_mesh_restores_every_bit(options, precision, theirs, tmp_path):
             r"leaves 12 frozen arrays in \S+/gone, which is not there; put the original files back",
         ),
         (flip, r"where 'frozen/\S+' \(in model.safetensors\) differs from what the run had; put"),
-        (lambda content: content.pop(), r"/there, which cannot be read: .*is cut short"),
+        (lambda content: content.pop(), r"/there, which cannot be read: .*is truncated"),
     ],
     ids=["gone", "one bit", "cut"],
 )

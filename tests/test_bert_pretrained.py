@@ -178,11 +178,14 @@ def test_files_come_out_as_they_went_in(class_name: str, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"hidden_act": "relu"}, "hidden_act='relu', but this model's MLP has a GELU"),
-        ({"is_decoder": True}, "is_decoder=True, but every token sees both sides"),
-        ({"position_embedding_type": "relative_key"}, "positions are a table"),
-        ({"tie_word_embeddings": False}, "the head reads the token table"),
-        ({"architectures": ["BertForQuestionAnswering"]}, "of which this model has no head"),
+        ({"hidden_act": "relu"}, "hidden_act='relu', .* gelu"),
+        ({"is_decoder": True}, "is_decoder=True, .* bidirectional"),
+        ({"position_embedding_type": "relative_key"}, "learned positions"),
+        ({"tie_word_embeddings": False}, "token table"),
+        (
+            {"architectures": ["BertForQuestionAnswering"]},
+            "BertForQuestionAnswering.* not supported",
+        ),
     ],
 )
 def test_another_model_is_refused(changes: dict[str, Any], words: str) -> None:

@@ -191,7 +191,7 @@ def test_a_key_that_no_row_knows_is_refused_by_its_name(name):
     row = ARCHITECTURES[name]
     row.read_config(given)
     key = f"switch_{zlib.crc32(name.encode()):x}"
-    with pytest.raises(UnsupportedError, match=f"{key}=0.5 is a setting that zerojax does not"):
+    with pytest.raises(UnsupportedError, match=f"{key}=0.5 is not supported"):
         row.read_config({**given, key: 0.5})
     with pytest.raises(UnsupportedError, match="is_decoder"):
         row.read_config({**given, "is_decoder": True})
@@ -322,7 +322,7 @@ REFUSED = {
     "dropped scores": ("qwen2", {"attention_dropout": 0.1}, "attention_dropout=0.1"),
     "positions of pictures": ("qwen2", {"use_mrope": True}, "use_mrope=True"),
     "a window without a size": ("qwen3", {"layer_types": ["sliding_attention"] * 4}, "no sliding"),
-    "too few types": ("qwen3", {"layer_types": ["full_attention"]}, "1 entries for 4 layers"),
+    "too few types": ("qwen3", {"layer_types": ["full_attention"]}, "1 entries, .* 4 layers"),
     "another layer": ("gemma3_text", {"layer_types": ["linear_attention"] * 4}, "linear_attention"),
     "another activation": ("mistral", {"hidden_act": "quick_gelu"}, "hidden_act='quick_gelu'"),
     "both sides": ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional"),
@@ -331,10 +331,10 @@ REFUSED = {
     "a key of rope": (
         "qwen3",
         {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "twist": 1}},
-        "twist=1 is a setting",
+        "twist=1 is not supported",
     ),
-    "flat rope": ("gemma3_text", {"rope_parameters": {"rope_theta": 1.0}}, "no entries for"),
-    "nested rope": ("qwen3", {"rope_parameters": {"full_attention": {}}}, "types of layers"),
+    "flat rope": ("gemma3_text", {"rope_parameters": {"rope_theta": 1.0}}, "needs entries for"),
+    "nested rope": ("qwen3", {"rope_parameters": {"full_attention": {}}}, "per type of layer"),
     "a part of the features": ("qwen3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     "stretched Phi": ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear'"),
     "dropout of Phi": ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop=0.1"),
@@ -354,17 +354,17 @@ def test_values_that_would_make_another_model_are_refused(what):
 
 def test_a_part_of_a_larger_model_is_named():
     inner = {"text_config": {"model_type": "gemma3_text"}, "model_type": "gemma3"}
-    with pytest.raises(UnsupportedError, match=r"holds a gemma3_text .* as Gemma3ForCausalLM"):
+    with pytest.raises(UnsupportedError, match=r"combines a gemma3_text .* as Gemma3ForCausalLM"):
         architecture_of(inner)
 
 
 def test_switches_that_a_family_lacks_are_not_written(folder_of):
     pretrained = from_hugging_face(folder_of("qwen3"))
     changed = pretrained.with_changes(logit_softcap=30.0)
-    with pytest.raises(UnsupportedError, match=r"logit_softcap=30.0: config.json of a qwen3 says"):
+    with pytest.raises(UnsupportedError, match=r"logit_softcap=30.0 .*Qwen3ForCausalLM"):
         describe_model(changed)
     stranger = dataclasses.replace(pretrained.config, family="")
-    with pytest.raises(UnsupportedError, match="family='' is none of those"):
+    with pytest.raises(UnsupportedError, match="family='' has no"):
         describe_model_of(stranger)
     # Where a cast stands is no switch of a file.
     norm = NormConfig(eps=pretrained.config.norm.eps)

@@ -202,9 +202,9 @@ ASK, TELL = {"role": "user", "content": "Who?"}, {"role": "assistant", "content"
     ("change", "rows", "words", "told"),
     [
         (no_template, None, (), r"chats.jsonl:1: a chat needs a template, but .* --template FILE"),
-        (no_weights, None, (), "has no model.safetensors or .*; give a folder that has them"),
+        (no_weights, None, (), "has no model.safetensors or .*; pass a folder"),
         (no_tokenizer, None, (), r"has no tokenizer.json; .*AutoTokenizer"),
-        (as_mamba, None, (), "model_type='mamba' is none of those that zerojax has a model for"),
+        (as_mamba, None, (), "model_type='mamba' is not supported"),
         (
             short_context,
             None,

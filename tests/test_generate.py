@@ -182,7 +182,7 @@ def test_the_cache_has_the_dtype_of_the_activations():
     [
         (
             {"num_tokens": 29},
-            "make 49, but the model takes at most max_seq_len=48; use num_tokens=28",
+            "are 49 tokens, .* max_seq_len=48; use num_tokens=28",
         ),
         ({"num_tokens": 0}, "num_tokens=0 must be at least 1"),
         ({"temperature": -1.0}, "temperature=-1.0 must be a finite number >= 0"),

@@ -206,15 +206,15 @@ def test_several_files_are_one_model(folders, tmp_path):
 BAD_INDEXES = {
     "a file outside": (
         "../../x.safetensors",
-        "is in '../../x.safetensors', which is not the name of a",
+        "in '../../x.safetensors', which is not the name of a",
     ),
     "an absolute name": (
         "/dev/zero",
-        "is in '/dev/zero', which is not the name of a file in its folder",
+        "in '/dev/zero', which is not the name of a file in its folder",
     ),
-    "a number": (7, "is in 7, which is not the name"),
-    "a list": (["x"], r"is in \['x'\], which is not the name"),
-    "another file": ("model-00003-of-00003.safetensors", "is in model-00003-.*; it is not"),
+    "a number": (7, "in 7, which is not the name"),
+    "a list": (["x"], r"in \['x'\], which is not the name"),
+    "another file": ("model-00003-of-00003.safetensors", "in model-00003-.* does not contain"),
     "a file that is not there": ("gone.safetensors", "lacks 1 of 4 files of its index.*gone"),
 }
 
@@ -243,7 +243,7 @@ def test_a_tensor_in_two_files_or_twice_in_an_index_is_refused(tmp_path):
     name, *_ = load_file(folder / "model-00001-of-00003.safetensors")
     again = folder / "model-00002-of-00003.safetensors"
     save_file({**load_file(again), name: np.ones(3, np.float32)}, again)
-    with pytest.raises(ValueError, match=f"'{name}' is in model-00001.* and in model-00002"):
+    with pytest.raises(ValueError, match=f"'{name}' is in .*model-00001.* and model-00002"):
         from_hugging_face(folder)
 
 
@@ -294,7 +294,7 @@ def test_another_class_of_theirs_is_named(name, tmp_path):
     else:
         tensors["score.weight"] = np.ones((2, 16), np.float32)
     folder = write_folder(tmp_path / name, "llama", tensors=tensors, architectures=[name])
-    with pytest.raises(UnsupportedError, match=rf"\['{name}'\].*reads a llama as LlamaForCausalLM"):
+    with pytest.raises(UnsupportedError, match=rf"\['{name}'\].*reads llama as LlamaForCausalLM"):
         from_hugging_face(folder)
     if name == "LlamaModel":
         assert "1 new" in from_hugging_face(folder, new=("lm_head",)).describe()
@@ -320,12 +320,12 @@ def test_narrow_files_become_float32_masters_without_rounding(dtype, tmp_path):
 
 def test_what_is_not_understood_is_refused(folders, tmp_path):
     tensors = tensors_of("llama") | {"model.layers.0.self_attn.q_proj.bias": np.ones(16)}
-    with pytest.raises(UnsupportedError, match=r"1 tensors have no place .*q_proj\.bias"):
+    with pytest.raises(UnsupportedError, match=r"1 tensors .*q_proj\.bias"):
         from_hugging_face(write_folder(tmp_path / "bias", "llama", tensors=tensors))
     codes = write_folder(tmp_path / "c", "llama", quantization_config={"quant_method": "gptq"})
-    with pytest.raises(UnsupportedError, match=r"\(gptq\): the weights are codes"):
+    with pytest.raises(UnsupportedError, match=r"\(gptq\): quantized"):
         from_hugging_face(codes)
-    with pytest.raises(FileNotFoundError, match="nothing is downloaded here: .*hf download"):
+    with pytest.raises(FileNotFoundError, match="downloads nothing: .*hf download"):
         from_hugging_face("someone/model")
     (tmp_path / "pickle").mkdir()
     (tmp_path / "pickle" / "config.json").write_text(json.dumps(CASES["llama"]["config"]))
@@ -339,5 +339,5 @@ def test_a_file_that_is_cut_short_is_named(cut, folders, tmp_path):
     folder = write_folder(tmp_path / "cut", "llama")
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:cut])
-    with pytest.raises(ValueError, match="model.safetensors is cut short"):
+    with pytest.raises(ValueError, match="model.safetensors is truncated"):
         from_hugging_face(folder)

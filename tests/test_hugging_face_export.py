@@ -208,9 +208,9 @@ def test_a_folder_that_is_there_and_a_step_that_is_not_are_refused(run, tmp_path
 def test_what_has_no_form_there_is_refused(tmp_path):
     model = as_model(from_hugging_face(write_folder(tmp_path / "theirs", "llama")))
     shapes = plan_for(model).abstract_state["params"]
-    with pytest.raises(UnsupportedError, match="parameter own/scale has no place in the files"):
+    with pytest.raises(UnsupportedError, match="parameter own/scale has no tensor"):
         outgoing(describe_model(model), {**shapes, "own/scale": 1})
-    with pytest.raises(UnsupportedError, match="config is a NoneType has no form"):
+    with pytest.raises(UnsupportedError, match="config is a NoneType has no Hugging Face format"):
         describe_model(as_model((lambda key: {"w": jnp.ones(3)}, lambda params, x: x)))
 
 

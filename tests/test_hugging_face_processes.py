@@ -61,7 +61,7 @@ def theirs(tmp_path_factory):
 def check_failures(told: dict[str, str], process: int, out: Path) -> None:
     """Where the first process fails all are told, nothing is left, and the next export is well."""
     known = {
-        "there": ("FileExistsError", "exported is there already"),
+        "there": ("FileExistsError", "exported already exists"),
         "full": ("OSError", "file too large"),
         "adapters": ("UnsupportedError", "adapters"),
     }

@@ -125,7 +125,7 @@ def test_slices_of_unequal_parts_are_found_too():
     [
         ("a b -> a c", 0, "both sides need the same dimensions"),
         ("a a", 0, "each once"),
-        ("(3 a) -> a", 3, "has 3 parts, and 3 is none"),
+        ("(3 a) -> a", 3, "part=3 must be from 0 to 2"),
     ],
 )
 def test_a_layout_that_cannot_be_is_refused(text, part, words):
@@ -147,12 +147,12 @@ LLAMA = {
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model_type": "mamba"}, "model_type='mamba' is none of those .* llama"),
+        ({"model_type": "mamba"}, "model_type='mamba' .* llama"),
         ({"attention_bias": True}, "attention_bias=True, but the projections .* no biases"),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu', .*only 'silu' or 'swish' will do"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu', .*only 'silu' or 'swish'"),
         (
             {"rope_scaling": {"rope_type": "twisted"}},
-            "type 'twisted' are not built",
+            "type 'twisted'",
         ),
         ({"rope_scaling": {"type": "llama3", "factor": 2.0}}, "no 'original_max_position"),
         ({"hidden_size": None}, "no 'hidden_size'"),

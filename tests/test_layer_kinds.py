@@ -376,19 +376,19 @@ def test_the_number_of_parameters_is_that_of_the_arrays():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"pattern": (0, 1)}, "pattern has 2 entries and num_layers=4"),
-        ({"pattern": (0, 1, 0, 1)}, r"pattern names the kinds \[0, 1\] and there are 3"),
-        ({"pattern": None}, "there are 3 kinds of layers; say with pattern"),
-        ({"kinds": (), "pattern": None}, "name at least one kind"),
+        ({"pattern": (0, 1)}, "pattern has 2 entries, .* num_layers=4"),
+        ({"pattern": (0, 1, 0, 1)}, r"pattern .* \[0, 1\], but kinds has 3"),
+        ({"pattern": None}, "kinds has 3 entries .* set pattern"),
+        ({"kinds": (), "pattern": None}, "at least one kind"),
         ({"norm_places": "around"}, "norm_places='around' is unknown; use one of pre"),
         ({"query_key_norm": "one"}, "query_key_norm='one' is unknown"),
         ({"activation": "swish"}, "activation='swish' is unknown; use one of silu"),
         ({"logit_softcap": 0.0}, "logit_softcap=0.0 must be above 0"),
         ({"kinds": (LayerKind(window=0),), "pattern": None}, "window=0 must be a whole number"),
-        ({"head_dim": 5}, "head_dim=5 .* turns 5 features"),
+        ({"head_dim": 5}, "head_dim=5 .* rotates 5 features"),
         (
             {"kinds": (WINDOW, LayerKind(rope=Rope(fraction=0.5)), NOPE)},
-            "fraction and interleaved have to be the same",
+            "fraction and interleaved .* same values",
         ),
     ],
 )

@@ -288,17 +288,17 @@ def test_a_run_is_read_back_with_its_adapters(tmp_path):
 def test_mistakes_are_refused_with_what_to_do():
     with pytest.raises(ValueError, match=r"LoraConfig.targets: 'q_proj' matches none of the 6"):
         add_lora(base("gpt2"), LoraConfig(rank=2, targets=("q_proj",)))
-    with pytest.raises(ValueError, match=r"attention/key has an adapter already.*merge_lora"):
+    with pytest.raises(ValueError, match=r"attention/key already has an adapter.*merge_lora"):
         add_lora(add_lora(base("gpt2"), LORA), LORA)
-    with pytest.raises(ValueError, match=r"lm_head takes no adapter.*'blocks/\.\*'"):
+    with pytest.raises(ValueError, match=r"lm_head .*adapter.*'blocks/\.\*'"):
         add_lora(base("llama"), LoraConfig(rank=2, targets=(".*",)))
     with pytest.raises(ValueError, match=r"GPT2 has no adapters to merge; zerojax.add_lora"):
         merge_lora(base("gpt2"))
     with pytest.raises(ValueError, match=r"rank=0 means no adapters.*rank=8"):
         add_lora(base("gpt2"), LoraConfig())
-    with pytest.raises(TypeError, match=r"cannot add adapters to a dict: give an nnx.Module"):
+    with pytest.raises(TypeError, match=r"cannot add adapters to a dict: pass an nnx.Module"):
         add_lora({}, LORA)
-    with pytest.raises(TypeError, match=r"cannot add adapters to a tuple: give an nnx.Module"):
+    with pytest.raises(TypeError, match=r"cannot add adapters to a tuple: pass an nnx.Module"):
         add_lora(lambda rngs: (1, 2), LORA)(nnx.Rngs(0))
     with pytest.raises(ConfigError, match=r"targets: names no projection"):
         LoraConfig(rank=2, targets=())

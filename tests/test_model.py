@@ -443,23 +443,23 @@ class SlashedNames(nnx.Module):
 @pytest.mark.parametrize(
     ("model", "error", "message"),
     [
-        (3, TypeError, "cannot train a int: give a flax nnx.Module, a callable rngs -> nnx.Module"),
+        (3, TypeError, "cannot train a int: .* nnx.Module, a callable rngs -> nnx.Module"),
         (
             ({"w": np.ones(3)}, lambda params, x: x),
             TypeError,
-            r"pair of a dict and a function: .* give \(lambda key: params, apply\)",
+            r"pair of a dict and a function: .* \(lambda key: params, apply\)",
         ),
         (
             LinenNorm,
             TypeError,
-            r"LinenNorm is a class of linen modules; give an instance: LinenNorm\(",
+            r"LinenNorm is a linen class.* LinenNorm\(",
         ),
         (
             lambda rngs: {"w": 1},
             TypeError,
-            "<lambda> returned a dict; it has to return an nnx.Module",
+            "<lambda> returned a dict, .* nnx.Module",
         ),
-        (HoldsTuple, TypeError, "Intermediate notes holds a tuple; every variable has to hold one"),
+        (HoldsTuple, TypeError, "Intermediate notes holds a tuple, .* one array"),
         (
             SlashedNames,
             ValueError,
@@ -474,7 +474,7 @@ def test_what_is_no_model_is_refused(model, error, message):
 
 def test_text_among_parameters_is_refused():
     model = as_model((lambda key: {"w": jnp.ones(3), "kind": "relu"}, lambda params, x: x))
-    with pytest.raises(TypeError, match="init returned 'relu' at kind; a tree of parameters holds"):
+    with pytest.raises(TypeError, match="init returned 'relu' at kind, .* array"):
         model.init(jax.random.key(0), None, lambda model, batch: 0.0)
 
 
@@ -482,8 +482,8 @@ def test_the_default_loss_is_the_models_own():
     with pytest.raises(ValueError) as caught:
         default_loss(as_model(Plain))
     assert str(caught.value) == (
-        "no loss: the nnx factory Plain has no method loss(batch). Pass one, which returns a "
-        "scalar or (sum, weight), such as loss=lambda model, batch: "
+        "no loss: the nnx factory Plain has no method loss(batch). Pass a loss that returns "
+        "a scalar or (sum, weight), such as loss=lambda model, batch: "
         "zerojax.losses.next_token(model(batch['tokens']), batch['targets'])"
     )
     plan = plan_for(LinenNorm(), batch=regression_batch, devices=1)

@@ -303,7 +303,7 @@ def test_what_experts_do_not_have_is_refused(change):
 
 
 def test_a_mixture_needs_a_width():
-    with pytest.raises(ValueError, match="experts have a width"):
+    with pytest.raises(ValueError, match="width of its experts"):
         MoE(8, MoEConfig(num_experts=2), rngs=nnx.Rngs(0))
 
 

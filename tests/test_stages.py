@@ -184,13 +184,13 @@ RNGS = nnx.Rngs(0)
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "text"),
     [
-        ((linear(RNGS), linear, 3), {}, TypeError, "head is a int; give an nnx.Module or a func"),
+        ((linear(RNGS), linear, 3), {}, TypeError, "head is a int; .* nnx.Module or a func"),
         ((linear(RNGS).__call__, linear, linear(RNGS)), {}, TypeError, "embed .* holds a Linear, "),
         (
             (linear(RNGS), linear, functools.partial(lambda module, x: module(x), linear(RNGS))),
             {},
             TypeError,
-            "head .* holds a Linear, whose parameters would stay as they are: give an nnx.Module",
+            "head .* holds a Linear, .* not be trained; pass an nnx.Module",
         ),
         (
             (jnp.sin, linear(RNGS), jnp.sin),
@@ -198,10 +198,10 @@ RNGS = nnx.Rngs(0)
             TypeError,
             "block is one Linear; .*lambda rngs: Lin",
         ),
-        ((jnp.sin, 3, jnp.sin), {}, TypeError, "block is a int; give a function rngs ->"),
-        ((jnp.sin, linear, jnp.sin), {}, TypeError, "pass num_layers and rngs, too"),
+        ((jnp.sin, 3, jnp.sin), {}, TypeError, "block is a int; pass a function rngs ->"),
+        ((jnp.sin, linear, jnp.sin), {}, TypeError, "pass num_layers and rngs"),
         ((jnp.sin, linear, jnp.sin), {"num_layers": 0, "rngs": RNGS}, ValueError, "=0 must be at"),
-        ((jnp.sin, [linear(RNGS)], jnp.sin), {"num_layers": 1}, TypeError, "leave them out"),
+        ((jnp.sin, [linear(RNGS)], jnp.sin), {"num_layers": 1}, TypeError, "remove them"),
         ((jnp.sin, [], jnp.sin), {}, ValueError, "the list is empty; use at least one"),
         (
             (jnp.sin, [linear(RNGS)], jnp.sin),

@@ -188,12 +188,12 @@ def weights(key):
 @pytest.mark.parametrize(
     ("model", "loss", "words"),
     [
-        (torch_stand_in.Module(), squared, "Module is a module of PyTorch.*from_hugging_face"),
-        ((torch_stand_in.Module(), jnp.dot), squared, "Module is a module of PyTorch"),
+        (torch_stand_in.Module(), squared, "Module is a PyTorch module.*from_hugging_face"),
+        ((torch_stand_in.Module(), jnp.dot), squared, "Module is a PyTorch module"),
         (lambda rngs: Held(rngs), squared, r"parameter 'weight' .*jax\.numpy\.asarray"),
         ((weights, jnp.dot), squared, r"parameter 'w' .*jax\.numpy\.asarray"),
-        (line, torch_stand_in.Module(), r"loss=Module is of PyTorch.*zerojax\.losses"),
-        (line, torch_stand_in.mse_loss, r"loss=mse_loss is of PyTorch.*zerojax\.losses"),
+        (line, torch_stand_in.Module(), r"loss=Module is from PyTorch.*zerojax\.losses"),
+        (line, torch_stand_in.mse_loss, r"loss=mse_loss is from PyTorch.*zerojax\.losses"),
     ],
 )
 def test_what_is_torchs_and_no_batch_is_refused(model, loss, words):

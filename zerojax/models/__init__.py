@@ -32,7 +32,7 @@ _HOME_OF_NAME = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports what a name needs when it is first asked for (PEP 562)."""
+    """Imports the module of a name on first access (PEP 562)."""
     if name not in _HOME_OF_NAME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_HOME_OF_NAME[name]}"), name)

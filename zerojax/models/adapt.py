@@ -1,6 +1,6 @@
-"""Recognition of a user's model, and of the loss that it brings.
+"""Conversion of a user's model and loss to the internal `Model` and `Loss`.
 
-The one door: the rest of zerojax never asks again.
+Only this module tests the type of a user's model; all other modules use the protocol.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from zerojax.tracing.protocol import Loss, Model, ModelLike
 
 
 def as_model(model: ModelLike) -> Model:
-    """The internal form of whatever the user calls a model.
+    """Returns the internal form of a user's model.
 
     Args:
-      model: an `nnx.Module` instance; a callable `rngs -> nnx.Module` (needed when the model is
-        larger than one device: it is then never built whole); a `linen.Module`; or `(init, apply)`
-        with `init(key)` or `init(key, batch)` returning a tree of arrays and `apply(params, ...)`.
+      model: an `nnx.Module` instance; a callable `rngs -> nnx.Module` (required for a model that
+        does not fit on one device, since each device then builds only its shards); a
+        `linen.Module`; or a pair `(init, apply)`, where `init(key)` or `init(key, batch)` returns
+        a tree of arrays and `apply(params, ...)` computes the output.
 
     Raises:
-      TypeError: anything else.
+      TypeError: `model` is none of these.
     """
     if isinstance(model, (NnxModel, LinenModel, FunctionModel)):
         return model
@@ -42,53 +43,53 @@ def as_model(model: ModelLike) -> Model:
         return FunctionModel(*model)
     if isinstance(model, type) and issubclass(model, linen.Module):
         raise TypeError(
-            f"{model.__name__} is a class of linen modules; give an instance: {model.__name__}(...)"
+            f"{model.__name__} is a linen class, not an instance; pass {model.__name__}(...)"
         )
     if callable(model):
         _check_factory(model)
         return NnxModel(model)
     if isinstance(model, tuple) and len(model) == 2 and callable(model[1]):
         raise TypeError(
-            f"cannot train a pair of a {type(model[0]).__name__} and a function: the first of "
-            "(init, apply) is a function, too; for parameters that are there already, give "
+            f"cannot train a pair of a {type(model[0]).__name__} and a function: both elements of "
+            "(init, apply) must be functions; for existing parameters, pass "
             "(lambda key: params, apply)"
         )
     raise TypeError(
-        f"cannot train a {type(model).__name__}: give a flax nnx.Module, a callable "
+        f"cannot train a {type(model).__name__}: pass a flax nnx.Module, a callable "
         "rngs -> nnx.Module, a flax linen.Module, or a pair of functions (init, apply)"
     )
 
 
 def _check_not_torch(model: Any) -> None:
-    """Refuses a module of PyTorch, which is a callable as well, or a pair with one."""
+    """Raises TypeError for a PyTorch module, which is also callable, or a pair that holds one."""
     parts = model if isinstance(model, tuple) else (model,)
-    found = next((each for each in parts if is_of_torch(each)), None)
-    if found is not None:
+    torch_part = next((part for part in parts if is_of_torch(part)), None)
+    if torch_part is not None:
         raise TypeError(
-            f"{_name_of(found)} is a module of PyTorch, which JAX cannot differentiate; write it "
-            "in Flax, or save it with save_pretrained(FOLDER) and give "
-            "zerojax.from_hugging_face(FOLDER), which knows GPT-2, Llama, BERT and the families of "
-            "docs/hugging_face.md"
+            f"{_name_of(torch_part)} is a PyTorch module, which JAX cannot differentiate; write it "
+            "in Flax, or save it with save_pretrained(FOLDER) and pass "
+            "zerojax.from_hugging_face(FOLDER), which supports GPT-2, Llama, BERT and the families "
+            "listed in docs/hugging_face.md"
         )
 
 
 def _check_factory(model: Any) -> None:
-    """Refuses a callable that cannot be called as a factory is, with one argument.
+    """Checks that a callable accepts one positional argument, as a model factory does.
 
     Raises:
-      TypeError: with how a factory is written.
+      TypeError: it does not; the message shows how to write a factory.
     """
     name, remedy = _name_of(model), "lambda rngs: MyModel(..., rngs=rngs)"
-    function, given = model, [None]
-    if isinstance(model, type):  # calling a class of nnx goes through its metaclass
-        function, given = model.__init__, [None, None]
+    function, arguments = model, [None]
+    if isinstance(model, type):  # a call of an nnx class goes through its metaclass
+        function, arguments = model.__init__, [None, None]
         remedy = f"lambda rngs: {name}(..., rngs=rngs), or an instance: {name}(...)"
     try:
         signature = inspect.signature(function)
-    except ValueError:  # one written in C tells none
+    except ValueError:  # functions written in C may have no signature
         return
     try:
-        bound = signature.bind(*given)
+        bound = signature.bind(*arguments)
         problem = ""
     except TypeError as error:
         bound, problem = None, str(error)
@@ -96,20 +97,21 @@ def _check_factory(model: Any) -> None:
         problem = f"its first argument is {list(bound.arguments)[-1]!r}"
     if problem:
         raise TypeError(
-            "a model that is called makes an nnx.Module from random streams, rngs -> nnx.Module, "
-            f"and {name} cannot be called with one argument ({problem}); give {remedy}"
+            "a model factory maps random streams to a module, rngs -> nnx.Module, "
+            f"but {name} cannot be called with one argument ({problem}); pass {remedy}"
         )
 
 
 def as_loss(loss: Any, model: Model, batch: Any = None) -> Loss:
-    """The loss that the user gave; None takes the model's own.
+    """Returns the user's loss, or the model's own loss for None.
 
     Args:
-      batch: an example, for the names in the remedy.
+      batch: an example batch; its keys appear in the remedies of error messages.
 
     Raises:
-      ValueError: None, and the model has no method `loss(batch)`.
-      TypeError: no function, or one of predictions and targets out of zerojax.losses or optax.
+      ValueError: `loss` is None and the model has no method `loss(batch)`.
+      TypeError: `loss` is not callable, is from PyTorch, or is a function of (predictions, targets)
+        from zerojax.losses or optax instead of a function of (model, batch).
     """
     if loss is None:
         return default_loss(model, batch)
@@ -120,25 +122,25 @@ def as_loss(loss: Any, model: Model, batch: Any = None) -> Loss:
     name, module = getattr(loss, "__name__", ""), getattr(loss, "__module__", None) or ""
     if is_of_torch(loss) or module.partition(".")[0] == "torch":
         raise TypeError(
-            f"loss={name or type(loss).__name__} is of PyTorch, which JAX cannot differentiate; "
-            f"use a function of zerojax.losses or optax, such as {_example(batch)}"
+            f"loss={name or type(loss).__name__} is from PyTorch, which JAX cannot differentiate; "
+            f"use a function from zerojax.losses or optax, such as {_example(batch)}"
         )
     of_optax = module.startswith("optax.") and name
     of_ours = module == losses.__name__ and getattr(losses, name, None) is loss
     if of_optax or (of_ours and loss is not losses.next_token_of_call):
         raise TypeError(
-            f"loss={name} is a function of predictions and targets, and a loss is one of the model "
-            f"and the batch; use "
+            f"loss={name} is a function of (predictions, targets), but a loss takes "
+            f"(model, batch); use "
             + _example(batch, f"optax.{name}" if of_optax else f"zerojax.losses.{name}")
         )
     return loss
 
 
 def default_loss(model: Model, batch: Any = None) -> Loss:
-    """The loss that the model itself brings: its method `loss(batch)`.
+    """Returns a loss that calls the model's own method `loss(batch)`.
 
     Args:
-      batch: an example, for the names in the remedy.
+      batch: an example batch; its keys appear in the remedy of the error message.
 
     Raises:
       ValueError: the model has no such method.
@@ -147,16 +149,16 @@ def default_loss(model: Model, batch: Any = None) -> Loss:
     if callable(getattr(target, "loss", None)):
         return lambda bound, batch: bound.loss(batch)
     raise ValueError(
-        f"no loss: the {model.kind} {_name_of(model.source)} has no method loss(batch). Pass one, "
-        f"which returns a scalar or (sum, weight), such as {_example(batch)}"
+        f"no loss: the {model.kind} {_name_of(model.source)} has no method loss(batch). Pass a "
+        f"loss that returns a scalar or (sum, weight), such as {_example(batch)}"
     )
 
 
 def _example(batch: Any, function: str | None = None) -> str:
-    """A loss for batches like this one, as it is typed.
+    """Returns the source text of a loss argument for batches with these keys.
 
     Args:
-      function: of predictions and targets, by its full name; None: one that suits the batch.
+      function: full name of a function of (predictions, targets); None: chosen from the keys.
     """
     names = list(batch) if isinstance(batch, Mapping) else []
     if isinstance(batch, Sequence) and not isinstance(batch, str):
@@ -167,22 +169,22 @@ def _example(batch: Any, function: str | None = None) -> str:
     elif {"tokens", "targets"} <= set(names) or not names or names == ["tokens"]:
         suitable = "zerojax.losses.next_token"
         inputs, targets = "batch['tokens']", "batch['targets']"
-    else:  # what has no targets is its own
+    else:  # a batch with a single key is its own target
         inputs, targets = f"batch[{names[0]!r}]", f"batch[{names[:2][-1]!r}]"
     call = f"{function or suitable}(model({inputs}), {targets})"
-    # Those of optax have a value for each row.
+    # Losses of optax return one value per row.
     mean = ".mean()" if function and function.startswith("optax.") else ""
     return f"loss=lambda model, batch: {call}{mean}"
 
 
 def bound_attribute(model: Model, name: str) -> Any:
-    """A static attribute of the user's model (such as `tensor_parallel_rules`), or None."""
+    """Returns a static attribute of the user's model, such as `tensor_parallel_rules`, or None."""
     target = getattr(model, "template", None) or model.source
     return getattr(target, name, None)
 
 
 def width_of(model: Model) -> int | None:
-    """Width of a language model, by the names that Hugging Face and zerojax give it."""
+    """Returns a language model's width: `config.hidden_size` or `config.embed_dim`, else None."""
     config = bound_attribute(model, "config")
     return getattr(config, "hidden_size", None) or getattr(config, "embed_dim", None)
 

@@ -1,9 +1,8 @@
-"""Weight of a whole batch, computed before its forward pass where it does not need the model.
+"""Weight of a whole batch, computed before the forward pass if it does not depend on the model.
 
-A backward pass is linear, so it does not matter whether the gradient of the summed loss is divided
-by the weight before or after it. Derivatives that a model brings along (`jax.custom_vjp`) may not
-be, such as one that clips: they are to see what they would see on one device, where the loss is a
-mean.
+An ordinary backward pass is linear, so the gradient may be divided by the weight before or after
+it. A `jax.custom_vjp` of the model may be nonlinear, for example clip its cotangent. Dividing
+before the backward pass gives it the cotangent that it has on one device, where the loss is a mean.
 """
 
 from __future__ import annotations
@@ -23,11 +22,12 @@ from zerojax.tracing.trace import ModelTrace
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BatchWeight:
-    """The weight as a function of a batch.
+    """Weight of a batch as a function of some of its leaves.
 
     Attributes:
-      program: gives the weight of one piece from some leaves of the batch; None: 1 for each piece.
-      leaves: which leaves these are.
+      program: traced program from these leaves of one piece to the piece's weight; None: each piece
+        has weight 1.
+      leaves: indices of the leaves in `jax.tree.leaves(batch)`.
     """
 
     program: ClosedJaxpr | None = None
@@ -35,15 +35,15 @@ class BatchWeight:
 
     @property
     def needs_batch(self) -> bool:
-        """Whether it is another number for other batches."""
+        """Returns whether the weight depends on the batch."""
         return bool(self.leaves)
 
     def __call__(self, batch: Any, num_pieces: int) -> jax.Array:
-        """The sum of the weights of all pieces, float32 []; to be traced.
+        """Returns the sum of the weights of all pieces, float32 []; called inside a traced program.
 
         Args:
           batch: {key: [global batch, ...]}.
-          num_pieces: the batch's consecutive pieces of equal rows.
+          num_pieces: number of consecutive pieces with equally many rows.
         """
         if self.program is None:
             return jnp.float32(num_pieces)
@@ -52,18 +52,18 @@ class BatchWeight:
             return jnp.asarray(run()[0], jnp.float32) * num_pieces
         leaves = [jax.tree.leaves(batch)[place] for place in self.leaves]
         pieces = [x.reshape(num_pieces, -1, *x.shape[1:]) for x in leaves]
-        return jnp.sum(jax.vmap(lambda *one: run(*one)[0])(*pieces).astype(jnp.float32))
+        return jnp.sum(jax.vmap(lambda *piece: run(*piece)[0])(*pieces).astype(jnp.float32))
 
 
 def find_batch_weight(trace: ModelTrace, num_before: int) -> BatchWeight | None:
-    """The weight of a batch, from the traced loss of a piece.
+    """Returns the weight of a batch, extracted from the traced loss of one piece.
 
     Args:
-      trace: of the loss.
-      num_before: how many inputs of its program are no leaves of the batch.
+      trace: trace of the loss.
+      num_before: number of inputs of its program before the leaves of the batch.
 
     Returns:
-      None where the weight is drawn at random, depends on the model, or is a sum over the batch.
+      None if the weight is random, depends on the model, or already sums over the whole batch.
     """
     if split_result(trace.result).weight is None:
         return BatchWeight()
@@ -76,7 +76,7 @@ def find_batch_weight(trace: ModelTrace, num_before: int) -> BatchWeight | None:
 
 
 def _draws(program: Any) -> bool:
-    """Whether a program has random numbers, whose key is another one in each step and piece."""
+    """Returns whether a program uses random numbers; their key differs in each step and piece."""
     atoms = [*program.constvars, *(atom for eqn in program.eqns for atom in eqn.invars)]
     if any(jax.dtypes.issubdtype(atom.aval.dtype, jax.dtypes.prng_key) for atom in atoms):
         return True

@@ -1,6 +1,6 @@
 """A pair of functions `(init, apply)` as a `Model`.
 
-Every parameter is read when `apply` starts.
+All parameters are read before `apply` starts, not where it uses them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from zerojax.tracing.protocol import NO_RULES, Arrays, Loss, OnRead, StepRule
 
 
 class BoundFunction:
-    """`apply` with its parameters bound. Attributes: `training`, `key` (PRNG key of this call)."""
+    """`apply` with its parameters bound; `key` is the PRNG key of this call."""
 
     def __init__(self, apply: Callable, params: Any, key: jax.Array, *, training: bool):
         self._apply = apply
@@ -30,7 +30,10 @@ class BoundFunction:
 
 
 class FunctionModel:
-    """`(init, apply)`: `init(key)` or `init(key, batch)` makes a tree of parameters; no extras."""
+    """Model of a pair `(init, apply)`; `init(key)` or `init(key, batch)` returns the parameters.
+
+    It has no extras.
+    """
 
     kind = "functions"
     reads_lazily = False
@@ -53,8 +56,8 @@ class FunctionModel:
         for name, leaf in named.items():
             if not hasattr(leaf, "dtype") and not isinstance(leaf, int | float):
                 raise TypeError(
-                    f"init returned {leaf!r} at {name}; a tree of parameters holds arrays. Keep "
-                    "what is no array outside, where apply finds it"
+                    f"init returned {leaf!r} at {name}, but every leaf of the parameters must be "
+                    "an array; keep other values outside the tree, such as in a closure of apply"
                 )
         check_no_torch(named)
         return named, {}
@@ -78,5 +81,5 @@ class FunctionModel:
         return function(BoundFunction(self.source[1], tree, key, training=train)), extras
 
     def to_source(self, params: Arrays, extras: Arrays) -> Any:
-        """The tree of parameters that `apply` takes."""
+        """Returns the tree of parameters that `apply` takes."""
         return trees.unflatten_like(self._template, params)

@@ -1,4 +1,4 @@
-"""A `linen.Module` as a `Model`; collections other than "params" are its own state."""
+"""A `linen.Module` as a `Model`; collections other than "params" become extras."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ARRAY_METHODS = (
     *("setitem", "array", "dlpack", "copy", "deepcopy", "format"),
     *(side + name for name in _BINARY for side in ("", "r")),
 )
-"""What Python looks up on the class of an array, not on the array, without the underscores."""
+"""Special methods that Python looks up on the class, not the instance; without underscores."""
 
 
 _SWITCHES = {
@@ -34,7 +34,7 @@ _SWITCHES = {
     "deterministic": False,
     "use_running_average": False,
 }
-"""{argument of a method: its value in training, of which evaluation has the opposite}."""
+"""{argument of a method: its value in training}; evaluation passes the opposite."""
 
 
 def _method_of_value(name: str) -> Callable[..., Any]:
@@ -47,13 +47,13 @@ def _method_of_value(name: str) -> Callable[..., Any]:
 
 @jax.tree_util.register_pytree_node_class
 class _ReadBox(meta.AxisMetadata):
-    """A linen metadata box: `unbox`, which linen calls where a module uses the parameter, reads.
+    """Linen metadata box that reads its parameter in `unbox`, which linen calls at each use.
 
-    A model that computes with `module.variables["params"]["kernel"]` has the box itself, so that it
-    is an array in every other way: attributes, methods, operators and `jnp` functions are those of
-    what reading gives. As a tree it is what is stored, which the trace of a plan finds. What takes
-    nothing but arrays of JAX's own (`jax.lax.sin`, the carry of a loop) fails in that trace, which
-    then goes without a box for this parameter (`zerojax.tracing.trace`).
+    A model that computes with `module.variables["params"]["kernel"]` holds the box itself.
+    Therefore the box forwards attributes, methods, operators and `jnp` functions to the array that
+    `read` returns. As a pytree it has one leaf, the stored value, which the trace of a plan uses.
+    Functions that accept only real JAX arrays (`jax.lax.sin`, the carry of a loop) fail in that
+    trace; the trace is then repeated without a box for this parameter (`zerojax.tracing.trace`).
     """
 
     def __init__(self, value: Any, read: Callable[[Any], jax.Array]):
@@ -64,7 +64,7 @@ class _ReadBox(meta.AxisMetadata):
         return self.read(self.value)
 
     def as_array(self) -> jax.Array:
-        """The same, for a model that has the box in its hands."""
+        """Returns `unbox()` and records that the model used the box directly."""
         self._note_handed()
         return self.unbox()
 
@@ -74,7 +74,7 @@ class _ReadBox(meta.AxisMetadata):
 
     @property
     def __jax_array__(self) -> Callable[[], jax.Array]:
-        # A property, since what cannot take the box asks no more than whether there is this method.
+        # A property, because functions that do not accept the box only test that it exists.
         self._note_handed()
         return self.unbox
 
@@ -83,7 +83,7 @@ class _ReadBox(meta.AxisMetadata):
         return jax.Array
 
     def __getattr__(self, name: str) -> Any:
-        # Copying makes an object before it has these two.
+        # copy.copy creates the object before these two attributes are set.
         if name in ("value", "read"):
             raise AttributeError(name)
         if name in ("shape", "dtype", "ndim", "size"):
@@ -93,7 +93,7 @@ class _ReadBox(meta.AxisMetadata):
     def __repr__(self) -> str:
         return f"a parameter, {self.dtype.name}{list(self.shape)}"
 
-    # An array is not hashable either.
+    # Arrays are not hashable.
     __hash__ = None  # type: ignore[assignment]
 
     def replace_boxed(self, val: Any) -> _ReadBox:
@@ -118,14 +118,14 @@ for _name in _ARRAY_METHODS:
 
 
 class BoundLinen:
-    """A `linen.Module` with its variables bound: call it, or any of its methods, like a function.
+    """A `linen.Module` with bound variables; it and its methods are called like functions.
 
     Attributes:
-      training: False during evaluation. A method that takes `train`, `training`, `deterministic`
-        or `use_running_average` gets it, unless the call says it; pass on any other switch
-        (`model(x, dropout=model.training)`).
-      variables: the collections, after the calls made so far.
-      switched: names of the arguments that calls did not say.
+      training: False during evaluation. The arguments `train`, `training`, `deterministic` and
+        `use_running_average` are set from it unless the call passes them; pass any other switch
+        yourself (`model(x, dropout=model.training)`).
+      variables: the collections, updated by each call.
+      switched: names of the arguments that were set from the mode.
     """
 
     def __init__(self, module: linen.Module, variables: dict, key: jax.Array, *, training: bool):
@@ -136,25 +136,24 @@ class BoundLinen:
         self.switched: set[str] = set()
 
     def _rngs(self) -> dict[str, jax.Array]:
-        # One key for every stream name that linen modules ask for; unknown names fall back to
-        # "params".
+        # One key per common stream name of linen; for other names linen falls back to "params".
         names = ("params", "dropout", "noise", "gate", "carry")
         return {name: jax.random.fold_in(self._key, index) for index, name in enumerate(names)}
 
     def _switches(self, args: Any, kwargs: Mapping[str, Any], method: Any) -> dict[str, bool]:
-        """The mode, as arguments that the method has and the call does not say."""
+        """Returns the mode as the arguments that the method has and the call does not pass."""
         kind = type(self._module)
         function = method if callable(method) else getattr(kind, method or "__call__", None)
         try:
             signature = inspect.signature(function)  # type: ignore[arg-type]
-            said = signature.bind_partial(self._module, *args, **kwargs).arguments
-        except (TypeError, ValueError):  # the call itself says what is wrong
+            passed = signature.bind_partial(self._module, *args, **kwargs).arguments
+        except (TypeError, ValueError):  # the call itself will raise a clearer error
             return {}
-        # An argument or an attribute: linen.merge_param refuses both.
+        # Not if the module has it as an attribute: linen.merge_param refuses both at once.
         switches = {
             name: value == self.training
             for name, value in _SWITCHES.items()
-            if name in signature.parameters.keys() - said.keys()
+            if name in signature.parameters.keys() - passed.keys()
             and getattr(self._module, name, None) is None
         }
         self.switched |= switches.keys()
@@ -183,7 +182,10 @@ class BoundLinen:
 
 
 class _InitialisingLinen(BoundLinen):
-    """Makes the variables at the first call, from whatever inputs the user's loss passes."""
+    """Bound module that initializes its variables at the first call, from the inputs of that call.
+
+    The user's loss makes this call.
+    """
 
     def _apply(self, *args: Any, method: Any = None, **kwargs: Any) -> Any:
         if self.variables:
@@ -197,10 +199,11 @@ class _InitialisingLinen(BoundLinen):
 
 
 class LinenModel:
-    """A `linen.Module`; collections other than "params" (batch statistics) are extras.
+    """Model of a `linen.Module`; collections other than "params" (batch statistics) are extras.
 
     Attributes:
-      switched: arguments that methods get from the mode, known after a call, see `BoundLinen`.
+      switched: names of arguments that were set from the mode, known after a call; see
+        `BoundLinen`.
     """
 
     kind = "linen module"
@@ -221,8 +224,8 @@ class LinenModel:
         loss(bound, batch)
         if "params" not in bound.variables:
             raise ValueError(
-                f"the loss never called the linen module {type(self.source).__name__}, so its "
-                "parameters have no shapes; a loss is loss(model, batch) and calls model(...)"
+                f"the loss never called the linen module {type(self.source).__name__}, so the "
+                "shapes of its parameters are unknown; call model(...) in loss(model, batch)"
             )
         variables = bound.variables
         extras = {name: tree for name, tree in variables.items() if name != "params"}
@@ -268,5 +271,5 @@ class LinenModel:
         return result, {name: flat.get(name, extras[name]) for name in extras}
 
     def to_source(self, params: Arrays, extras: Arrays) -> dict:
-        """The variables to give to `module.apply`."""
+        """Returns the variables for `module.apply`."""
         return self._variables(params, extras)

@@ -1,4 +1,4 @@
-"""An `nnx.Module`, as an instance or a factory, as a `Model`."""
+"""An `nnx.Module`, passed as an instance or a factory, as a `Model`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zerojax.models.step_count import find_step_rules
 from zerojax.tracing import trees
 from zerojax.tracing.protocol import Arrays, Loss, OnRead, StepRule
 
-# PRNG keys live in the state as plain uint32 arrays, so that every leaf is an ordinary array.
+# PRNG keys are stored in the state as uint32 arrays, so that every leaf is an ordinary array.
 
 
 def _is_key(value: Any) -> bool:
@@ -24,7 +24,7 @@ def _is_key(value: Any) -> bool:
 
 @functools.cache
 def _key_impl(dtype: Any) -> str:
-    """The name of a key type's generator; `jax.random.key_impl` takes no abstract keys."""
+    """Returns the generator's name for a key dtype; `jax.random.key_impl` needs concrete keys."""
     names = ("threefry2x32", "rbg", "unsafe_rbg")
     for name in names:
         if jax.eval_shape(functools.partial(jax.random.key, 0, impl=name)).dtype == dtype:
@@ -33,24 +33,24 @@ def _key_impl(dtype: Any) -> str:
 
 
 def _fold_key(key_data: jax.Array, like: Any, bits: jax.Array) -> jax.Array:
-    """Typed keys of `like`'s shape from stored key data, each folded with 32 bits of this call."""
+    """Returns typed keys from stored key data, each folded with the 32 random bits of this call."""
     keys = jax.random.wrap_key_data(key_data, impl=_key_impl(like.dtype))
-    fold = lambda one: jax.random.fold_in(one, bits)  # noqa: E731
+    fold = lambda key: jax.random.fold_in(key, bits)  # noqa: E731
     for _ in range(keys.ndim):
         fold = jax.vmap(fold)
     return fold(keys)
 
 
 class _TracedStream(nnx.RngStream):
-    """A stream that a constructor draws from while it is traced; the same keys.
+    """Random stream for traced constructors; it gives the same keys as `nnx.RngStream`.
 
-    Flax writes the count as an item, for which it asks a traced one for its sharding. JAX 0.10
-    answers with an error whose text walks over all that was traced before: 95 of 100 s of planning
-    2,000 parameters.
+    `nnx.RngStream` writes its count by item assignment, which reads the sharding of the traced
+    count. JAX 0.10 then raises an error whose text visits everything traced before. That took 95 of
+    100 s of planning a model with 2,000 parameters.
     """
 
     def __call__(self) -> jax.Array:
-        self.count.set_metadata(tag=self.tag)  # refuses the count of another trace
+        self.count.set_metadata(tag=self.tag)  # raises if the count belongs to another trace
         count = self.count.get_value()
         key = jax.random.fold_in(self.key.get_value(), count)
         self.count.set_value(count + 1)
@@ -58,10 +58,10 @@ class _TracedStream(nnx.RngStream):
 
 
 class _ReadThrough:
-    """Mixed into a Variable class: its value is what `on_read` makes of what it stores.
+    """Mixin for a Variable class whose value is `on_read(stored value)`.
 
-    An empty `__slots__` keeps the object layout, so that `__class__` of a Variable can be
-    exchanged.
+    The empty `__slots__` keeps the object layout, which permits assigning `__class__` of a
+    Variable.
     """
 
     __slots__ = ()
@@ -71,7 +71,7 @@ class _ReadThrough:
         return _opened(self).get_value(**index)
 
     def set_value(self, value: Any, **index: Any) -> None:
-        """From here on an ordinary variable, which holds what the model wrote."""
+        """Stores a value that the model writes; the variable is an ordinary one from then on."""
         opened = _opened(self)
         object.__setattr__(self, "__class__", type(opened))
         self.set_raw_value(opened.get_raw_value())
@@ -83,7 +83,7 @@ class _ReadThrough:
         return _abstract_value(self).shape
 
     def __getattr__(self, name: str) -> Any:
-        # `w.T`, `w.astype(...)`, `w.dtype` go past get_value and would see the stored shard.
+        # `w.T`, `w.astype(...)`, `w.dtype` bypass get_value and would read the stored shard.
         if self.has_metadata(name):
             return self.get_metadata(name)
         value = _abstract_value(self) if name in ("dtype", "ndim", "size") else self.get_value()
@@ -91,9 +91,9 @@ class _ReadThrough:
 
 
 def _opened(variable: Any) -> nnx.Variable:
-    """A variable of the user's own class that holds what reading gives.
+    """Returns a variable of the user's own class that holds the result of reading.
 
-    So a `get_value` or a hook of that class still applies, and to the whole value.
+    A `get_value` or a hook of that class therefore still applies, to the whole value.
     """
     metadata = variable.get_metadata()
     read = metadata.pop("on_read")
@@ -101,7 +101,7 @@ def _opened(variable: Any) -> nnx.Variable:
 
 
 def _abstract_value(variable: Any) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of the value, without a gather in the program."""
+    """Returns shape and dtype of the value without adding a gather to the program."""
     return jax.eval_shape(lambda: variable.get_value())
 
 
@@ -112,7 +112,7 @@ def _reading_class(variable_class: type) -> type:
 
 
 def _value_of(leaf: Any) -> Any:
-    """What a leaf of a module's state holds: a Variable's stored value, or a plain array."""
+    """Returns the array of a leaf of a module's state: a Variable's raw value, or the leaf."""
     return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
 
 
@@ -126,10 +126,11 @@ def _check_no_torch(module: nnx.Module) -> None:
 
 
 class NnxModel:
-    """An `nnx.Module`, given as an instance or as a factory.
+    """Model of an `nnx.Module`, passed as an instance or as a factory.
 
-    Every `nnx.Param` is a parameter. All other state (batch statistics, random counts, arrays that
-    are plain attributes) is extras. `template` is the instance; a factory's holds no arrays.
+    Every `nnx.Param` is a parameter. All other state (batch statistics, counts of random streams,
+    plain array attributes) is extras. `template` is the instance, or, for a factory, an abstract
+    module without arrays.
     """
 
     reads_lazily = True
@@ -172,7 +173,7 @@ class NnxModel:
         return find_step_rules(self._templates, self._extra_paths)
 
     def _make(self, key: jax.Array) -> nnx.Module:
-        """A new module from the factory, traced."""
+        """Returns a new module from the factory, with traced arrays."""
         assert not isinstance(self.source, nnx.Module), "an instance: use initial_arrays()"
         rngs = nnx.Rngs(key)
         for _, stream in rngs.items():
@@ -182,7 +183,7 @@ class NnxModel:
         if not isinstance(module, nnx.Module):
             name = getattr(self.source, "__qualname__", type(self.source).__name__)
             raise TypeError(
-                f"the model factory {name} returned a {type(module).__name__}; it has to return an "
+                f"the model factory {name} returned a {type(module).__name__}, but must return an "
                 "nnx.Module: lambda rngs: MyModel(..., rngs=rngs)"
             )
         _check_no_torch(module)
@@ -191,7 +192,7 @@ class NnxModel:
                 object.__setattr__(node, "__class__", nnx.RngStream)
             if isinstance(node, nnx.Module):
                 for name, value in list(vars(node).items()):
-                    # Flax takes a plain array for state only when it is concrete.
+                    # Flax treats a plain array attribute as state only if it is concrete.
                     if isinstance(value, jax.Array):
                         setattr(node, name, nnx.data(value))
         return module
@@ -203,7 +204,7 @@ class NnxModel:
         return self._arrays_of(self.source) if isinstance(self.source, nnx.Module) else None
 
     def abstract_arrays(self) -> tuple[Arrays, Arrays]:
-        """What `init` gives, as `ShapeDtypeStruct`s, without calling the factory again."""
+        """Returns the results of `init` as `ShapeDtypeStruct`s, without calling the factory."""
         return jax.eval_shape(self._arrays_in, self._state)
 
     def _arrays_of(self, module: nnx.Module) -> tuple[Arrays, Arrays]:
@@ -219,7 +220,7 @@ class NnxModel:
         return params, extras
 
     def _reading_graphdef(self, on_read: OnRead) -> tuple[Any, dict]:
-        """The graph with the classes of read variables exchanged; made once per `on_read`."""
+        """Returns (graphdef, templates) whose read variables have a reading class; cached."""
         cache_key = frozenset(on_read.items())
         if cache_key not in self._graphdefs:
             names = {path: name for name, path in self._param_paths.items()}
@@ -266,7 +267,7 @@ class NnxModel:
         train: bool = True,
         on_read: OnRead | None = None,
     ) -> tuple[Any, Arrays]:
-        """See `Model.run`. What the model writes to a parameter lasts for this call only."""
+        """Runs `function`; see `Model.run`. Writes to parameters last for this call only."""
         module = self._bind(params, extras, jax.random.bits(key, dtype=jnp.uint32), on_read or {})
         if not train:
             module.eval()
@@ -283,10 +284,10 @@ class NnxModel:
 
 
 def _paths_by_name(flat: dict[Any, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """({parameter name: path}, {extra name: path}) of a module's flat state.
+    """Returns ({parameter name: path}, {extra name: path}) of a module's flat state.
 
     Raises:
-      TypeError: a variable holds something else than one array.
+      TypeError: a variable does not hold exactly one array.
       ValueError: two leaves have the same name.
     """
     params: dict[str, Any] = {}
@@ -295,8 +296,8 @@ def _paths_by_name(flat: dict[Any, Any]) -> tuple[dict[str, Any], dict[str, Any]
         name, value = trees.path_name(path), _value_of(leaf)
         if not hasattr(value, "shape") or not hasattr(value, "dtype"):
             raise TypeError(
-                f"{type(leaf).__name__} {name} holds a {type(value).__name__}; every variable has "
-                "to hold one array: split it, or remove it (nnx.pop(model, nnx.Intermediate))"
+                f"{type(leaf).__name__} {name} holds a {type(value).__name__}, but every variable "
+                "must hold one array: split it, or remove it (nnx.pop(model, nnx.Intermediate))"
             )
         if name in params or name in extras:
             raise ValueError(

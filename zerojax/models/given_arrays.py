@@ -1,7 +1,7 @@
-"""Arrays that users give, such as the leaves of a batch, as arrays that JAX knows.
+"""Conversion of users' arrays, such as the leaves of a batch, to arrays that JAX accepts.
 
-Tensors of other libraries become NumPy's; what is no array of numbers is refused. A library is
-recognised by the module of a type, so that none is imported here.
+Tensors of other libraries become NumPy arrays; leaves that are not numeric arrays are refused. The
+library is recognized by the module name of the type, so that none has to be imported.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from zerojax.tracing.trees import PyTree
 
 
 def is_of_torch(thing: Any) -> bool:
-    """Whether PyTorch made an object or a class, or a class that it is derived from."""
+    """Returns whether a class, or the class of an object, is or derives from a class of PyTorch."""
     classes = thing.__mro__ if isinstance(thing, type) else type(thing).__mro__
-    return any(each.__module__.partition(".")[0] == "torch" for each in classes)
+    return any(base.__module__.partition(".")[0] == "torch" for base in classes)
 
 
 def as_arrays(batch: PyTree) -> PyTree:
-    """A batch with arrays of NumPy in the place of other libraries' tensors.
+    """Returns a batch with other libraries' tensors replaced by NumPy arrays.
 
-    A mapping that JAX does not know, as a tokenizer of Hugging Face returns, becomes a dict. All
-    other leaves stay what they are. Memory is shared where the library allows it.
+    A mapping that is no pytree for JAX, such as the result of a Hugging Face tokenizer, becomes a
+    dict. All other leaves stay unchanged. Memory is shared if the library permits it.
 
     Raises:
-      TypeError: a tensor that is not on the CPU, or that NumPy cannot read.
+      TypeError: a tensor is not on the CPU, or NumPy cannot read it.
     """
     leaves, treedef = jax.tree_util.tree_flatten_with_path(batch)
     if not any(isinstance(leaf, Mapping) or _is_foreign(leaf) for _, leaf in leaves):
@@ -52,17 +52,17 @@ def _as_array(path: Sequence[Any], leaf: Any) -> Any:
 
 
 def _of_torch(where: str, tensor: Any) -> np.ndarray:
-    """A tensor of torch as an array of the same dtype.
+    """Returns a torch tensor as a NumPy array of the same dtype.
 
     Args:
-      where: how the tensor is written in Python.
+      where: Python expression of the tensor, for messages.
     """
-    place, dtype = tensor.device, str(tensor.dtype).removeprefix("torch.")
-    if place.type != "cpu":
-        remedy = "a tensor with values" if place.type == "meta" else f"{where}.cpu()"
+    device, dtype = tensor.device, str(tensor.dtype).removeprefix("torch.")
+    if device.type != "cpu":
+        remedy = "a tensor with values" if device.type == "meta" else f"{where}.cpu()"
         raise TypeError(
-            f"{where} is a tensor of torch on {place}, and batches are read from the memory of the "
-            f"host; give {remedy}"
+            f"{where} is a torch tensor on {device}, but batches are read from host memory; "
+            f"pass {remedy}"
         )
     tensor = tensor.detach()
     try:
@@ -75,61 +75,62 @@ def _of_torch(where: str, tensor: Any) -> np.ndarray:
         is_dense = str(tensor.layout) == "torch.strided"
         remedy = "a tensor of plain numbers" if is_dense else f"{where}.to_dense()"
         raise TypeError(
-            f"{where} is a tensor of torch that NumPy cannot read ({dtype}, {tensor.layout}: "
-            f"{reason}); give {remedy}"
+            f"{where} is a torch tensor that NumPy cannot read ({dtype}, {tensor.layout}: "
+            f"{reason}); pass {remedy}"
         ) from None
 
 
 def check_no_torch(params: Mapping[str, Any]) -> None:
-    """Refuses parameters that are tensors of torch: JAX does not differentiate by them.
+    """Checks that no parameter is a torch tensor, which JAX cannot differentiate.
 
     Args:
       params: {name: value}.
 
     Raises:
-      TypeError: with the name of the first one.
+      TypeError: a parameter is one; the message names the first.
     """
     for name, value in params.items():
         if is_of_torch(value):
             raise TypeError(
-                f"parameter {name!r} is a tensor of torch ({value.dtype}), which JAX cannot train; "
-                "make it an array: jax.numpy.asarray(tensor.detach().cpu().numpy())"
+                f"parameter {name!r} is a torch tensor ({value.dtype}), which JAX cannot train; "
+                "convert it: jax.numpy.asarray(tensor.detach().cpu().numpy())"
             )
 
 
 def check_arrays(batch: PyTree) -> None:
-    """Refuses a batch whose leaves are not arrays of numbers.
+    """Checks that all leaves of a batch are numeric arrays.
 
     Raises:
-      TypeError: text, objects, or rows as Python lists, with how an array is made.
+      TypeError: a leaf is text, an object, a random key, or a row written as a Python list; the
+        message shows how to make an array of it.
     """
     for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
         kind = getattr(getattr(leaf, "dtype", None), "kind", None)
         where = typed(path)
         if isinstance(leaf, str | bytes) or kind in ("U", "S", "O", "M", "m"):
-            found = f"text ({leaf!r:.40})" if isinstance(leaf, str | bytes) else f"{leaf.dtype}"
+            content = f"text ({leaf!r:.40})" if isinstance(leaf, str | bytes) else f"{leaf.dtype}"
             raise TypeError(
-                f"{where} holds {found}, and a batch holds arrays of numbers [rows, ...]; leave it "
-                "out, or make numbers of it before the batches are given"
+                f"{where} holds {content}, but a batch may hold only numeric arrays [rows, ...]; "
+                "remove it, or convert it to numbers"
             )
         if jax.dtypes.issubdtype(getattr(leaf, "dtype", None), jax.dtypes.prng_key):
             raise TypeError(
-                f"{where} holds random keys ({leaf.dtype}), and a batch holds arrays of numbers "
-                "[rows, ...]; models draw from the run's own keys (seed=), or give "
-                "jax.random.key_data(keys) with a key for each row"
+                f"{where} holds random keys ({leaf.dtype}), but a batch may hold only numeric "
+                "arrays [rows, ...]; use the keys that the run derives from seed=, or pass "
+                "jax.random.key_data(keys) with one key per row"
             )
         if (
             isinstance(leaf, bool | int | float)
             and (inside := _path_of_list(batch, path)) is not None
         ):
             raise TypeError(
-                f"{typed(inside)} is a Python list of numbers, which is read as a tree of single "
-                f"values; give an array: numpy.asarray({typed(inside)})"
+                f"{typed(inside)} is a Python list of numbers, which JAX treats as a tree of "
+                f"scalars; pass an array: numpy.asarray({typed(inside)})"
             )
 
 
 def _path_of_list(tree: Any, path: Sequence[Any]) -> Sequence[Any] | None:
-    """Where the outermost list around a leaf is; None: there is none."""
+    """Returns the path of the outermost list around a leaf, or None."""
     for depth, part in enumerate(path):
         if isinstance(tree, list):
             return path[:depth]
@@ -141,7 +142,7 @@ def _path_of_list(tree: Any, path: Sequence[Any]) -> Sequence[Any] | None:
 
 
 def typed(path: Sequence[Any]) -> str:
-    """How a part of a batch is written in Python."""
+    """Returns the Python expression of a part of a batch."""
     keys = (getattr(part, "key", getattr(part, "idx", None)) for part in path)
     names = (getattr(part, "name", None) for part in path)
     pairs = zip(keys, names, strict=True)

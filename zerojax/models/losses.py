@@ -19,7 +19,7 @@ class LossWithUnit:
 
     Attributes:
       function: `(model, batch) -> loss`.
-      unit: of the mean loss, such as `NATS_PER_TOKEN`; None: not known.
+      unit: unit of the mean loss, such as `NATS_PER_TOKEN`; None: unknown.
     """
 
     function: Callable[[Any, Any], Any]
@@ -30,7 +30,7 @@ class LossWithUnit:
 
 
 def loss_unit(loss: Any) -> str | None:
-    """The unit that a loss function states; None where it states none."""
+    """Returns the unit that a loss function declares, or None."""
     return loss.unit if isinstance(loss, LossWithUnit) else None
 
 
@@ -61,17 +61,19 @@ BUILT_IN_METRICS = frozenset(
         "weight",
     ]
 )
-"""Names that steps, reports and logs have of their own; a loss's own metrics have others."""
+"""Names reserved for zerojax in steps, reports and logs; a loss's metrics use other names."""
 
 BUILT_IN_PREFIXES = ("memory_", "spent_")
-"""How further names of their own begin."""
+"""Prefixes of further reserved names."""
 
 
 class LossParts(NamedTuple):
-    """What a loss returned, by meaning.
+    """Parts of a loss's result.
 
-    loss: the sum, or a mean where there is no weight; weight: None where there is none; metrics:
-    {name: a mean, or a pair (sum, weight)}, {} where there are none.
+    Attributes:
+      loss: the sum, or the mean if there is no weight.
+      weight: None if the loss returned none.
+      metrics: {name: a mean, or a pair (sum, weight)}; {} if the loss returned none.
     """
 
     loss: Any
@@ -80,7 +82,7 @@ class LossParts(NamedTuple):
 
 
 def split_result(result: Any) -> LossParts:
-    """The parts of `loss`, `(sum, weight)`, `(loss, {...})` or `(sum, weight, {...})`."""
+    """Splits `loss`, `(sum, weight)`, `(loss, {...})` or `(sum, weight, {...})` into its parts."""
     parts = result if isinstance(result, tuple) else (result,)
     metrics: Mapping[str, Any] = {}
     if len(parts) > 1 and isinstance(parts[-1], Mapping):
@@ -89,14 +91,14 @@ def split_result(result: Any) -> LossParts:
 
 
 def as_sums(result: Any) -> dict[str, Any]:
-    """What a loss returned for one piece of a batch, as float32 sums that may be added up.
+    """Converts a loss's result for one piece of a batch to float32 sums that can be added up.
 
-    A loss without a weight counts as the mean of one of equally many pieces: its weight is 1. A
-    metric without a weight of its own is a mean over what the loss is a mean over: it counts with
-    the loss's weight, and not at all where that is 0.
+    A loss without a weight is a mean of its piece; its weight is 1, since pieces have equally many
+    rows. A metric without its own weight is averaged with the weights of the loss; it does not
+    count in a piece where that weight is 0.
 
     Returns:
-      {"loss": sum, "weight": sum}, with own metrics also "metrics": {name: {"sum", "weight"}}.
+      {"loss": sum, "weight": sum}; with metrics also "metrics": {name: {"sum", "weight"}}.
     """
     parts = split_result(result)
     weight = _float32(1.0 if parts.weight is None else parts.weight)
@@ -107,7 +109,7 @@ def as_sums(result: Any) -> dict[str, Any]:
 
 
 def no_sums(metrics: Sequence[str]) -> dict[str, Any]:
-    """The `as_sums` of nothing, for a loss with own metrics of these names."""
+    """Returns the sums of zero pieces, in the form of `as_sums`, with metrics of these names."""
     sums: dict[str, Any] = {"loss": jnp.float32(0), "weight": jnp.float32(0)}
     if metrics:
         zero = {"sum": jnp.float32(0), "weight": jnp.float32(0)}
@@ -116,15 +118,15 @@ def no_sums(metrics: Sequence[str]) -> dict[str, Any]:
 
 
 def own_means(sums: Mapping[str, Any]) -> dict[str, Any]:
-    """{name: mean} of the own metrics in sums over all pieces; NaN where the weight is 0."""
+    """Returns {name: mean} of the loss's metrics from sums over all pieces; NaN at weight 0."""
     return {name: x["sum"] / x["weight"] for name, x in sums.get("metrics", {}).items()}
 
 
 def _metric(value: Any, weight: jax.Array) -> dict[str, jax.Array]:
     if isinstance(value, tuple):
-        total, own = value
-        return {"sum": _float32(total), "weight": _float32(own)}
-    # The mean of no values is NaN, and 0 times NaN would be, too.
+        total, metric_weight = value
+        return {"sum": _float32(total), "weight": _float32(metric_weight)}
+    # A mean over zero elements is NaN, and 0 * NaN is NaN.
     return {"sum": jnp.where(weight == 0, 0, _float32(value) * weight), "weight": weight}
 
 
@@ -135,13 +137,13 @@ def _float32(value: Any) -> jax.Array:
 def next_token(
     logits: jax.Array, targets: jax.Array, weights: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Cross-entropy of the target tokens, in float32.
+    """Computes the cross-entropy of the target tokens, in float32.
 
     Args:
       logits: [batch, seq, vocab], any float dtype; upcast to float32 before the softmax.
-      targets: [batch, seq] integers: the token that follows each position. One outside of the
-        vocabulary gives NaN, in the gradient too, unless its weight is 0.
-      weights: [batch, seq]; a position of weight 0 does not count. None: every position counts 1.
+      targets: integers [batch, seq], the token that follows each position. A target outside the
+        vocabulary makes loss and gradient NaN, unless its weight is 0.
+      weights: [batch, seq]; positions with weight 0 are ignored. None: every weight is 1.
 
     Returns:
       (sum over positions of weight x negative log-likelihood in nats, sum of weights), float32.
@@ -158,20 +160,20 @@ def next_token(
 
 
 def next_token_of_call(model: Callable[[jax.Array], jax.Array], batch: Mapping[str, Any]) -> Any:
-    """`next_token` of `model(tokens)`, for a model of text that has no loss of its own.
+    """Computes `next_token` of `model(tokens)`, for a language model without its own loss.
 
     Args:
-      model: integers [batch, seq] -> logits [batch, seq, vocab].
-      batch: "tokens" and "targets", and "weights" where some do not count.
+      model: maps integers [batch, seq] to logits [batch, seq, vocab].
+      batch: "tokens", "targets" and optionally "weights".
 
     Raises:
-      ValueError: rows of several texts, of which such a call knows nothing.
+      ValueError: rows hold several texts ("segments"), which `model(tokens)` cannot separate.
     """
     if "segments" in batch:
         raise ValueError(
-            "rows hold several texts each (batch['segments'], of chats or packed text), and this "
-            "model is called with tokens alone, so that one text would see the others; give the "
-            "model a method loss(batch), or give loss=, that looks at batch['segments']"
+            "each row holds several texts (batch['segments'], from chats or packed text), but this "
+            "model takes only tokens, so that texts would attend to each other; give the model a "
+            "method loss(batch), or pass loss=, that uses batch['segments']"
         )
     return next_token(model(batch["tokens"]), batch["targets"], batch.get("weights"))
 
@@ -179,7 +181,7 @@ def next_token_of_call(model: Callable[[jax.Array], jax.Array], batch: Mapping[s
 def mean_squared_error(
     predictions: jax.Array, targets: jax.Array, weights: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Squared error per element, in float32.
+    """Computes the squared error per element, in float32.
 
     Args:
       predictions: any shape, any float dtype.
@@ -196,10 +198,12 @@ def mean_squared_error(
 def classification(
     logits: jax.Array, labels: jax.Array, weights: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Cross-entropy of class labels, in float32.
+    """Computes the cross-entropy of class labels, in float32.
 
     Args:
-      logits: [batch, classes]; labels: [batch] integers in [0, classes); weights: [batch] or None.
+      logits: [batch, classes], any float dtype.
+      labels: integers [batch] in [0, classes).
+      weights: [batch]; None: every weight is 1.
 
     Returns:
       (sum of weight x negative log-likelihood in nats, sum of weights), float32.
@@ -210,7 +214,7 @@ def classification(
 
 
 def weighted(values: jax.Array, weights: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """`(sum of values x weights, sum of weights)` in float32; None counts each value once."""
+    """Returns (sum of values x weights, sum of weights) in float32; None: every weight is 1."""
     values = values.astype(jnp.float32)
     if weights is None:
         return jnp.sum(values), jnp.float32(values.size)

@@ -1,6 +1,6 @@
-"""State that changes once per optimizer step, by what all passes of the step have counted.
+"""State that changes once per optimizer step, from counts that the forward passes add up.
 
-Knows variables and their rules; nothing of microbatches and devices, over which others add counts.
+Knows variables and their rules; other modules sum the counts over microbatches and devices.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ from zerojax.tracing.protocol import Arrays, Rule, StepRule
 
 
 class StepCount(nnx.Variable):
-    """Integers that forward passes add to, from which one array is made anew in each step.
+    """Integer counts of a step, from which another variable is updated once per optimizer step.
 
-    A pass adds the number of something among its own rows: `self.load[...] += counts`. What all
-    microbatches and devices have added is summed; at the end of an optimizer step another variable
-    of the same module becomes `rule(its value, counts)`, and the count is 0 again. So both are the
-    same on any number of devices and microbatches, where passes count the same. A step that is
-    skipped changes neither, and evaluation does not, whatever it counts. Neither is trained; both
-    are in checkpoints.
+    A forward pass adds counts over its own rows: `self.load[...] += counts`. The counts are summed
+    over all microbatches and devices. At the end of an optimizer step, the variable `changes` of
+    the same module becomes `rule(value, counts)` and the counts are reset to 0. The result does not
+    depend on the number of devices and microbatches if the counts of single rows do not. Skipped
+    steps and evaluation change neither variable. Neither is trained; both are checkpointed.
 
     >>> class Router(nnx.Module):
     ...     def __init__(self):
@@ -36,38 +35,38 @@ class StepCount(nnx.Variable):
     """
 
     def __init__(self, value: Any, *, changes: str, rule: Rule, **metadata: Any) -> None:
-        """A count, best of zeros.
+        """Creates the counts.
 
         Args:
-          value: integers of any shape.
-          changes: attribute of the same module: an `nnx.Variable` that is no `nnx.Param`.
-          rule: (value of that variable, counts of the step) -> its next value, same shape and
-            dtype; of arrays as the module has them. Where layers are stacked it is mapped over
-            them. Layers that are stacked have equal rules: a function, or an object with `==`.
+          value: initial counts, usually zeros; integers of any shape.
+          changes: name of an attribute of the same module: an `nnx.Variable`, not an `nnx.Param`.
+          rule: (value of that variable, counts of the step) -> next value of the same shape and
+            dtype. Arrays have the shapes of the single module; for stacked layers the rule is
+            vmapped. Stacked layers need equal rules: one function, or objects with `==`.
 
         Raises:
-          TypeError: not integers.
+          TypeError: `value` is not an integer array.
         """
         dtype = jnp.result_type(value)
         if not jnp.issubdtype(dtype, jnp.integer):
             raise TypeError(
-                f"a StepCount was given {dtype.name}: sums of other numbers depend on the number "
-                "of devices; give it integers, such as jnp.zeros(4, jnp.int32)"
+                f"a StepCount of dtype {dtype.name} is not supported, because floating-point sums "
+                "depend on the number of devices; use integers, such as jnp.zeros(4, jnp.int32)"
             )
         super().__init__(value, changes=changes, rule=rule, ndim=jnp.ndim(value), **metadata)
 
 
 def find_step_rules(variables: Mapping[Any, Any], extra_paths: Mapping[str, Any]) -> dict[str, Any]:
-    """{name of a count: its `StepRule`} of a module.
+    """Returns {name of a `StepCount`: its `StepRule`} for a module.
 
     Args:
-      variables: {path: variable or array}, of all its state.
-      extra_paths: {name: path} of what is no parameter.
+      variables: {path: variable or array} of the module's whole state.
+      extra_paths: {name: path} of all state that is not a parameter.
 
     Raises:
-      ValueError: a count changes what is not there, or what another one changes.
+      ValueError: the variable that a count changes does not exist, or two counts change it.
     """
-    found: dict[str, StepRule] = {}
+    rules: dict[str, StepRule] = {}
     for name, path in extra_paths.items():
         count = variables[path]
         if not isinstance(count, StepCount):
@@ -76,23 +75,22 @@ def find_step_rules(variables: Mapping[Any, Any], extra_paths: Mapping[str, Any]
         target = trees.path_name((*path[:-1], changes))
         if target not in extra_paths or target == name:
             raise ValueError(
-                f"{name} is a StepCount that changes {changes!r}, and its module has no variable "
-                f"{changes} that is not trained; add self.{changes} = nnx.Variable(...)"
+                f"{name} is a StepCount with changes={changes!r}, but its module has no untrained "
+                f"variable {changes}; add self.{changes} = nnx.Variable(...)"
             )
-        if target in (rule.target for rule in found.values()):
+        if target in (rule.target for rule in rules.values()):
             raise ValueError(
-                f"two StepCounts change {target}; count in one array, of which one rule makes the "
-                "next value"
+                f"two StepCounts change {target}; use one StepCount with one rule for both counts"
             )
-        found[name] = StepRule(target, count.get_metadata("rule"), count.get_metadata("ndim"))
-    return found
+        rules[name] = StepRule(target, count.get_metadata("rule"), count.get_metadata("ndim"))
+    return rules
 
 
 def after_step(extras: Arrays, rules: Mapping[str, StepRule]) -> Arrays:
-    """The extras after an optimizer step: what counts change is made anew, and counts are 0.
+    """Returns the extras after an optimizer step: rules applied, counts reset to 0.
 
     Args:
-      extras: whole arrays, in which counts are sums over the whole batch.
+      extras: unsharded arrays; counts are summed over the whole batch.
     """
     changed = dict(extras)
     for name, rule in rules.items():
@@ -102,20 +100,20 @@ def after_step(extras: Arrays, rules: Mapping[str, StepRule]) -> Arrays:
 
 
 def check_step_rules(rules: Mapping[str, StepRule], extras: Arrays) -> None:
-    """Refuses a rule whose result would not be the next value.
+    """Checks that each rule preserves the shape and dtype of its variable.
 
     Args:
-      extras: of `ShapeDtypeStruct`s.
+      extras: {name: `ShapeDtypeStruct`}.
 
     Raises:
-      ValueError: another shape or dtype.
+      ValueError: a rule returns another shape or dtype.
     """
     for name, rule in rules.items():
         old = extras[rule.target]
         new = jax.eval_shape(rule.apply, old, extras[name])
         if (new.shape, new.dtype) != (old.shape, old.dtype):
             raise ValueError(
-                f"the rule of {name} makes {new.dtype.name}{list(new.shape)} of {rule.target}, "
-                f"{old.dtype.name}{list(old.shape)}; let it keep shape and dtype, as with "
-                ".astype(old.dtype)"
+                f"the rule of {name} returns {new.dtype.name}{list(new.shape)} for {rule.target}, "
+                f"which is {old.dtype.name}{list(old.shape)}; return the same shape and dtype, for "
+                "example with .astype(old.dtype)"
             )

@@ -58,21 +58,21 @@ MODELS: Mapping[str, tuple[type, Callable[..., nnx.Module]]] = {
     "t5": (T5Config, T5),
     "decoder": (DecoderConfig, Decoder),
 }
-"""Name in a run's record -> (class of its sizes, class of the model)."""
+"""{name in a run's record: (config class, model class)}."""
 
 _RULES: dict[str, TensorParallelRules] = {"gpt2": MEGATRON_RULES, "llama": MEGATRON_RULES}
 
 
 def as_decoder_config(config: ModelConfig, vocab_size: int) -> GPT2Config | LlamaConfig:
-    """The model's own configuration, every size known.
+    """Returns the configuration of the model with every size resolved.
 
     Args:
-      config: what the run is told; its `vocab_size`, when set, wins over the tokenizer's.
+      config: model section of the run; its `vocab_size`, if set, overrides the tokenizer's.
       vocab_size: number of tokens of the tokenizer.
 
     Raises:
-      ValueError: sizes that do not fit together, fewer rows than tokens, an unknown name, or an
-        option that the architecture does not have.
+      ValueError: inconsistent sizes, a `vocab_size` below the tokenizer's, an unknown name, or an
+        option that the architecture does not support.
     """
     if config.vocab_size is not None and config.vocab_size < vocab_size:
         raise ValueError(
@@ -84,12 +84,12 @@ def as_decoder_config(config: ModelConfig, vocab_size: int) -> GPT2Config | Llam
         if config.num_kv_heads not in (None, config.num_heads):
             raise ValueError(
                 f"model.num_kv_heads={config.num_kv_heads}: gpt2 has one key/value head for each of"
-                f" its {config.num_heads} query heads; leave it out, or use model.name=llama"
+                f" its {config.num_heads} query heads; remove it, or use model.name=llama"
             )
         if config.moe.num_experts:
             raise ValueError(
-                f"model.moe.num_experts={config.moe.num_experts}: experts are gated and have no "
-                "biases, gpt2's MLPs are neither; use model.name=llama"
+                f"model.moe.num_experts={config.moe.num_experts}: experts are gated MLPs without "
+                "biases, but the MLPs of gpt2 are ungated with biases; use model.name=llama"
             )
         return GPT2Config(
             vocab_size=vocab_size,
@@ -135,9 +135,9 @@ def as_decoder_config(config: ModelConfig, vocab_size: int) -> GPT2Config | Llam
 
 
 def build_model(config: ModelConfig, vocab_size: int) -> Callable[[nnx.Rngs], Decoder]:
-    """A factory of the model that a run is told to train: `rngs -> model`.
+    """Returns a factory `rngs -> model` for the model section of a run.
 
-    Sizes are checked here, before an array exists; see `as_decoder_config`.
+    Sizes are checked before any array exists; see `as_decoder_config`.
     """
     sizes = as_decoder_config(config, vocab_size)
 
@@ -150,7 +150,7 @@ def build_model(config: ModelConfig, vocab_size: int) -> Callable[[nnx.Rngs], De
 
 
 def tensor_parallel_rules(name: str) -> TensorParallelRules:
-    """Megatron-style rules of a model by name: (regex, mesh axis of each trailing dimension)."""
+    """Returns a model's Megatron-style rules: (regex, mesh axis of each trailing dimension)."""
     if name not in _RULES:
         raise ValueError(f"no tensor-parallel rules for {name!r}; known: {', '.join(_RULES)}")
     return _RULES[name]

@@ -44,14 +44,14 @@ class BertConfig:
         probabilities are not dropped, since a fused attention never holds them.
       norm_eps: added to the variance.
       exact_gelu: GELU by the error function, as in the paper; else its tanh form.
-      has_mlm_head: a head that says which tokens were masked; without it there is no loss.
-      has_pooler: a dense layer on the first token, for classification. No loss of this module
-        reads it, so `freeze=("pooler/",)` keeps weight decay from wearing down a trained one.
+      has_mlm_head: adds a head that predicts masked tokens; the loss requires it.
+      has_pooler: adds a dense layer on the first token, for classification. The loss of this module
+        does not use it; `freeze=("pooler/",)` prevents weight decay from shrinking a trained one.
       remat: "none", "full", "attention" or "dots" (see `stacking.scan_blocks`).
       matmul_dtype: "fp8" for 8-bit products in the layers (see `fp8`); None: the compute dtype.
       attention: "auto", "xla", "chunked", "cudnn" or "mosaic_gpu" (see `zerojax.attention`).
-      attention_layout: which blocks of tokens see which, in a row of max_seq_len tokens; shorter
-        ones have a part of it (see `zerojax.attention`).
+      attention_layout: block-sparse attention pattern for rows of max_seq_len tokens; shorter rows
+        use its leading part (see `zerojax.attention`).
     """
 
     vocab_size: int = 30522
@@ -71,7 +71,7 @@ class BertConfig:
     attention: Implementation = "auto"
     attention_layout: BlockLayout | None = None
 
-    # What the checks of decoders ask for, and a BERT does not leave open.
+    # Read by `check_decoder_sizes`; fixed for BERT.
     num_kv_heads: ClassVar[int] = 1
     head_dim: ClassVar[None] = None
     loss_chunk: ClassVar[None] = None
@@ -87,7 +87,7 @@ class BertConfig:
 
     @property
     def num_parameters(self) -> int:
-        """Number of trainable elements."""
+        """Returns the number of trainable elements."""
         width, mlp = self.embed_dim, self.mlp_dim or 4 * self.embed_dim
         dense, norm = width * width + width, 2 * width
         layer = 4 * dense + 2 * width * mlp + mlp + width + 2 * norm
@@ -97,7 +97,7 @@ class BertConfig:
 
 
 class Encoded(NamedTuple):
-    """What goes from layer to layer."""
+    """Carry between encoder layers."""
 
     hidden: jax.Array
     """[batch, seq, embed]."""
@@ -143,7 +143,7 @@ class EncoderBlock(nnx.Module):
         self.mlp_norm = LayerNorm(width, eps=config.norm_eps)
 
     def __call__(self, encoded: Encoded) -> Encoded:
-        """The same shapes and dtypes."""
+        """Applies the layer; shapes and dtypes are unchanged."""
         x, visible = encoded
         x = self.attention_norm(_add(x, self.attention_dropout(self.attention(x, visible))))
         x = self.mlp_norm(_add(x, self.mlp_dropout(self.mlp(x))))
@@ -151,7 +151,7 @@ class EncoderBlock(nnx.Module):
 
 
 class MaskedTokenHead(nnx.Module):
-    """norm(gelu(dense(x))), then dot products with the rows of the token table, and a bias."""
+    """Head for masked tokens: token_table @ norm(gelu(dense(x))) + bias."""
 
     def __init__(self, config: BertConfig, *, rngs: nnx.Rngs) -> None:
         width = (config.embed_dim,)
@@ -161,7 +161,7 @@ class MaskedTokenHead(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((config.vocab_size,), jnp.float32))
 
     def __call__(self, x: jax.Array, table: Embedding) -> jax.Array:
-        """[batch, seq, embed] -> logits [batch, seq, vocab]."""
+        """Maps [batch, seq, embed] to logits [batch, seq, vocab]."""
         x = self.norm(jax.nn.gelu(self.transform(x), approximate=not self.exact_gelu))
         logits = table.attend(x)
         return logits + expand_rank(self.bias[...].astype(logits.dtype), logits.ndim)
@@ -194,15 +194,15 @@ class Bert(nnx.Module):
         self.pooler = _build_pooler(config, rngs) if config.has_pooler else None
 
     def embed(self, tokens: jax.Array, token_types: jax.Array | None = None) -> jax.Array:
-        """Integers [batch, seq] -> [batch, seq, embed].
+        """Embeds tokens, integers [batch, seq], as [batch, seq, embed].
 
         Args:
           tokens: integers [batch, seq].
           token_types: integers [batch, seq] below `num_types`; None: all 0.
 
         Raises:
-          TypeError: tokens are not integers.
-          ValueError: not two dimensions, or longer than the model's `max_seq_len`.
+          TypeError: `tokens` are not integers.
+          ValueError: `tokens` do not have two dimensions, or are longer than `max_seq_len`.
         """
         check_tokens(tokens, max_seq_len=self.config.max_seq_len)
         types = jnp.zeros_like(tokens) if token_types is None else token_types
@@ -217,15 +217,15 @@ class Bert(nnx.Module):
         attention_mask: jax.Array | None = None,
         token_types: jax.Array | None = None,
     ) -> jax.Array:
-        """What the layers make of tokens.
+        """Computes the hidden states after the last layer.
 
         Args:
           tokens: integers [batch, seq].
-          attention_mask: [batch, seq], 0 where a token is padding; None: there is none.
+          attention_mask: [batch, seq], 0 for padding; None: no padding.
           token_types: integers [batch, seq]; None: all 0.
 
         Returns:
-          [batch, seq, embed]; at padding, values without a meaning.
+          [batch, seq, embed]; the values at padding positions are meaningless.
         """
         visible = None if attention_mask is None else attention_mask != 0
         start = Encoded(self.embed(tokens, token_types), visible)
@@ -237,7 +237,7 @@ class Bert(nnx.Module):
         attention_mask: jax.Array | None = None,
         token_types: jax.Array | None = None,
     ) -> jax.Array:
-        """Integers [batch, seq] -> logits [batch, seq, vocab] of what each token is; see `hidden`.
+        """Computes logits [batch, seq, vocab] of the token at each position; see `hidden`.
 
         Raises:
           ValueError: the model has no head for masked tokens.
@@ -245,41 +245,42 @@ class Bert(nnx.Module):
         return self.head(self.hidden(tokens, attention_mask, token_types))
 
     def head(self, x: jax.Array) -> jax.Array:
-        """[batch, positions, embed] -> logits [batch, positions, vocab].
+        """Maps [batch, positions, embed] to logits [batch, positions, vocab].
 
         Raises:
           ValueError: the model has no head for masked tokens.
         """
         if self.mlm_head is None:
             raise ValueError(
-                "this BERT has no head for masked tokens (has_mlm_head=False), so it has neither "
-                "logits nor a loss; use model.hidden, model.embed_texts, or give a loss of your own"
+                "this BERT has no head for masked tokens (has_mlm_head=False), so it computes "
+                "neither logits nor a loss; use model.hidden or model.embed_texts, or pass loss="
             )
         return self.mlm_head(x, self.token_embedding)
 
     def loss(self, batch: Mapping[str, Any]) -> tuple[jax.Array, jax.Array]:
-        """Cross-entropy of the masked tokens in float32, as (sum, weight).
+        """Computes the cross-entropy of the masked tokens in float32, as (sum, weight).
 
         Args:
-          batch: "tokens" [batch, seq], some of them masked; "targets", the right tokens. With
-            "positions" [batch, n], integers, logits are made at those places only and targets are
-            [batch, n], else [batch, seq]. "weights" in the shape of the targets, 0 where a place
-            does not count; "attention_mask" and "token_types" as in `hidden`.
+          batch: "tokens" [batch, seq], some of them masked; "targets", the original tokens. With
+            "positions", integers [batch, n], logits are computed at these positions only and
+            targets are [batch, n], else [batch, seq]. "weights", in the shape of the targets, are
+            0 for positions to ignore; "attention_mask" and "token_types" as in `hidden`.
 
         Raises:
-          ValueError: neither positions nor weights. So are batches of text that is to be continued,
-            from which a model that sees both sides copies the next token. Or rows of several texts.
+          ValueError: the batch has neither positions nor weights, as batches for next-token
+            prediction, where a bidirectional model would copy the next token from its input; or
+            rows hold several texts ("segments").
         """
         if "segments" in batch:
             raise ValueError(
-                "rows hold several texts each (batch['segments'], of chats or packed text), which "
-                "a BERT does not tell apart; make batches with zerojax.data.as_masked_source"
+                "each row holds several texts (batch['segments'], from chats or packed text), but "
+                "BERT cannot separate them; make batches with zerojax.data.as_masked_source"
             )
         if "positions" not in batch and "weights" not in batch:
             raise ValueError(
-                f"a batch for BERT has {sorted(batch)}, but neither 'positions' nor 'weights' to "
-                "say which tokens are masked; make one with zerojax.data.as_masked_source(source, "
-                "mask_token=...), or give weights of 1 where every token counts"
+                f"a batch for BERT needs 'positions' or 'weights' of the masked tokens, but has "
+                f"only {sorted(batch)}; make batches with zerojax.data.as_masked_source(source, "
+                "mask_token=...), or add weights of 1 to count every token"
             )
         x = self.hidden(batch["tokens"], batch.get("attention_mask"), batch.get("token_types"))
         if "positions" in batch:
@@ -287,7 +288,7 @@ class Bert(nnx.Module):
         return next_token(self.head(x), batch["targets"], batch.get("weights"))
 
     def pool(self, hidden: jax.Array) -> jax.Array:
-        """tanh(dense(first token)): [batch, seq, embed] -> [batch, embed].
+        """Computes tanh(dense(first token)): [batch, seq, embed] -> [batch, embed].
 
         Raises:
           ValueError: the model has no pooler.
@@ -297,14 +298,14 @@ class Bert(nnx.Module):
         return jnp.tanh(self.pooler(hidden[:, 0]))
 
     def embed_texts(self, tokens: jax.Array, attention_mask: jax.Array | None = None) -> jax.Array:
-        """Means of the hidden states over the tokens of each text, of length 1.
+        """Computes the mean hidden state of each text, normalized to length 1.
 
-        That is how the models of sentence-transformers (arXiv:1908.10084) that pool by the mean
-        embed a text, all-MiniLM-L6-v2 among them.
+        This is the embedding of sentence-transformers models with mean pooling (arXiv:1908.10084),
+        such as all-MiniLM-L6-v2.
 
         Args:
           tokens: integers [batch, seq].
-          attention_mask: [batch, seq], 0 for padding; None: there is none.
+          attention_mask: [batch, seq], 0 for padding; None: no padding.
 
         Returns:
           float32 [batch, embed].

@@ -1,4 +1,4 @@
-"""Decoder: embedding, stacked blocks and head; its loss and its cache."""
+"""Decoder: embedding, stacked blocks and head, with loss and key/value cache."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ INIT_STDDEV = 0.02
 RESIDUAL_DIMS = ("batch", "sequence", "embed")
 TensorParallelRules = tuple[tuple[str, tuple[str | None, ...]], ...]
 
-# Megatron's cut (arXiv:1909.08053): heads and the MLP's width over `model`, one sum per sub-layer
-# after the row-parallel output; the vocabulary over `model` at both ends. Axes are those of the
-# trailing dimensions, so the rules hold for stacked and single layers.
+# Megatron's sharding (arXiv:1909.08053): heads and the MLP's width over `model`, one sum per
+# sub-layer after the row-parallel output; the vocabulary over `model` in embedding and head. The
+# axes apply to trailing dimensions, so that the rules fit stacked and single layers.
 MEGATRON_RULES: TensorParallelRules = (
     (r"attention/(query|key|value)/kernel$", (None, "model", None)),
     (r"attention/(query|key|value)/bias$", ("model", None)),
@@ -56,25 +56,24 @@ class KVCache(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """What goes from layer to layer where rows hold several texts, or a part of one, or where
-    experts are counted."""
+    """Carry between layers, if rows hold several texts or a part of one, or experts are counted."""
 
     hidden: jax.Array
     """[batch, seq, embed]."""
     segments: jax.Array | None
-    """Integers [batch, seq]: the text of each token, negative for padding; None: all are of one."""
+    """Integers [batch, seq]: index of each token's text, negative for padding; None: one text."""
     positions: jax.Array | None
-    """Integers [batch, seq]: the position of each token in its text; None: the indices."""
+    """Integers [batch, seq]: position of each token in its text; None: the index in the row."""
     routing: Routing | None = None
-    """[layers, ...]: what routers saw of the tokens that are not padding; None: nobody asks."""
+    """[layers, ...]: routing statistics of the tokens except padding; None: not collected."""
 
 
 class Block(nnx.Module):
     """One residual layer: x + attention(norm(x)), then x + mlp(norm(x)).
 
-    Without a norm of its own a sub-layer gets `x` as it is. `attention_post_norm` and
-    `mlp_post_norm` are of what is added. With `is_parallel` both sub-layers get the norm of the
-    first, and are added at once.
+    A sub-layer whose norm is None gets `x` unchanged. `attention_post_norm` and `mlp_post_norm`
+    apply to the outputs before they are added. With `is_parallel`, both sub-layers get
+    `attention_norm(x)` and both outputs are added to `x`.
     """
 
     def __init__(
@@ -103,17 +102,18 @@ class Block(nnx.Module):
         self.is_parallel, self.residual_scale = is_parallel, residual_scale
 
     def __call__(self, x: jax.Array | Packed, kind: jax.Array | None = None) -> jax.Array | Packed:
-        """[batch, seq, embed] -> the same shape and dtype; so of rows of several texts.
+        """Applies the layer; the result has the structure, shapes and dtypes of `x`.
 
         Args:
-          kind: int32 [], which of the kinds of layers this is; None: there is one.
+          x: [batch, seq, embed], or `Packed`.
+          kind: int32 [], index of the layer's kind; None: all layers are of one kind.
         """
         if not isinstance(x, Packed):
             return self._layer(x, kind)[0]
         hidden, seen = self._layer(x.hidden, kind, segments=x.segments, positions=x.positions)
         if x.routing is None:
             return x._replace(hidden=hidden)
-        assert seen is not None, "routing is asked of a layer without experts"
+        assert seen is not None, "a layer without experts has no routing statistics"
         return x._replace(hidden=hidden, routing=x.routing.push(seen))
 
     def _layer(
@@ -144,7 +144,7 @@ class Block(nnx.Module):
         position: jax.Array,
         kind: jax.Array | None = None,
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        """`__call__` for new tokens after cached ones, without dropout; see `Attention.extend`."""
+        """Applies the layer to new tokens after cached ones, no dropout; see `Attention.extend`."""
 
         def attend(normed: jax.Array) -> jax.Array:
             nonlocal cache
@@ -182,8 +182,8 @@ def _apply(norm: Callable[[jax.Array], jax.Array] | None, x: jax.Array) -> jax.A
 class Decoder(nnx.Module):
     """A decoder-only language model: `head(blocks(embed(tokens)))`.
 
-    `model(tokens) -> logits`, `model.loss(batch) -> (sum, weight)`. What it computes is said by the
-    switches of its configuration; `Llama` and `GPT2` are decoders by other names of theirs.
+    `model(tokens) -> logits`, `model.loss(batch) -> (sum, weight)`. The configuration selects the
+    architecture; `Llama` and `GPT2` are subclasses with configurations of their own.
     """
 
     tensor_parallel_rules: ClassVar[TensorParallelRules] = MEGATRON_RULES
@@ -191,17 +191,16 @@ class Decoder(nnx.Module):
     loss_unit: ClassVar[str] = NATS_PER_TOKEN
 
     config: Any
-    """Its own sizes and settings: a `DecoderConfig`, or what makes one, with the same names for
-    sizes."""
+    """`DecoderConfig`, or a configuration with `as_decoder` and the same names for sizes."""
     position_embedding: Embedding | None = None
     kind_of_layer: tuple[int, ...] | None = None
     embed_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     moe: MoEConfig | None = None
-    """Of the layers' experts; None: they have MLPs."""
+    """Settings of the layers' experts; None: the layers have MLPs."""
     deterministic: bool = False
-    """Set by `eval()`: what is added to the loss for training only is left out."""
+    """Set by `eval()`: the loss then omits the terms for training, such as expert balance."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
@@ -224,11 +223,11 @@ class Decoder(nnx.Module):
         self.lm_head = build_lm_head(config, stddev=INIT_STDDEV, rngs=rngs)
 
     def look_up(self, tokens: jax.Array, position: jax.Array | int) -> jax.Array:
-        """[batch, new] tokens -> [batch, new, embed], without dropout.
+        """Embeds tokens [batch, new] as [batch, new, embed], without dropout.
 
         Args:
-          position: of the first token, or integers [batch, new] of all. Rotary positions act inside
-            of the attention.
+          position: position of the first token, or integers [batch, new], of all tokens; used by
+            learned positions only, since rotary positions are applied in the attention.
         """
         x = self.token_embedding(tokens)
         if self.embed_scale != 1.0:
@@ -243,20 +242,20 @@ class Decoder(nnx.Module):
         return x + positions[None].astype(x.dtype)
 
     def embed(self, tokens: jax.Array, positions: jax.Array | int = 0) -> jax.Array:
-        """Integers [batch, seq] -> [batch, seq, embed].
+        """Embeds tokens, integers [batch, seq], as [batch, seq, embed].
 
         Args:
           positions: see `look_up`.
 
         Raises:
-          TypeError: tokens are not integers.
-          ValueError: not two dimensions, or longer than the model's `max_seq_len`.
+          TypeError: `tokens` are not integers.
+          ValueError: `tokens` do not have two dimensions, or are longer than `max_seq_len`.
         """
         check_tokens(tokens, max_seq_len=self.config.max_seq_len)
         return constrain(self.embed_dropout(self.look_up(tokens, positions)), RESIDUAL_DIMS)
 
     def head(self, x: jax.Array) -> jax.Array:
-        """[batch, seq, embed] -> logits [batch, seq, vocab], in the dtype of the output weights."""
+        """Maps [batch, seq, embed] to logits [batch, seq, vocab], in the output weights' dtype."""
         x = self.final_norm(x)
         logits = self.token_embedding.attend(x) if self.lm_head is None else self.lm_head(x)
         if self.logit_scale == 1.0 and self.logit_softcap is None:
@@ -271,13 +270,13 @@ class Decoder(nnx.Module):
         segments: jax.Array | None = None,
         positions: jax.Array | None = None,
     ) -> jax.Array:
-        """Integers [batch, seq] -> what the blocks make of them [batch, seq, embed], for `head`.
+        """Computes the hidden states [batch, seq, embed] after the last block, for `head`.
 
         Args:
-          segments: integers [batch, seq], the text of each token where rows hold several: tokens
-            see their own text alone, and positions begin anew in each.
-          positions: integers [batch, seq] of each token in its text; None: from `segments`, or the
-            indices.
+          segments: integers [batch, seq], index of each token's text in rows of several texts.
+            Tokens attend within their text only, and positions restart in each text.
+          positions: integers [batch, seq], position of each token in its text; None: derived from
+            `segments`, or the index in the row.
         """
         return self._hidden(tokens, segments, positions, None)[0]
 
@@ -288,7 +287,7 @@ class Decoder(nnx.Module):
         positions: jax.Array | None,
         routing: Routing | None,
     ) -> tuple[jax.Array, Routing | None]:
-        """(`hidden`, `routing` with what the layers saw)."""
+        """Returns (`hidden`, `routing` with the statistics of all layers)."""
         if positions is None and segments is not None:
             positions = positions_in_texts(segments)
         if positions is None and routing is None:
@@ -303,22 +302,22 @@ class Decoder(nnx.Module):
         )
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Integers [batch, seq] -> logits [batch, seq, vocab] of the token that follows each."""
+        """Computes logits [batch, seq, vocab] of the next token at each position."""
         return self.head(self.hidden(tokens))
 
     @staticmethod
     def before_cut(batch: Mapping[str, Any]) -> dict[str, Any]:
-        """A batch of which `loss` needs only a part of each row on each device.
+        """Prepares a batch whose rows will be split over devices (context parallelism).
 
-        Made where rows are whole: the position of each token in its text, and the weights within
-        texts, which depend on the tokens around.
+        Computes the values that depend on neighboring tokens while rows are whole: positions in
+        texts, and weights that exclude targets of another text.
 
         Args:
-          batch: as `loss` has it.
+          batch: a batch for `loss`.
 
         Returns:
-          "tokens", "targets", "positions" and, where the batch has them, "weights" and "segments",
-          [batch, seq] each.
+          "tokens", "targets", "positions" and, if the batch has them, "weights" and "segments",
+          each [batch, seq].
         """
         names = ("tokens", "targets", "weights", "segments", "positions")
         prepared = {name: batch[name] for name in names if name in batch}
@@ -333,26 +332,26 @@ class Decoder(nnx.Module):
         return prepared
 
     def loss(self, batch: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Next-token cross-entropy in float32, as (sum, weight).
+        """Computes the next-token cross-entropy in float32, as (sum, weight).
 
-        With `config.loss_chunk` logits are made for so many tokens at a time; the output weights
-        are still read once, outside of that loop.
+        With `config.loss_chunk`, logits are computed for that many tokens at a time; the output
+        weights are read once, outside this loop.
 
         Args:
-          batch: "tokens" and "targets", integers [batch, seq]; "weights" [batch, seq] if some
-            positions do not count; "segments", integers [batch, seq], if rows hold several texts:
-            nothing goes from one to another, and a token whose target is another text's, or that
-            is padding (a negative segment), does not count; "positions", integers [batch, seq] of
-            each token in its text, without which they are counted from the segments.
+          batch: "tokens" and "targets", integers [batch, seq]; optional "weights" [batch, seq];
+            optional "segments", integers [batch, seq], index of each token's text: texts do not
+            attend to each other, and padding (a negative segment) and tokens whose target belongs
+            to another text are ignored; optional "positions", integers [batch, seq], position of
+            each token in its text, by default derived from the segments.
 
         Returns:
-          (sum, weight), float32. In training mode, with experts, a third: numbers for the log, see
-          `moe.balance_losses`, whose loss times the weight is in the sum. In evaluation mode it is
-          not.
+          (sum, weight), float32. In training mode, a model with experts returns metrics as a third
+          element (see `moe.balance_losses`), and the sum includes the balance loss times the
+          weight; in evaluation mode it does not.
         """
         targets, weights = batch["targets"], batch.get("weights")
         segments, positions = batch.get("segments"), batch.get("positions")
-        if segments is not None and current_split() is None:  # else `before_cut` made the weights
+        if segments is not None and current_split() is None:  # else done by `before_cut`
             weights = _weights_within_texts(segments, weights)
         counted = None
         if self.moe is not None and not self.deterministic:
@@ -367,7 +366,7 @@ class Decoder(nnx.Module):
     def _next_token(
         self, x: jax.Array, targets: jax.Array, weights: jax.Array | None
     ) -> tuple[jax.Array, jax.Array]:
-        """The loss of what the blocks made of the tokens."""
+        """Computes (sum, weight) of the loss from the hidden states."""
         chunk = self.config.loss_chunk
         if chunk is None:
             return next_token(self.head(x), targets, weights)
@@ -380,7 +379,7 @@ class Decoder(nnx.Module):
         return head_next_token(x, kernel, targets, weights, vocab_dim=1, **options)
 
     def init_cache(self, batch_size: int, length: int) -> KVCache:
-        """A cache of zeros for `length` positions, in the dtype of the activations."""
+        """Returns a cache of zeros for `length` positions, in the dtype of the activations."""
         config, dtype = self.config, self.token_embedding.embedding[...].dtype
         head_dim = config.head_dim or config.embed_dim // config.num_heads
         kv_heads = config.num_kv_heads or config.num_heads
@@ -390,15 +389,15 @@ class Decoder(nnx.Module):
     def extend(
         self, tokens: jax.Array, cache: KVCache, position: jax.Array
     ) -> tuple[jax.Array, KVCache]:
-        """What the blocks make of new tokens, given the cache of the earlier ones; no dropout.
+        """Computes the hidden states of new tokens after cached ones, without dropout.
 
         Args:
           tokens: integers [batch, new].
           cache: from `init_cache` or an earlier call.
-          position: i32[], number of tokens that the cache holds.
+          position: int32 [], number of tokens in the cache.
 
         Returns:
-          (hidden states [batch, new, embed] for `head`, the longer cache).
+          (hidden states [batch, new, embed] for `head`, the cache including the new tokens).
         """
         graphdef, state = nnx.split(self.blocks)
         pattern = self.kind_of_layer
@@ -416,7 +415,7 @@ class Decoder(nnx.Module):
 
 
 def positions_in_texts(segments: jax.Array) -> jax.Array:
-    """int32 [batch, seq], counted from 0 in each run of equal `segments` [batch, seq]."""
+    """Returns int32 [batch, seq] positions, from 0 in each run of equal `segments` [batch, seq]."""
     index = jnp.broadcast_to(jnp.arange(segments.shape[1], dtype=jnp.int32), segments.shape)
     begins = segments[:, 1:] != segments[:, :-1]
     begins = jnp.concatenate([jnp.ones_like(begins[:, :1]), begins], axis=1)
@@ -424,16 +423,19 @@ def positions_in_texts(segments: jax.Array) -> jax.Array:
 
 
 def _weights_within_texts(segments: jax.Array, weights: jax.Array | None) -> jax.Array:
-    """`weights`, 0 where the next token is of another text; the last one counts as given."""
+    """Returns `weights` with 0 for padding and where the next token belongs to another text.
+
+    The target of a row's last token is outside the row, so its weight is kept.
+    """
     same = segments[:, 1:] == segments[:, :-1]
     counts = jnp.concatenate([same, jnp.ones_like(same[:, :1])], axis=1) & (segments >= 0)
     return counts.astype(jnp.float32) if weights is None else jnp.where(counts, weights, 0)
 
 
 def build_block(config: DecoderConfig, rngs: nnx.Rngs) -> Block:
-    """One layer of a decoder of these sizes."""
+    """Builds one layer of a decoder."""
     width, places = config.embed_dim, config.norm_places
-    # Each of the 2 * num_layers outputs added to the residual stream starts smaller, so that the
+    # The 2 * num_layers outputs that are added to the residual stream start smaller, so that the
     # stream's variance does not grow with depth (Radford et al. 2019, section 2.3).
     output_stddev = INIT_STDDEV / (2 * config.num_layers) ** 0.5
 
@@ -478,7 +480,7 @@ def build_block(config: DecoderConfig, rngs: nnx.Rngs) -> Block:
 
 
 def _build_mlp(config: DecoderConfig, output_stddev: float, rngs: nnx.Rngs) -> Mlp | MoE:
-    """The MLP of one layer, or its experts."""
+    """Builds the MLP of one layer, or its experts."""
     if config.moe.num_experts:
         return MoE(
             config.embed_dim,
@@ -502,7 +504,7 @@ def _build_mlp(config: DecoderConfig, output_stddev: float, rngs: nnx.Rngs) -> M
 
 
 def build_lm_head(config: Any, *, stddev: float, rngs: nnx.Rngs) -> Projection | None:
-    """The output weights `[embed, vocab]`, or None when the token table serves for them."""
+    """Builds the output weights `[embed, vocab]`, or returns None if they are the token table."""
     if config.tie_embeddings:
         return None
     shapes = (config.embed_dim,), (config.vocab_size,)
@@ -510,7 +512,12 @@ def build_lm_head(config: Any, *, stddev: float, rngs: nnx.Rngs) -> Projection |
 
 
 def check_tokens(tokens: jax.Array | np.ndarray, *, max_seq_len: int) -> None:
-    """Raises TypeError or ValueError for tokens that a decoder cannot take; looks at the shape."""
+    """Checks dtype and shape of tokens, not their values.
+
+    Raises:
+      TypeError: the tokens are not integers.
+      ValueError: their shape is not [batch, seq], or seq is above `max_seq_len`.
+    """
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise TypeError(
             f"tokens are {tokens.dtype}, but must be integers; encode text with a tokenizer, or "
@@ -524,5 +531,6 @@ def check_tokens(tokens: jax.Array | np.ndarray, *, max_seq_len: int) -> None:
     if tokens.shape[1] > max_seq_len:
         raise ValueError(
             f"tokens are {tokens.shape[1]} long, but the model takes at most"
-            f" max_seq_len={max_seq_len}; cut them or build the model with a larger max_seq_len"
+            f" max_seq_len={max_seq_len}; truncate them or build the model with a larger"
+            " max_seq_len"
         )

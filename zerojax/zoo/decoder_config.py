@@ -1,4 +1,4 @@
-"""Settings of a decoder: sizes, and the switches in which families of models differ."""
+"""Settings of a decoder: sizes, and architecture switches that distinguish model families."""
 
 from __future__ import annotations
 
@@ -24,19 +24,20 @@ QUERY_KEY_NORMS = ("none", "head", "all")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerKind:
-    """What differs between layers of one decoder.
+    """Settings that may differ between the layers of one decoder.
 
     Attributes:
-      window: how many tokens each one sees, itself included (arXiv:2004.05150); None: all before.
-      rope: rotary positions; None: the layer knows no positions (NoPE, arXiv:2305.19466), unless
-        they are in the embedding.
+      window: number of tokens that each token attends to, including itself (arXiv:2004.05150);
+        None: all earlier tokens.
+      rope: rotary positions; None: the layer uses no positions (NoPE, arXiv:2305.19466) other than
+        learned ones in the embedding.
     """
 
     window: int | None = None
     rope: Rope | None = dataclasses.field(default_factory=Rope)
 
     def describe(self) -> str:
-        """Words for people."""
+        """Returns a readable description."""
         seen = "all tokens before" if self.window is None else f"a window of {self.window}"
         if self.rope is None:
             return f"{seen}, no rotary positions"
@@ -52,44 +53,47 @@ class DecoderConfig:
 
     Attributes:
       vocab_size: number of token ids.
-      max_seq_len: tokens; the longest text that is taken.
+      max_seq_len: maximum length of a row in tokens.
       num_layers, num_heads, embed_dim: depth, query heads, width of the residual stream.
       num_kv_heads: key/value heads, a divisor of num_heads; None: num_heads.
       mlp_dim: width of the MLP; None: 4 * embed_dim, or, gated, 8/3 of it in multiples of 128.
       head_dim: features of one head; None: embed_dim / num_heads.
       dropout: probability, on embeddings and on the output of each sub-layer.
       tie_embeddings: the output weights are the token table.
-      norm: of the residual stream, and of query and key.
-      norm_places: "pre": before attention and MLP; "post": on what they give, before it is added
-        (OLMo 2, arXiv:2501.00656); "pre_post": both (Gemma 2, arXiv:2408.00118); "parallel": one
-        norm, from which attention and MLP both start (GPT-J, Cohere).
-      query_key_norm: "head": of each head's features (arXiv:2302.05442); "all": over all heads
-        together; "none".
-      qkv_bias, output_bias, mlp_bias: which projections have biases.
-      kinds: the kinds of layers there are.
-      pattern: for each layer the index of its kind; None: all are of the only kind.
-      attention_scale: of scores; None: head_dim^-0.5.
-      attention_softcap: scores become cap * tanh(scores / cap) (arXiv:2408.00118); None: not.
-      attention_sinks: each head has a learned score that takes part in the softmax and adds nothing
-        (gpt-oss, arXiv:2508.10925).
-      clip_qkv: query, key and value are cut to [-clip, clip] (OLMo, arXiv:2402.00838).
+      norm: settings of all norms: of the residual stream, and of query and key.
+      norm_places: "pre": norms before attention and MLP; "post": on their outputs, before these are
+        added (OLMo 2, arXiv:2501.00656); "pre_post": both (Gemma 2, arXiv:2408.00118);
+        "parallel": one norm, whose output attention and MLP both take (GPT-J, Cohere).
+      query_key_norm: "head": norm over each head's features (arXiv:2302.05442); "all": over the
+        features of all heads together; "none": no norm.
+      qkv_bias, output_bias, mlp_bias: biases of the query, key and value projections, of the
+        attention's output, of the MLP.
+      kinds: the distinct kinds of layers.
+      pattern: index into `kinds` for each layer; None: there is one kind.
+      attention_scale: factor of the scores; None: head_dim^-0.5.
+      attention_softcap: scores become cap * tanh(scores / cap) (arXiv:2408.00118); None: no cap.
+      attention_sinks: each head has a learned score that enters the denominator of the softmax
+        and has no value (gpt-oss, arXiv:2508.10925).
+      clip_qkv: query, key and value are clipped to [-clip, clip] (OLMo, arXiv:2402.00838); None: no
+        clipping.
       activation: of the MLP, "silu", "gelu_tanh", "gelu" or "relu".
       gated: down(activation(gate(x)) * up(x)) (arXiv:2002.05202), else down(activation(up(x))).
-      moe: experts in place of the MLP, which are gated and have no biases; without an `expert_dim`
-        each is `mlp_dim` wide.
-      learned_positions: a table of positions is added to the tokens' vectors, as in GPT-2.
-      embed_scale: of the tokens' vectors, rounded to their dtype; residual_scale: of what attention
-        and MLP add; logit_scale: of the logits.
-      logit_softcap: as of scores, of the logits, after their scale.
-      family: model_type of the files of Hugging Face that it comes from and goes to; "": none.
+      moe: experts that replace the MLP; they are gated and have no biases. Their default width
+        `expert_dim` is `mlp_dim`.
+      learned_positions: a table of positions is added to the embeddings, as in GPT-2.
+      embed_scale: factor of the embeddings, rounded to their dtype.
+      residual_scale: factor of the outputs of attention and MLP before they are added.
+      logit_scale: factor of the logits.
+      logit_softcap: logits, after `logit_scale`, become cap * tanh(logits / cap); None: no cap.
+      family: Hugging Face `model_type` for reading and writing files; "": none.
       remat: "none", "full", "attention" or "dots" (see `stacking.scan_blocks`).
-      loss_chunk: tokens whose logits `loss` holds at once; None: those of all.
-      mlp_chunk: tokens of a row whose hidden activations of the MLP a layer holds at once; None:
-        those of all.
+      loss_chunk: number of tokens whose logits `loss` computes at a time; None: all.
+      mlp_chunk: number of tokens of a row whose hidden MLP activations a layer computes at a time;
+        None: all.
       matmul_dtype: "fp8" for 8-bit products in the layers (see `fp8`); None: the compute dtype.
       attention: "auto", "xla", "chunked", "cudnn" or "mosaic_gpu" (see `zerojax.attention`).
-      attention_layout: which blocks of tokens see which, in a row of max_seq_len tokens; shorter
-        ones have a part of it (see `zerojax.attention`).
+      attention_layout: block-sparse attention pattern for rows of max_seq_len tokens; shorter rows
+        use its leading part (see `zerojax.attention`).
     """
 
     vocab_size: int
@@ -148,22 +152,22 @@ class DecoderConfig:
 
     @property
     def features_per_head(self) -> int:
-        """`head_dim`, also where it follows from the others."""
+        """Returns `head_dim`, or its default embed_dim / num_heads."""
         return self.head_dim or self.embed_dim // self.num_heads
 
     @property
     def kind_of_layer(self) -> tuple[int, ...]:
-        """`pattern`, also where all layers are of one kind."""
+        """Returns `pattern`, or zeros if there is one kind of layer."""
         return (0,) * self.num_layers if self.pattern is None else self.pattern
 
     @property
     def num_parameters(self) -> int:
-        """Number of trainable elements."""
+        """Returns the number of trainable elements."""
         return self._count(self.moe.num_experts)
 
     @property
     def num_active_parameters(self) -> int:
-        """How many of them a token meets: all, but for the experts that it does not go through."""
+        """Returns the number of trainable elements used per token, excluding unchosen experts."""
         return self._count(self.moe.experts_per_token if self.moe.num_experts else 0)
 
     def _count(self, num_experts: int) -> int:
@@ -185,7 +189,7 @@ class DecoderConfig:
         return self.num_layers * layer + tables + norm * width
 
     def describe_kinds(self) -> list[str]:
-        """A sentence for each kind of layer; none where all are of one."""
+        """Returns one sentence per kind of layer; an empty list if there is one kind."""
         if self.pattern is None:
             return []
         return [
@@ -206,32 +210,32 @@ class DecoderConfig:
         for field in ("attention_scale", "attention_softcap", "clip_qkv", "logit_softcap"):
             value = getattr(self, field)
             if value is not None and not value > 0:
-                raise ValueError(f"{field}={value!r} must be above 0; use None for none")
+                raise ValueError(f"{field}={value!r} must be above 0; use None to disable it")
 
     def _check_kinds(self) -> None:
         kinds, pattern = self.kinds, self.pattern
         if not kinds or len(set(kinds)) != len(kinds):
-            raise ValueError(f"kinds={kinds!r}: name at least one kind of layer, and each once")
+            raise ValueError(f"kinds={kinds!r} must hold at least one kind of layer, each once")
         if pattern is None and len(kinds) > 1:
             raise ValueError(
-                f"there are {len(kinds)} kinds of layers; say with pattern which of them each of "
-                f"the {self.num_layers} layers is"
+                f"kinds has {len(kinds)} entries but pattern=None; set pattern to the index of the "
+                f"kind of each of the {self.num_layers} layers"
             )
         if pattern is not None and len(pattern) != self.num_layers:
             raise ValueError(
-                f"pattern has {len(pattern)} entries and num_layers={self.num_layers}; give one "
-                "for each layer"
+                f"pattern has {len(pattern)} entries, but num_layers={self.num_layers}; use one "
+                "entry per layer"
             )
         if pattern is not None and set(pattern) != set(range(len(kinds))):
             raise ValueError(
-                f"pattern names the kinds {sorted(set(pattern))} and there are {len(kinds)}; use "
-                f"each of the numbers from 0 to {len(kinds) - 1}"
+                f"pattern uses the indices {sorted(set(pattern))}, but kinds has {len(kinds)} "
+                f"entries; use each index from 0 to {len(kinds) - 1}"
             )
         ropes = [kind.rope for kind in kinds if kind.rope is not None]
         if len({(rope.fraction, rope.interleaved) for rope in ropes}) > 1:
             raise ValueError(
-                "layers of one decoder pair the same features: rope fraction and interleaved have "
-                "to be the same in all kinds of layers"
+                "fraction and interleaved of rope differ between kinds of layers; use the same "
+                "values in all kinds, since rotary positions pair the same features in every layer"
             )
         for rope in ropes:
             rope.check(self.features_per_head)
@@ -241,20 +245,20 @@ class DecoderConfig:
 
 
 def with_expert_dim(moe: MoEConfig, mlp_dim: int | None) -> MoEConfig:
-    """The same, experts being as wide as an MLP would be where nothing says how wide they are."""
+    """Returns `moe` with `expert_dim` set to `mlp_dim` if it is None."""
     if not moe.num_experts or moe.expert_dim is not None:
         return moe
     return dataclasses.replace(moe, expert_dim=mlp_dim)
 
 
 def expert_parameters(moe: MoEConfig, width: int, num_experts: int) -> int:
-    """Elements of one layer's router, of so many of its experts, and of what all tokens meet."""
+    """Returns the number of elements of a layer's router, `num_experts` experts and shared MLP."""
     experts = 3 * width * (moe.expert_dim or 0) * num_experts
     return width * moe.num_experts + experts + 3 * width * moe.shared_dim
 
 
 def check_experts(config: Any) -> None:
-    """Raises ValueError for what a decoder's MLPs can do and its experts cannot.
+    """Raises ValueError for MLP options that experts do not support.
 
     Args:
       config: a `DecoderConfig` or a `LlamaConfig`.
@@ -270,7 +274,7 @@ def check_experts(config: Any) -> None:
         value = getattr(config, field, plain)
         if value != plain:
             raise ValueError(
-                f"{field}={value!r} with moe.num_experts={config.moe.num_experts}: experts have "
+                f"{field}={value!r} with moe.num_experts={config.moe.num_experts}: experts support "
                 f"only {field}={plain!r}; use that, or a model without experts"
             )
 
@@ -278,7 +282,7 @@ def check_experts(config: Any) -> None:
 def kinds_and_pattern(
     layers: Sequence[LayerKind],
 ) -> tuple[tuple[LayerKind, ...], tuple[int, ...] | None]:
-    """`DecoderConfig.kinds` and `pattern`, from the kind of each layer."""
+    """Returns (`DecoderConfig.kinds`, `DecoderConfig.pattern`) from the kind of each layer."""
     kinds = tuple(dict.fromkeys(layers))
     if len(kinds) == 1:
         return kinds, None
@@ -286,34 +290,34 @@ def kinds_and_pattern(
 
 
 def decoder_config_of(values: Mapping[str, Any]) -> DecoderConfig:
-    """A configuration from its fields as JSON has them, as `dataclasses.asdict` gives them.
+    """Returns a configuration from JSON fields, as written by `dataclasses.asdict`.
 
     Raises:
-      TypeError, ValueError: a field that is not known, or a value that cannot be.
+      TypeError, ValueError: an unknown field or an invalid value.
     """
 
     def rope_of(rope: Mapping[str, Any] | None) -> Rope | None:
         if rope is None:
             return None
-        given: dict[str, Any] = dict(rope)
-        if given.get("scaling") is not None:
-            given["scaling"] = RopeScaling(**given["scaling"])
-        return Rope(**given)
+        rope_fields: dict[str, Any] = dict(rope)
+        if rope_fields.get("scaling") is not None:
+            rope_fields["scaling"] = RopeScaling(**rope_fields["scaling"])
+        return Rope(**rope_fields)
 
-    given: dict[str, Any] = dict(values)
-    if "norm" in given:
-        given["norm"] = NormConfig(**given["norm"])
-    if isinstance(given.get("moe"), Mapping):
-        given["moe"] = MoEConfig(**given["moe"])
-    if "kinds" in given:
-        given["kinds"] = tuple(
-            LayerKind(window=kind["window"], rope=rope_of(kind["rope"])) for kind in given["kinds"]
+    fields: dict[str, Any] = dict(values)
+    if "norm" in fields:
+        fields["norm"] = NormConfig(**fields["norm"])
+    if isinstance(fields.get("moe"), Mapping):
+        fields["moe"] = MoEConfig(**fields["moe"])
+    if "kinds" in fields:
+        fields["kinds"] = tuple(
+            LayerKind(window=kind["window"], rope=rope_of(kind["rope"])) for kind in fields["kinds"]
         )
-    return DecoderConfig(**given)
+    return DecoderConfig(**fields)
 
 
 def default_mlp_dim(embed_dim: int) -> int:
-    """8/3 * embed_dim, rounded up to a multiple of `MLP_MULTIPLE`."""
+    """Returns 8/3 * embed_dim, rounded up to a multiple of `MLP_MULTIPLE`."""
     return -(-8 * embed_dim // (3 * MLP_MULTIPLE)) * MLP_MULTIPLE
 
 
@@ -321,9 +325,10 @@ def check_decoder_sizes(config: Any) -> None:
     """Checks the sizes that every decoder's configuration has.
 
     Raises:
-      ValueError: a size below 1, heads that do not divide, a dropout outside [0, 1), an unknown
-        remat name, matmul dtype or attention, a layout with more blocks than max_seq_len has, a
-        window, loss or MLP chunk below 1, or an MLP chunk with 8-bit products.
+      ValueError: a size below 1, embed_dim not divisible by num_heads, num_heads not divisible by
+        num_kv_heads, a dropout outside [0, 1), an unknown remat name, matmul dtype or attention, a
+        layout with more blocks than max_seq_len has, a window, loss or MLP chunk below 1, or an
+        MLP chunk with 8-bit products.
     """
     check_finite(config)
     for field in ("vocab_size", "max_seq_len", "num_layers", "num_heads", "num_kv_heads"):
@@ -333,7 +338,7 @@ def check_decoder_sizes(config: Any) -> None:
     if config.head_dim is not None:
         check_at_least_one("head_dim", config.head_dim)
     elif config.embed_dim % config.num_heads:
-        # Rotary positions turn pairs of a head's features.
+        # Rotary positions need an even number of features per head.
         unit = config.num_heads * (2 if hasattr(config, "rope_theta") else 1)
         raise ValueError(
             f"embed_dim={config.embed_dim} is not divisible by num_heads={config.num_heads};"
@@ -342,7 +347,7 @@ def check_decoder_sizes(config: Any) -> None:
     if config.num_heads % config.num_kv_heads:
         raise ValueError(
             f"num_heads={config.num_heads} is not divisible by num_kv_heads={config.num_kv_heads}; "
-            f"each key/value head serves as many query heads; use num_kv_heads=1 or "
+            f"each key/value head must serve equally many query heads; use num_kv_heads=1 or "
             f"{config.num_heads}"
         )
     if not 0.0 <= config.dropout < 1.0:
@@ -360,17 +365,17 @@ def check_decoder_sizes(config: Any) -> None:
     if config.mlp_chunk is not None and config.matmul_dtype is not None:
         raise ValueError(
             f"mlp_chunk={config.mlp_chunk} with matmul_dtype={config.matmul_dtype!r}: 8-bit "
-            "products are scaled by all tokens of a step; use mlp_chunk=None, or matmul_dtype=None"
+            "products are scaled with the maximum over all tokens of a step; use mlp_chunk=None or "
+            "matmul_dtype=None"
         )
 
 
 def check_at_least_one(field: str, value: Any) -> None:
-    """Raises ValueError for a size that is no whole number from 1 to the largest taken."""
+    """Raises ValueError unless a size is an integer from 1 to its maximum."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{field}={quoted(value)} must be a whole number of at least 1")
     most = MAX_LAYERS if field in ("num_layers", "num_decoder_layers") else MAX_SIZE
     if value > most:
         raise ValueError(
-            f"{field}={quoted(value)} is above {most}, the largest that is taken; use a smaller "
-            "number"
+            f"{field}={quoted(value)} is above the maximum of {most}; use a smaller number"
         )

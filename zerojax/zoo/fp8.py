@@ -1,17 +1,17 @@
 """Matrix product in 8-bit floats: e4m3 forward, e5m2 for gradients, delayed scaling.
 
-The method is delayed scaling with a history (arXiv:2209.05433; NVIDIA's Transformer Engine), and
-the way its state trains is Flax's (`flax.linen.fp8_ops`): the backward pass returns the new value
-of the state as if it were its gradient, in the collection `_overwrite_with_gradient`. What is
-computed is the pattern that XLA takes to the tensor cores whichever kernel it chooses: a dot whose
-operands are 8-bit arrays, times one scale. (Operands that are dequantised before the dot become
-cuBLASLt's 8-bit product, but a plain bfloat16 product where XLA prefers Triton.)
+Scales follow a history of largest magnitudes (arXiv:2209.05433; NVIDIA's Transformer Engine). As in
+Flax (`flax.linen.fp8_ops`), the backward pass returns the new history as if it were its gradient,
+in the collection `_overwrite_with_gradient`. The computation is a dot of two 8-bit arrays, times
+one scale; XLA runs this pattern on the tensor cores with every kernel it may choose. (A dot of
+dequantized operands becomes an 8-bit product of cuBLASLt, but a bfloat16 product where XLA chooses
+Triton.)
 
-Flax's own composition is not called, for four reasons: it keeps the gathered kernel, quantised, for
-the backward pass, which would undo ZeRO-3; it clips infinities, which hides an overflow of float16;
-its products are float16 before they are scaled, and overflow; it exists for `linen` only. Scales
-are powers of two here, so that they are exact in bfloat16 and a slightly other history on another
-mesh rounds nothing differently.
+Flax's own function is not called, for four reasons: it stores the gathered, quantized kernel for
+the backward pass, which would defeat ZeRO-3; it clips infinities, which hides overflows of float16;
+its products are float16 before they are scaled, so that they overflow; it supports `linen` only.
+Scales are powers of two here: they are exact in bfloat16, and histories that differ slightly
+between meshes give the same rounding.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ Arrays = tuple[jax.Array, ...]
 MATMUL_DTYPES = (None, "fp8")
 FORWARD, BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
 KEPT_INPUT = "zerojax.fp8_input"
-"""Names the 8 bits of an input that a backward pass needs, for policies of checkpoints."""
+"""Checkpoint name of the 8-bit input that a backward pass needs, for remat policies."""
 HISTORY_LENGTH = 16
-"""Steps of which the largest magnitude counts; the length in Transformer Engine's examples."""
+"""Number of steps in the history, as in Transformer Engine's examples."""
 
 INPUT, KERNEL, OUTPUT_GRADIENT = range(3)
 _DTYPES = (FORWARD, FORWARD, BACKWARD)
@@ -42,7 +42,7 @@ _SMALLEST, _LARGEST = 2.0**-60, 2.0**60  # so that the product of two scales is 
 Overwritten = nnx.variable_type_from_name(
     linen.fp8_ops.OVERWRITE_WITH_GRADIENT, allow_register=True
 )
-"""The class of variables whose new value is what the backward pass returns as their gradient."""
+"""Class of variables whose next value is the gradient that the backward pass returns for them."""
 
 
 def check_matmul_dtype(name: str | None) -> None:
@@ -55,20 +55,20 @@ def check_matmul_dtype(name: str | None) -> None:
 
 
 def init_history(kernel: jax.Array) -> nnx.Variable[jax.Array]:
-    """float32 [3, HISTORY_LENGTH]: the history of a new layer, which knows its kernel only."""
+    """Returns a new layer's history, float32 [3, HISTORY_LENGTH]; only the kernel's row is set."""
     history = jnp.zeros((3, HISTORY_LENGTH), jnp.float32)
     return Overwritten(history.at[KERNEL, 0].set(largest_magnitude(kernel)))
 
 
 def scales_from(history: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The scale of each operand: 8-bit value times scale = value.
+    """Returns the scale of each operand: 8-bit value times scale = value.
 
     Args:
-      history: float32 [3, length], largest magnitudes of the latest steps; zero where unknown.
+      history: float32 [3, length], largest magnitudes of the latest steps; zero if unknown.
 
     Returns:
-      float32 scalars for input, kernel and output gradient: the smallest power of two with which
-      the largest magnitude is representable; 1 where the history is empty.
+      float32 scalars for input, kernel and output gradient: the smallest power of two for which the
+      largest magnitude does not overflow; 1 if the history is empty.
     """
     return (
         scale_from(history, INPUT),
@@ -78,7 +78,7 @@ def scales_from(history: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def scale_from(history: jax.Array, operand: int) -> jax.Array:
-    """float32 []: the scale of INPUT, KERNEL or OUTPUT_GRADIENT, as `scales_from` has it."""
+    """Returns the scale of INPUT, KERNEL or OUTPUT_GRADIENT, float32 []; see `scales_from`."""
     largest = jnp.max(history[operand])
     limit = float(jnp.finfo(_DTYPES[operand]).max)
     ratio = jnp.clip(largest / limit, _SMALLEST, _LARGEST)
@@ -89,9 +89,10 @@ def scale_from(history: jax.Array, operand: int) -> jax.Array:
 
 
 def quantise(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
-    """`x / scale` in an 8-bit `dtype`, rounded to nearest; finite values beyond its range saturate.
+    """Returns `x / scale` in an 8-bit `dtype`, rounded to nearest; finite values saturate.
 
-    Infinities stay what a step notices and skips: infinite in e5m2, NaN in e4m3, which has none.
+    Infinities become infinite in e5m2 and NaN in e4m3, which has no infinity, so that the step is
+    still detected as non-finite and skipped.
 
     Args:
       x: any floating dtype and shape.
@@ -103,15 +104,15 @@ def quantise(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
 
 
 def fp8_dot(x: jax.Array, kernel: jax.Array, history: jax.Array, num_inputs: int) -> jax.Array:
-    """The product of `x`'s last dimensions with `kernel`'s first ones, through 8-bit floats.
+    """Contracts the last dimensions of `x` with the first ones of `kernel`, in 8-bit floats.
 
-    Its derivative with respect to `history` is the history afterwards: one entry newer, with the
-    largest magnitudes of `x`, of `kernel` and of the gradient of the result.
+    The "gradient" with respect to `history` is the next history, with the largest magnitudes of
+    `x`, `kernel` and the gradient of the result as its newest entry.
 
     Args:
       x: [..., *inputs], in the dtype of `kernel`.
       kernel: [*inputs, *outputs]; float32, bfloat16 or float16.
-      history: float32 [3, length]; decides the scales and does not depend on `x` or `kernel`.
+      history: float32 [3, length]; determines the scales; does not depend on this `x` or `kernel`.
       num_inputs: number of contracted dimensions.
 
     Returns:
@@ -121,13 +122,13 @@ def fp8_dot(x: jax.Array, kernel: jax.Array, history: jax.Array, num_inputs: int
 
 
 def in_bits(x: jax.Array, history: jax.Array) -> jax.Array:
-    """uint8, of the shape of `x`: the bits to which `fp8_dot` rounds a kernel with this history."""
+    """Returns the bits of a kernel as `fp8_dot` quantizes it, uint8 of the shape of `x`."""
     scale = scale_from(history, KERNEL)
     return lax.bitcast_convert_type(quantise(x, scale, FORWARD), jnp.uint8)
 
 
 def from_bits(bits: jax.Array, dtype: Any) -> jax.Array:
-    """What `in_bits` kept, in units of the scale: up to 448, exact in every `dtype` of products."""
+    """Returns the values of `in_bits` in units of the scale: up to 448, exact in each `dtype`."""
     return lax.bitcast_convert_type(bits, FORWARD).astype(dtype)
 
 
@@ -139,17 +140,17 @@ def fp8_dots(
     largest: tuple[jax.Array | None, ...],
     num_inputs: int,
 ) -> tuple[jax.Array, ...]:
-    """The products of one `x` with several kernels; see `fp8_dot`.
+    """Computes the products of one `x` with several kernels; see `fp8_dot`.
 
-    `x` is quantised once and its 8 bits are kept once for the backward pass. Its scale is the
-    largest that a history asks for: histories that began alike have seen the same `x` ever since.
-    The gradients of `x` are added in the dtype of the kernels, that of the last kernel first, as
-    JAX adds them where each product is one by itself.
+    `x` is quantized once and its 8 bits are stored once for the backward pass. Its scale is the
+    largest of all histories; histories with equal initial values stay equal, since they record the
+    same `x`. The gradients of `x` are added in the dtype of the kernels, the last kernel's first,
+    in the order in which JAX adds those of separate products.
 
     Args:
-      largest: None for a kernel as it is. For one from `from_bits`, which is in units of its scale,
-        float32 []: its largest magnitude before it was rounded, on this device; of all devices the
-        largest counts. Gradients are those of the kernel itself in both cases.
+      largest: per kernel, None for an ordinary kernel. For a kernel from `from_bits`, which is in
+        units of its scale: its largest magnitude before rounding on this device, float32 []; the
+        maximum over devices is used. Gradients are those of the unscaled kernel in both cases.
     """
     return _forward(x, kernels, histories, largest, num_inputs)[0]
 
@@ -170,11 +171,11 @@ def _forward(
         )
         for kernel, known, (kernel_scale, _) in zip(kernels, largest, scales, strict=True)
     )
-    # The name lets a checkpoint that keeps what is dear keep these 8 bits, not the 32 before them.
-    # As integers, since JAX puts what a checkpoint keeps through `reduce_precision`, which takes
-    # e4m3's largest values (256 to 448) for infinities.
+    # The name lets a remat policy store these 8 bits instead of the input in the compute dtype.
+    # They are integers, since JAX applies `reduce_precision` to stored values, which turns the
+    # largest values of e4m3 (256 to 448) into infinities.
     bits = checkpoint_name(lax.bitcast_convert_type(small, jnp.uint8), KEPT_INPUT)
-    # The kernels themselves, not their 8 bits: at ZeRO-3 they are gathered and quantised again.
+    # The kernels are stored, not their 8 bits: with ZeRO-3 they are gathered and quantized again.
     return results, (bits, largest_magnitude(x), kernels, histories, largest)
 
 
@@ -184,7 +185,7 @@ def _backward(num_inputs: int, kept: Any, gradients: Arrays) -> Any:
     input_scale, scales = _scales_of_all(histories)
     batch_dims = small_input.ndim - num_inputs
     batch = tuple(range(batch_dims))
-    made = []
+    gradients_of_kernels = []
     for kernel, history, known, gradient, (kernel_scale, gradient_scale) in zip(
         kernels, histories, largest, gradients, scales, strict=True
     ):
@@ -206,34 +207,35 @@ def _backward(num_inputs: int, kept: Any, gradients: Arrays) -> Any:
         )
         largest_kernel = largest_magnitude(kernel) if known is None else known
         newest = jnp.stack([largest_input, largest_kernel, largest_magnitude(gradient)])
-        made.append((input_gradient, kernel_gradient, remember(history, newest)))
-    input_gradients, kernel_gradients, after = zip(*made, strict=True)
-    nothing = jax.tree.map(jnp.zeros_like, largest)
-    return functools.reduce(jnp.add, input_gradients[::-1]), kernel_gradients, after, nothing
+        gradients_of_kernels.append((input_gradient, kernel_gradient, remember(history, newest)))
+    input_gradients, kernel_gradients, next_histories = zip(*gradients_of_kernels, strict=True)
+    zeros = jax.tree.map(jnp.zeros_like, largest)
+    input_gradient = functools.reduce(jnp.add, input_gradients[::-1])
+    return input_gradient, kernel_gradients, next_histories, zeros
 
 
 fp8_dots.defvjp(_forward, _backward)
 
 
 def _small_kernel(kernel: jax.Array, scale: jax.Array, known: jax.Array | None) -> jax.Array:
-    """A kernel in 8 bits; one from `from_bits`, whose largest magnitude is known, has them."""
+    """Returns a kernel in 8 bits; one from `from_bits` (`known` is not None) is cast only."""
     return quantise(kernel, scale, FORWARD) if known is None else kernel.astype(FORWARD)
 
 
 def _scales_of_all(histories: Arrays) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]]]:
-    """(scale of the input, for each history (scale of its kernel, of its output gradient))."""
+    """Returns (input scale, [(kernel scale, output gradient scale) of each history])."""
     scales = [scales_from(history) for history in histories]
     largest = functools.reduce(jnp.maximum, [input_scale for input_scale, _, _ in scales])
     return largest, [(kernel_scale, gradient_scale) for _, kernel_scale, gradient_scale in scales]
 
 
 def remember(history: jax.Array, newest: jax.Array) -> jax.Array:
-    """The history with `newest` [3] in front and its oldest entry gone."""
+    """Returns the history with `newest` [3] prepended and the oldest entry removed."""
     return jnp.concatenate([newest[:, None], history[:, :-1]], axis=1)
 
 
 def largest_magnitude(x: jax.Array) -> jax.Array:
-    """float32 []: what a history remembers of an array."""
+    """Returns the largest absolute value of an array, float32 []."""
     return jnp.max(jnp.abs(x)).astype(jnp.float32)
 
 
@@ -245,15 +247,15 @@ def _scaled_dot(
     *,
     precision: lax.Precision,
 ) -> jax.Array:
-    """The product of two (8-bit array, scale).
+    """Computes the product of two pairs (8-bit array, scale).
 
     Args:
-      contracted: dimensions of each.
-      dtype: of the result.
-      precision: DEFAULT lets the tensor cores add up with fewer bits, which NVIDIA's recipe does
-        forward; HIGHEST does not, for gradients.
+      contracted: contracted dimensions of each array.
+      dtype: dtype of the result.
+      precision: DEFAULT lets the tensor cores accumulate with fewer bits, as in the forward pass of
+        NVIDIA's recipe; HIGHEST does not, for gradients.
     """
-    # Before it is scaled a product of float16 range would overflow; bfloat16 reaches far enough.
+    # The unscaled product would overflow in float16; the range of bfloat16 suffices.
     wide = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
     y = lax.dot_general(
         left[0],

@@ -1,4 +1,4 @@
-"""Generation of tokens with a cache, and of text: one pass over the prompt, then token by token."""
+"""Generation of tokens and text with a cache: one pass over the prompt, then token by token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jax import lax
 from zerojax.zoo.decoder import Decoder, check_tokens
 from zerojax.zoo.t5 import T5
 
-PROMPT_MULTIPLE = 32  # prompts are padded to this, so that one compilation serves many lengths
+PROMPT_MULTIPLE = 32  # prompts are padded to a multiple, so that many lengths share a compilation
 DEFAULT_NUM_TOKENS = 200
 
 
@@ -33,23 +33,25 @@ def generate(
     Args:
       model: a decoder of this package.
       tokens: prompts, integers [batch, prompt], all of one length of at least 1.
-      num_tokens: how many tokens to add; prompt + num_tokens <= the model's max_seq_len.
+      num_tokens: number of new tokens; prompt + num_tokens <= the model's max_seq_len.
       temperature: divides the logits; 0 always takes the likeliest token.
       top_k: sample only among the `top_k` likeliest tokens; None: among all.
-      num_ids: only ids below it are drawn, for a table with more rows than its tokenizer has ids;
-        None: any.
-      seed: of the sampling; equal arguments give equal tokens.
+      num_ids: sample only ids below this number, for models whose vocabulary is larger than that of
+        the tokenizer; None: all ids.
+      seed: seed of the sampling; equal arguments give equal tokens.
 
     Returns:
       int32 [batch, prompt + num_tokens]: the prompts and their continuations.
 
     Raises:
-      TypeError, ValueError: prompts of the wrong kind, a sum too long, or an option out of range.
+      TypeError: `model` is not a `Decoder`, or `tokens` are not integers.
+      ValueError: `tokens` are not [batch, prompt], exceed the vocabulary or, with `num_tokens`,
+        exceed max_seq_len; or an option is out of range.
     """
     if not isinstance(model, Decoder):
         of_t5 = "; for the targets of a T5 use generate_from_source"
         raise TypeError(
-            f"{type(model).__name__} does not continue texts; tokens are drawn from a "
+            f"{type(model).__name__} cannot continue texts; use a "
             f"Decoder, a GPT2 or a Llama{of_t5 * isinstance(model, T5)}"
         )
     tokens = np.asarray(tokens)
@@ -83,7 +85,7 @@ def generate(
     return jnp.concatenate([jnp.asarray(padded[:, :prompt]), added], axis=1)
 
 
-# Jitted outside of step, plan and kernels: a decoding loop is worthless without it.
+# jax.jit is otherwise used in step, plan and kernels only; without it decoding would be too slow.
 @functools.partial(
     jax.jit, static_argnames=("graphdef", "num_tokens", "top_k", "num_ids", "is_greedy")
 )
@@ -100,10 +102,14 @@ def _continue(
     num_ids: int | None,
     is_greedy: bool,
 ) -> jax.Array:
-    """`num_tokens` tokens after the first `prompt` ones of `padded` [batch, padded_length].
+    """Returns `num_tokens` tokens that follow the first `prompt` tokens of `padded`.
 
-    The cache's entries of the padding lie after the prompt, so they are never looked at before the
-    tokens that belong there overwrite them.
+    Cache entries of the padding come after the prompt; new tokens overwrite them before they are
+    read.
+
+    Args:
+      padded: int32 [batch, padded_length], prompts padded at the end.
+      prompt: int32 [], length of the prompts.
     """
     model = nnx.merge(graphdef, state)
     length = min(padded.shape[1] + num_tokens, model.config.max_seq_len)
@@ -134,7 +140,7 @@ def _draw(
     top_k: int | None,
     is_greedy: bool,
 ) -> jax.Array:
-    """Logits [batch, vocab] -> int32 [batch]."""
+    """Samples tokens, int32 [batch], from logits [batch, vocab]."""
     logits = logits.astype(jnp.float32)
     if is_greedy:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
@@ -155,21 +161,22 @@ def generate_from_source(
     top_k: int | None = None,
     seed: int = 0,
 ) -> jax.Array:
-    """Draws a target for each source, such as a translation. Dropout is off.
+    """Generates a target, such as a translation, for each source. Dropout is off.
 
     Args:
-      model: an encoder and decoder of this package.
+      model: an encoder-decoder model of this package.
       tokens: sources, integers [batch, source].
-      num_tokens: of each target, at most the model's max_seq_len.
-      attention_mask: [batch, source], 0 where a token of a source is padding; None: there is none.
-      end_token: what ends a target; all after it is `end_token`, too. None: nothing ends one.
-      temperature, top_k, seed: see `generate`; 0 always takes the likeliest token.
+      num_tokens: length of the targets, at most the model's max_seq_len.
+      attention_mask: [batch, source], 0 for padding; None: no padding.
+      end_token: ends a target: all tokens after it are `end_token`. None: targets do not end early.
+      temperature, top_k, seed: see `generate`.
 
     Returns:
       int32 [batch, num_tokens], without the start token.
 
     Raises:
-      TypeError, ValueError: as of `generate`.
+      TypeError: `model` is not a `T5`, or `tokens` are not integers.
+      ValueError: as for `generate`.
     """
     if not isinstance(model, T5):
         raise TypeError(
@@ -182,8 +189,8 @@ def generate_from_source(
     _check_sampling(temperature, top_k, vocab_size=config.vocab_size)
     if end_token is not None and not 0 <= end_token < config.vocab_size:
         raise ValueError(
-            f"end_token={end_token} is none of the {config.vocab_size} token ids; use that of the "
-            "tokenizer, such as T5's 1"
+            f"end_token={end_token} is outside the vocabulary of {config.vocab_size} token ids; "
+            "use the tokenizer's id, such as 1 for T5"
         )
     graphdef, state = nnx.split(model)
     return _from_source(
@@ -236,19 +243,19 @@ def _from_source(
 
 def _check_request(prompt: int, num_tokens: int, *, limit: int) -> None:
     if prompt < 1:
-        raise ValueError("the prompt is empty; give at least one token to continue from")
+        raise ValueError("the prompt is empty; pass at least one token")
     if num_tokens < 1:
         raise ValueError(f"num_tokens={num_tokens} must be at least 1")
     if prompt + num_tokens > limit:
         raise ValueError(
-            f"a prompt of {prompt} tokens and num_tokens={num_tokens} make {prompt + num_tokens},"
-            f" but the model takes at most max_seq_len={limit};"
+            f"a prompt of {prompt} tokens and num_tokens={num_tokens} are {prompt + num_tokens}"
+            f" tokens, but the model takes at most max_seq_len={limit};"
             f" {_remedies(prompt, num_tokens, limit=limit)}"
         )
 
 
 def _remedies(prompt: int, num_tokens: int, *, limit: int) -> str:
-    """What makes prompt and new tokens fit; neither can be empty."""
+    """Returns remedies for prompt + num_tokens > limit; both must stay at least 1."""
     fewer, shorter = f"use num_tokens={limit - prompt}", f"cut the prompt to {limit - num_tokens}"
     if limit < 2:
         return "build the model with a larger max_seq_len"
@@ -291,30 +298,31 @@ def continue_text(
     top_k: int | None,
     seed: int,
 ) -> str:
-    """The prompt and its continuation.
+    """Returns the prompt and its continuation as text.
 
     Args:
-      num_tokens: None: `DEFAULT_NUM_TOKENS`, or as many as the model's context holds.
+      num_tokens: number of new tokens; None: `DEFAULT_NUM_TOKENS`, or fewer if the model's context
+        is shorter.
 
     Raises:
-      ValueError: the model's tokens have no text, or the prompt is empty or fills the context.
+      ValueError: there is no tokenizer, the prompt is empty, or it fills the context.
     """
     if tokenizer is None:
         raise ValueError(
-            "this run has no tokenizer: it was trained on token files that name none, so that its "
-            "tokens have no text; train on text, or on token files of `zerojax data prepare`"
+            "this run has no tokenizer to decode tokens: it was trained on token files that name "
+            "none; train on text, or on token files from `zerojax data prepare`"
         )
     tokens = prompt_ids(tokenizer, prompt)
     if not tokens.size:
         raise ValueError(
-            "the prompt is empty, or this tokenizer makes no token of it; give at least one "
+            "the prompt is empty, or the tokenizer encodes it as no tokens; pass at least one "
             'letter, such as "A"'
         )
     context = model.config.max_seq_len
     room = context - tokens.size
     if room < 1:
         raise ValueError(
-            f"the prompt has {tokens.size} tokens and the model's context is {context}; "
+            f"the prompt has {tokens.size} tokens, but the model's context is {context}; "
             f"shorten it to at most {context - 1} tokens"
         )
     num_tokens = min(DEFAULT_NUM_TOKENS, room) if num_tokens is None else num_tokens
@@ -331,10 +339,10 @@ def continue_text(
 
 
 def prompt_ids(tokenizer: Any, prompt: str) -> np.ndarray:
-    """int32 ids: what a text begins with where the tokenizer comes from, and the prompt."""
+    """Returns int32 ids: the tokenizer's prefix, if it has one, and the prompt."""
     return np.concatenate([_prefix(tokenizer), np.asarray(tokenizer.encode(prompt), np.int32)])
 
 
 def _prefix(tokenizer: Any) -> np.ndarray:
-    """Such as <|begin_of_text|> of Llama 3."""
+    """Returns the ids that start each text, such as <|begin_of_text|> of Llama 3."""
     return np.asarray(getattr(tokenizer, "prefix", ()), np.int32)

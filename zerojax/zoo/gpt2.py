@@ -27,15 +27,15 @@ class GPT2Config:
       tie_embeddings: the output weights are the token table.
       norm_eps: added to the variance.
       remat: "none", "full", "attention" or "dots" (see `stacking.scan_blocks`).
-      loss_chunk: tokens whose logits `loss` holds at once; None: those of all.
-      mlp_chunk: tokens of a row whose hidden activations of the MLP a layer holds at once; None:
-        those of all.
+      loss_chunk: number of tokens whose logits `loss` computes at a time; None: all.
+      mlp_chunk: number of tokens of a row whose hidden MLP activations a layer computes at a time;
+        None: all.
       matmul_dtype: "fp8" for 8-bit products in the layers (see `fp8`); None: the compute dtype.
       attention: "auto", "xla", "chunked", "cudnn" or "mosaic_gpu" (see `zerojax.attention`).
-      attention_layout: which blocks of tokens see which, in a row of max_seq_len tokens; shorter
-        ones have a part of it (see `zerojax.attention`).
-      attention_window: how many tokens each one sees, itself included (a sliding window, Mistral's
-        `sliding_window`); None: all before it.
+      attention_layout: block-sparse attention pattern for rows of max_seq_len tokens; shorter rows
+        use its leading part (see `zerojax.attention`).
+      attention_window: number of tokens that each token attends to, including itself (Mistral's
+        `sliding_window`); None: all earlier tokens.
     """
 
     vocab_size: int = 50257
@@ -62,15 +62,15 @@ class GPT2Config:
 
     @property
     def num_kv_heads(self) -> int:
-        """GPT-2 has one key/value head for each query head."""
+        """Returns `num_heads`: GPT-2 has one key/value head per query head."""
         return self.num_heads
 
     @property
     def head_dim(self) -> None:
-        """As wide as heads get when they share the width."""
+        """Returns None, the default embed_dim / num_heads."""
 
     def as_decoder(self) -> DecoderConfig:
-        """The same model by the switches of every decoder."""
+        """Returns the same architecture as a `DecoderConfig`."""
         return DecoderConfig(
             vocab_size=self.vocab_size,
             max_seq_len=self.max_seq_len,
@@ -99,7 +99,7 @@ class GPT2Config:
 
     @property
     def num_parameters(self) -> int:
-        """Number of trainable elements."""
+        """Returns the number of trainable elements."""
         width, mlp = self.embed_dim, self.mlp_dim or 4 * self.embed_dim
         attention = 4 * (width * width + width)
         layer = attention + 2 * width * mlp + mlp + width + 4 * width

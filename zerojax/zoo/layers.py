@@ -1,12 +1,12 @@
 """Layers of a transformer: projection, embedding, norms, MLPs, dropout.
 
 Parameters are created in float32. Every layer reads each of its parameters once per call, through
-`param[...]`, and computes in the dtype that the reading returns: cast the parameters to bfloat16
-and the activations are bfloat16. Norms are always in float32.
+`param[...]`, and computes in the dtype of the result: with parameters cast to bfloat16, the
+activations are bfloat16. Norms are always computed in float32.
 
-Models name the dimensions of activations ("batch", "sequence", "embed") and never know a mesh.
-Without `activation_rules` in force `constrain` is the identity, so that a model runs alone as well
-as inside a training step.
+Models name the dimensions of activations ("batch", "sequence", "embed") and do not know the mesh.
+Outside an `activation_rules` context, `constrain` is the identity, so that models also run outside
+a training step.
 """
 
 from __future__ import annotations
@@ -34,31 +34,31 @@ _RULES: contextvars.ContextVar[Mapping[str, str] | None] = contextvars.ContextVa
 
 
 def expand_rank(array: jax.Array, ndim: int) -> jax.Array:
-    """`array` with leading dimensions of size 1, so that it broadcasts without rank promotion."""
+    """Adds leading dimensions of size 1, so that `array` broadcasts without rank promotion."""
     return lax.expand_dims(array, range(ndim - array.ndim))
 
 
 def normal(rngs: nnx.Rngs, shape: tuple[int, ...], stddev: float) -> nnx.Param[jax.Array]:
-    """A float32 parameter drawn from N(0, stddev^2)."""
+    """Returns a float32 parameter drawn from N(0, stddev^2)."""
     return nnx.Param(stddev * jax.random.normal(rngs.params(), shape, jnp.float32))
 
 
 class Weights(NamedTuple):
-    """What a `Projection` reads: kernel, and bias if it has one."""
+    """Values of a `Projection`'s parameters: kernel, and bias if it has one."""
 
     kernel: jax.Array
     bias: jax.Array | None
     largest: jax.Array | None = None
-    """float32 []: of a kernel that is rounded to 8 bits, see `fp8.fp8_dots`; None: as it is."""
+    """float32 []: largest magnitude of a kernel in 8 bits (see `fp8.fp8_dots`); None: ordinary."""
 
 
 class Projection(nnx.Module):
     """A linear map from the last dimensions of its input (`in_shape`) to new ones (`out_shape`).
 
-    Head dimensions stay separate, `kernel: [embed, heads, head_dim]`, so that splitting the heads
-    over devices is one entry of a PartitionSpec. With `matmul_dtype="fp8"` the product is of 8-bit
-    floats and `amax_history` is its state (see `fp8`). `lora` is added to the result where somebody
-    has put one there (see `lora`).
+    Head dimensions stay separate, `kernel: [embed, heads, head_dim]`, so that one entry of a
+    PartitionSpec shards the heads. With `matmul_dtype="fp8"` the product is computed in 8-bit
+    floats, with `amax_history` as state (see `fp8`). The result of `lora` is added if it is set
+    (see `lora`).
     """
 
     def __init__(
@@ -82,24 +82,24 @@ class Projection(nnx.Module):
             self.bias = nnx.Param(jnp.zeros(out_shape, jnp.float32))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., *in_shape] -> [..., *out_shape], in the kernel's dtype."""
+        """Maps [..., *in_shape] to [..., *out_shape], in the kernel's dtype."""
         return self.apply(self.read(), x)
 
     def read(self) -> Weights:
-        """The parameters as they are read, for one or several calls of `apply`."""
+        """Reads the parameters, for one or several calls of `apply`."""
         bias = self.bias[...] if self.use_bias else None
         if self.matmul_dtype is None:
             return Weights(self.kernel[...], bias)
-        with in_eight_bits(self.amax_history[...]) as asked:
+        with in_eight_bits(self.amax_history[...]) as eight_bits:
             kernel = self.kernel[...]
-        return Weights(kernel, bias, asked.largest)
+        return Weights(kernel, bias, eight_bits.largest)
 
     def apply(self, weights: Weights, x: jax.Array) -> jax.Array:
-        """`__call__` with parameters that have been read."""
+        """Computes `__call__` with parameters from `read`."""
         return apply_together([self], [weights], x)[0]
 
     def finish(self, weights: Weights, x: jax.Array, y: jax.Array) -> jax.Array:
-        """The result from the product `y`: the bias and what `lora` makes of `x` are added."""
+        """Adds the bias and `lora(x)` to the product `y`."""
         if weights.bias is not None:
             y = y + expand_rank(weights.bias.astype(y.dtype), y.ndim)
         return y if self.lora is None else y + self.lora(x).astype(y.dtype)
@@ -108,29 +108,29 @@ class Projection(nnx.Module):
 def apply_together(
     projections: Sequence[Projection], weights: Sequence[Weights], x: jax.Array
 ) -> list[jax.Array]:
-    """What several projections make of one input, of which 8-bit products keep one copy.
+    """Applies several projections to one input; 8-bit products store one copy of it.
 
     Args:
       projections: all with the same `in_shape` and `matmul_dtype`.
-      weights: of each, as they have been read, in one dtype.
+      weights: parameters of each projection from `read`, all in one dtype.
       x: [..., *in_shape].
     """
     first = projections[0]
-    kernels = [each.kernel for each in weights]
+    kernels = [w.kernel for w in weights]
     x = x.astype(kernels[0].dtype)
     if first.matmul_dtype is None:
         dims = tuple(range(x.ndim - first.num_inputs, x.ndim)), tuple(range(first.num_inputs))
         products = [lax.dot_general(x, kernel, (dims, ((), ()))) for kernel in kernels]
     else:
-        histories = tuple(each.amax_history[...] for each in projections)
-        largest = tuple(each.largest for each in weights)
+        histories = tuple(projection.amax_history[...] for projection in projections)
+        largest = tuple(w.largest for w in weights)
         products = list(fp8_dots(x, tuple(kernels), histories, largest, first.num_inputs))
-    given = zip(projections, weights, products, strict=True)
-    return [projection.finish(read, x, y) for projection, read, y in given]
+    triples = zip(projections, weights, products, strict=True)
+    return [projection.finish(w, x, y) for projection, w, y in triples]
 
 
 class Embedding(nnx.Module):
-    """A table of vectors, `embedding: [num_embeddings, features]`; the output map too when tied."""
+    """A table of vectors, `embedding: [num_embeddings, features]`; `attend` for tied outputs."""
 
     def __init__(
         self, num_embeddings: int, features: int, *, stddev: float, rngs: nnx.Rngs
@@ -138,26 +138,30 @@ class Embedding(nnx.Module):
         self.embedding = normal(rngs, (num_embeddings, features), stddev)
 
     def __call__(self, indices: jax.Array) -> jax.Array:
-        """Integers [...] -> [..., features]; an index outside the table gives NaN, never a clip."""
+        """Maps integers [...] to [..., features]; an index outside the table gives NaN."""
         return jnp.take(self.embedding[...], indices, axis=0, mode="fill")
 
     def attend(self, x: jax.Array) -> jax.Array:
-        """[batch, seq, features] -> dot products with every row [batch, seq, num_embeddings]."""
+        """Computes dot products of [batch, seq, features] with all rows of the table.
+
+        Returns:
+          [batch, seq, num_embeddings], in the dtype of the table.
+        """
         table = self.embedding[...]
         return lax.dot_general(x.astype(table.dtype), table, (((x.ndim - 1,), (1,)), ((), ())))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NormConfig:
-    """What a norm is.
+    """Settings of a norm.
 
     Attributes:
-      kind: "rms" (arXiv:1910.07467), or "layer", which takes the mean off (arXiv:1607.06450).
+      kind: "rms" (arXiv:1910.07467), or "layer", which subtracts the mean (arXiv:1607.06450).
       eps: added to the mean square.
-      has_scale, has_bias: whether features are multiplied with a learned scale, and get a bias.
-      scale_offset: added to the stored scale, 1 in Gemma, whose scales start at 0.
-      rounds_first: whether the normalised features get their dtype back before they are scaled, as
-        in transformers' Llama; else after.
+      has_scale, has_bias: features are multiplied by a learned scale; a learned bias is added.
+      scale_offset: added to the stored scale; 1 in Gemma, whose scales start at 0.
+      rounds_first: the normalized features are cast to the input's dtype before they are scaled, as
+        in transformers' Llama; else afterwards.
     """
 
     kind: Literal["rms", "layer"] = "rms"
@@ -176,7 +180,7 @@ class NormConfig:
 
 
 class Norm(nnx.Module):
-    """Normalisation over the last dimensions, of `shape` together, computed in float32."""
+    """Normalization over the last len(shape) dimensions jointly, computed in float32."""
 
     def __init__(self, shape: tuple[int, ...], config: NormConfig) -> None:
         self.config, self.num_dims = config, len(shape)
@@ -186,7 +190,7 @@ class Norm(nnx.Module):
             self.bias = nnx.Param(jnp.zeros(shape, jnp.float32))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., *shape] -> the same shape and dtype."""
+        """Normalizes [..., *shape]; shape and dtype are unchanged."""
         config, dims = self.config, tuple(range(x.ndim - self.num_dims, x.ndim))
         wide = x.astype(jnp.float32)
         if config.kind == "layer":
@@ -204,7 +208,7 @@ class Norm(nnx.Module):
 
 
 class LayerNorm(Norm):
-    """Layer normalisation of features, with scale and bias."""
+    """Layer normalization over the last dimension, with scale and bias."""
 
     def __init__(self, features: int, *, eps: float) -> None:
         super().__init__((features,), NormConfig(kind="layer", eps=eps, has_bias=True))
@@ -216,13 +220,13 @@ ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
     "relu": jax.nn.relu,
 }
-"""Of an MLP, by name."""
+"""{name: activation function of an MLP}."""
 
 
 class Mlp(nnx.Module):
-    """down(f(up(x))), or, gated, down(f(gate(x)) * up(x)) (arXiv:2002.05202).
+    """MLP: down(f(up(x))), or, if gated, down(f(gate(x)) * up(x)) (arXiv:2002.05202).
 
-    `dropout` is the probability of hidden activations.
+    `dropout` is the dropout probability of hidden activations.
     """
 
     def __init__(
@@ -249,41 +253,41 @@ class Mlp(nnx.Module):
         self.dropout = Dropout(dropout, rngs=rngs) if dropout else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., embed] -> [..., embed]."""
+        """Maps [..., embed] to [..., embed]."""
         return self.apply(self.read(), x)
 
     def read(self) -> tuple[Weights, ...]:
-        """The parameters as they are read, for one or several calls of `apply`."""
+        """Reads the parameters, for one or several calls of `apply`."""
         gate = () if self.gate is None else (self.gate.read(),)
         return *gate, self.up.read(), self.down.read()
 
     def apply(self, weights: tuple[Weights, ...], x: jax.Array) -> jax.Array:
-        """`__call__` with parameters that have been read."""
+        """Computes `__call__` with parameters from `read`."""
         *gate, up, down = weights
         act = ACTIVATIONS[self.activation]
         if self.gate is None:
             hidden = act(self.up.apply(up, x))
         else:
-            opened, wide = apply_together([self.gate, self.up], [*gate, up], x)
-            hidden = act(opened) * wide
+            gates, wide = apply_together([self.gate, self.up], [*gate, up], x)
+            hidden = act(gates) * wide
         return self.down.apply(down, hidden if self.dropout is None else self.dropout(hidden))
 
 
 def in_chunks(mlp: Mlp, x: jax.Array, chunk: int) -> jax.Array:
-    """`mlp(x)` with hidden activations of so many tokens of a row at a time.
+    """Computes `mlp(x)` in a loop over chunks of the tokens of a row, to save memory.
 
-    The parameters are read once, outside of the loop over chunks. Their gradients are summed over
-    chunks in float32, and the backward pass computes the hidden activations again. A chunk holds
-    every n-th token, so that rows that lie in parts over devices are not moved. The idea is that of
-    TiledMLP in Arctic Long Sequence Training (arXiv:2506.13996).
+    The parameters are read once, outside the loop. Their gradients are summed over chunks in
+    float32; the backward pass recomputes the hidden activations. A chunk takes every n-th token, so
+    that rows sharded over devices need no communication. The method follows TiledMLP of Arctic Long
+    Sequence Training (arXiv:2506.13996).
 
     Args:
-      mlp: whose projections have neither adapters nor 8-bit products.
+      mlp: an MLP without adapters and 8-bit products.
       x: [batch, seq, embed].
-      chunk: tokens, at least 1.
+      chunk: maximum number of tokens of a row per chunk, at least 1.
 
     Raises:
-      ValueError: an adapter, whose random state a loop cannot advance.
+      ValueError: the MLP has an adapter, whose random state the loop cannot advance.
     """
     rows, tokens, width = x.shape
     number = -(-tokens // chunk)
@@ -291,27 +295,27 @@ def in_chunks(mlp: Mlp, x: jax.Array, chunk: int) -> jax.Array:
         return mlp(x)
     if any(child.lora is not None for child in vars(mlp).values() if isinstance(child, Projection)):
         raise ValueError(
-            f"mlp_chunk={chunk} computes the MLP in a loop, and the MLP has adapters; use "
-            "mlp_chunk=None, or adapters on the attention alone: targets=('attention/',)"
+            f"mlp_chunk={chunk} is not supported for an MLP with adapters; use "
+            "mlp_chunk=None, or adapters in the attention only: targets=('attention/',)"
         )
     weights = mlp.read()
     wide = jax.tree.map(lambda array: array.astype(jnp.float32), weights)
 
-    def one(part: jax.Array) -> jax.Array:
-        read = jax.tree.map(lambda array, like: array.astype(like.dtype), wide, weights)
-        return mlp.apply(read, part)
+    def apply_chunk(part: jax.Array) -> jax.Array:
+        narrow = jax.tree.map(lambda array, like: array.astype(like.dtype), wide, weights)
+        return mlp.apply(narrow, part)
 
     size = -(-tokens // number)
     padded = jnp.pad(x, [(0, 0), (0, number * size - tokens), (0, 0)])
     parts = jnp.moveaxis(padded.reshape(rows, size, number, width), 2, 0)
-    out = lax.map(jax.checkpoint(one, prevent_cse=False), parts)
+    out = lax.map(jax.checkpoint(apply_chunk, prevent_cse=False), parts)
     return jnp.moveaxis(out, 0, 2).reshape(rows, number * size, -1)[:, :tokens]
 
 
 class Dropout(nnx.Dropout):
-    """Stock dropout that owns random state only when it has something to drop.
+    """Dropout of Flax without random state if the rate is 0.
 
-    So a model without dropout has no random state to carry, checkpoint or advance.
+    A model without dropout therefore has no random state to carry, checkpoint or advance.
     """
 
     def __init__(self, rate: float, *, rngs: nnx.Rngs) -> None:
@@ -320,11 +324,11 @@ class Dropout(nnx.Dropout):
 
 @contextlib.contextmanager
 def activation_rules(rules: Mapping[str, str] | None) -> Iterator[None]:
-    """Puts `rules` in force while a function is traced.
+    """Activates `rules` for `constrain` while a function is traced.
 
     Args:
-      rules: dimension name -> mesh axis of the mesh in context; a name that is missing stays
-        unconstrained. None: no constraint at all.
+      rules: {dimension name: axis of the current mesh}; dimensions without a rule stay
+        unconstrained. None: `constrain` is the identity.
     """
     token = _RULES.set(rules)
     try:
@@ -334,7 +338,7 @@ def activation_rules(rules: Mapping[str, str] | None) -> Iterator[None]:
 
 
 def constrain(x: jax.Array, dims: tuple[str, ...]) -> jax.Array:
-    """Asks the compiler to split `x` as the rules in force say; the identity without rules.
+    """Constrains the sharding of `x` by the active rules; the identity without rules.
 
     Args:
       x: an activation.

@@ -37,22 +37,22 @@ class LlamaConfig:
       dropout: probability, on embeddings and on the output of each sub-layer.
       tie_embeddings: the output weights are the token table.
       rope_theta: base of the rotary wavelengths.
-      rope_scaling: how they are stretched to longer texts; None: not. "dynamic" takes a text of the
-        cache's length, so that all keys in a cache turn alike (transformers turns new ones by
-        another base than old ones).
+      rope_scaling: scaling of the wavelengths for longer texts; None: no scaling. With a cache,
+        "dynamic" uses the cache's length, so that all keys are rotated with one base (in
+        transformers the base changes while the text grows).
       norm_eps: added to the mean square.
       remat: "none", "full", "attention" or "dots" (see `stacking.scan_blocks`).
-      loss_chunk: tokens whose logits `loss` holds at once; None: those of all.
-      mlp_chunk: tokens of a row whose hidden activations of the MLP a layer holds at once; None:
-        those of all.
+      loss_chunk: number of tokens whose logits `loss` computes at a time; None: all.
+      mlp_chunk: number of tokens of a row whose hidden MLP activations a layer computes at a time;
+        None: all.
       matmul_dtype: "fp8" for 8-bit products in the layers (see `fp8`); None: the compute dtype.
       attention: "auto", "xla", "chunked", "cudnn" or "mosaic_gpu" (see `zerojax.attention`).
-      attention_layout: which blocks of tokens see which, in a row of max_seq_len tokens; shorter
-        ones have a part of it (see `zerojax.attention`).
-      moe: experts in place of the MLP (arXiv:2401.04088); without an `expert_dim` each is `mlp_dim`
-        wide.
-      attention_window: how many tokens each one sees, itself included (a sliding window, Mistral's
-        `sliding_window`); None: all before it.
+      attention_layout: block-sparse attention pattern for rows of max_seq_len tokens; shorter rows
+        use its leading part (see `zerojax.attention`).
+      moe: experts that replace the MLP (arXiv:2401.04088); their default width `expert_dim` is
+        `mlp_dim`.
+      attention_window: number of tokens that each token attends to, including itself (Mistral's
+        `sliding_window`); None: all earlier tokens.
     """
 
     vocab_size: int
@@ -93,7 +93,7 @@ class LlamaConfig:
                 else f"head_dim={self.head_dim}"
             )
             raise ValueError(
-                f"{origin} is odd, but rotary positions turn pairs of features; use"
+                f"{origin} is odd, but rotary positions rotate pairs of features; use"
                 f" head_dim={2 * (max(self.features_per_head, 0) // 2 + 1)}"
             )
         if self.rope_theta <= 1.0:
@@ -101,11 +101,11 @@ class LlamaConfig:
 
     @property
     def features_per_head(self) -> int:
-        """`head_dim`, also where it follows from the others."""
+        """Returns `head_dim`, or its default embed_dim / num_heads."""
         return self.head_dim or self.embed_dim // self.num_heads
 
     def as_decoder(self) -> DecoderConfig:
-        """The same model by the switches of every decoder."""
+        """Returns the same architecture as a `DecoderConfig`."""
         rope = Rope(theta=self.rope_theta, scaling=self.rope_scaling)
         return DecoderConfig(
             vocab_size=self.vocab_size,
@@ -132,12 +132,12 @@ class LlamaConfig:
 
     @property
     def num_parameters(self) -> int:
-        """Number of trainable elements."""
+        """Returns the number of trainable elements."""
         return self.as_decoder().num_parameters
 
     @property
     def num_active_parameters(self) -> int:
-        """How many of them a token meets: all, but for the experts that it does not go through."""
+        """Returns the number of trainable elements used per token, excluding unchosen experts."""
         return self.as_decoder().num_active_parameters
 
 

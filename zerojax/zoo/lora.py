@@ -1,7 +1,7 @@
-"""Low-rank adapters of projections (LoRA, arXiv:2106.09685): added, merged, removed.
+"""Low-rank adapters of projections (LoRA, arXiv:2106.09685): adding and merging.
 
-An adapter is computed as (x A) B, so neither the forward nor the backward pass ever holds the
-product A B, which has the shape of the kernel. Only merging makes it, one kernel at a time.
+An adapter computes (x A) B, so that forward and backward pass never materialize the product A B,
+which has the shape of the kernel. Only merging computes it, one kernel at a time.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from zerojax.zoo.layers import Dropout, Projection
 from zerojax.zoo.moe import GatedExperts, Router
 
 A_SUFFIX, B_SUFFIX, KERNEL_SUFFIX = "/lora/a", "/lora/b", "/kernel"
-"""Ends of the names of an adapter's parameters, and of the kernel that it belongs to."""
+"""Suffixes of the names of an adapter's parameters and of the kernel that it adapts."""
 
 
 class LowRank(nnx.Module):
-    """x -> scale * (x A) B, from the last dimensions of its input (`in_shape`) to `out_shape`.
+    """Adapter x -> scale * (x A) B from the last dimensions of x (`in_shape`) to `out_shape`.
 
-    B starts as zeros, so that a model with new adapters computes what it did without; A is uniform
-    in +-1/sqrt(inputs).
+    B starts as zeros, so that new adapters do not change the model's output; A is uniform in
+    +-1/sqrt(inputs).
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class LowRank(nnx.Module):
         self.dropout = Dropout(config.dropout, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., *in_shape] -> [..., *out_shape], in the dtype of A."""
+        """Maps [..., *in_shape] to [..., *out_shape], in the dtype of A."""
         a, b = self.a[...], self.b[...]
         x = self.dropout(x).astype(a.dtype)
         first = x.ndim - self.num_inputs
@@ -64,11 +64,11 @@ class LowRank(nnx.Module):
 
 @names_keywords()
 def add_lora(model: Any, config: LoraConfig, *, seed: int = 0) -> Any:
-    """The model with an adapter beside every projection that the configuration targets.
+    """Adds an adapter to every projection that the configuration targets.
 
-    Train it with `freeze=config.freeze`, so that only adapters get gradients and optimizer state.
-    Adapters are for the projections of zerojax's own models, and for models built of them; a model
-    of stock Flax layers has `flax.nnx.LoRALinear` for the same.
+    Train the result with `freeze=config.freeze`, so that only adapters have gradients and optimizer
+    state. Adapters need models built from zerojax's `Projection`, as all of `zerojax.zoo`; with
+    Flax layers use `flax.nnx.LoRALinear`.
 
     >>> import zerojax
     >>> from flax import nnx
@@ -80,20 +80,22 @@ def add_lora(model: Any, config: LoraConfig, *, seed: int = 0) -> Any:
     (2, 8, 4)
 
     Args:
-      model: an `nnx.Module`, which stays as it is and shares its arrays with the result; a factory
+      model: an `nnx.Module`, which is not modified and shares its arrays with the result; a factory
         `rngs -> nnx.Module`; or a pretrained model.
-      config: of rank 1 or more.
-      seed: of the adapters of a module; a factory draws them from its own `rngs`, after all else.
+      config: settings with rank at least 1.
+      seed: seed of the adapters of a module; a factory draws them from its `rngs` after all other
+        parameters.
 
     Returns:
-      The kind of thing that was given.
+      A module, factory or pretrained model, as `model`.
 
     Raises:
-      ValueError: rank 0, targets that match no projection, or one that cannot have an adapter.
-      TypeError: nothing that makes an `nnx.Module`.
+      ValueError: rank 0, targets that match no projection, or a target that does not support
+        adapters.
+      TypeError: `model` is neither an `nnx.Module` nor a factory of one.
     """
     if config.rank < 1:
-        raise ValueError("LoraConfig.rank=0 means no adapters; give it a rank, such as rank=8")
+        raise ValueError("LoraConfig.rank=0 means no adapters; set a rank, such as rank=8")
     if isinstance(model, nnx.Module):
         copy = nnx.clone(model, graph=True)
         return _insert(copy, config, nnx.Rngs(seed))
@@ -101,35 +103,35 @@ def add_lora(model: Any, config: LoraConfig, *, seed: int = 0) -> Any:
         return adapted(config)
     if not callable(model):
         raise TypeError(
-            f"cannot add adapters to a {type(model).__name__}: give an nnx.Module, or a factory "
+            f"cannot add adapters to a {type(model).__name__}: pass an nnx.Module, or a factory "
             "rngs -> nnx.Module"
         )
 
     def factory(rngs: nnx.Rngs) -> nnx.Module:
-        made = model(rngs)
-        if not isinstance(made, nnx.Module):
+        module = model(rngs)
+        if not isinstance(module, nnx.Module):
             raise TypeError(
-                f"cannot add adapters to a {type(made).__name__}: give an nnx.Module, or a factory "
-                "rngs -> nnx.Module"
+                f"cannot add adapters to a {type(module).__name__}: pass an nnx.Module, or a "
+                "factory rngs -> nnx.Module"
             )
-        return _insert(made, config, rngs)
+        return _insert(module, config, rngs)
 
     return factory
 
 
 @names_keywords()
 def merge_lora(model: Any) -> Any:
-    """The module without adapters, their products added to the kernels in float32.
+    """Returns a module without adapters, their products added to the kernels in float32.
 
     Args:
-      model: an `nnx.Module` with adapters, which stays as it is.
+      model: an `nnx.Module` with adapters, which is not modified.
 
     Returns:
-      A module of the same class, with kernels of the same dtype; it computes what `model` computes
-      without dropout, up to the rounding of sums in another order.
+      A module of the same class, with kernels of the same dtype. Its outputs equal those of `model`
+      without dropout up to rounding.
 
     Raises:
-      ValueError: there is no adapter in it.
+      ValueError: `model` has no adapters.
     """
     merged = nnx.clone(model, graph=True)
     adapted = [part for _, part in _projections(merged) if isinstance(part.lora, LowRank)]
@@ -146,14 +148,16 @@ def merge_lora(model: Any) -> Any:
 
 
 def merged_kernel(kernel: Any, a: Any, b: Any, scale: float) -> Any:
-    """kernel + scale * A B, of one projection or of stacked ones; of NumPy arrays on the host.
+    """Computes kernel + scale * A B, of one projection or of stacked projections, in float32.
 
     Args:
-      kernel: [*stack, *inputs, *outputs]; a: [*stack, *inputs, rank]; b: [*stack, rank, *outputs].
+      kernel: [*stack, *inputs, *outputs]; a JAX array, or a NumPy array to compute on the host.
+      a: [*stack, *inputs, rank].
+      b: [*stack, rank, *outputs].
       scale: `LoraConfig.scale`.
 
     Returns:
-      An array of the kernel's shape and dtype; the sum is in float32.
+      An array of the kernel's shape and dtype.
     """
     stack = a.ndim + b.ndim - 2 - kernel.ndim
     rank = b.shape[stack]
@@ -168,29 +172,29 @@ def merged_kernel(kernel: Any, a: Any, b: Any, scale: float) -> Any:
 
 
 def adapted_kernels(names: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """{name of a kernel: names of its A and B}, among the names of parameters."""
+    """Returns {kernel name: (name of A, name of B)} of the adapters among parameter names."""
     bases = [name.removesuffix(A_SUFFIX) for name in names if name.endswith(A_SUFFIX)]
     return {base + KERNEL_SUFFIX: (base + A_SUFFIX, base + B_SUFFIX) for base in bases}
 
 
 def adapter_names(names: Iterable[str]) -> frozenset[str]:
-    """Those among the names of parameters that are an adapter's."""
+    """Returns the parameter names that belong to adapters."""
     return frozenset(x for pair in adapted_kernels(names).values() for x in pair)
 
 
 def _projections(model: nnx.Module) -> Iterator[tuple[str, Projection]]:
-    """Every projection by name, in the model's order."""
+    """Yields (name, projection) for every projection, in the model's order."""
     for path, node in nnx.iter_graph(model):
         if isinstance(node, Projection):
             yield trees.path_name(path), node
 
 
 def _insert(model: nnx.Module, config: LoraConfig, rngs: nnx.Rngs) -> nnx.Module:
-    """The same object, with adapters."""
+    """Adds adapters to the model in place and returns it."""
     projections = dict(_projections(model))
     if not projections:
         raise ValueError(
-            f"{type(model).__name__} has none of zerojax's projections to put adapters beside; "
+            f"{type(model).__name__} has none of zerojax's projections, which adapters need; "
             "build it with flax.nnx.LoRALinear in place of nnx.Linear, and train it with "
             f"freeze=({r'^(?!.*/lora_[ab]$)'!r},)"
         )
@@ -204,7 +208,7 @@ def _insert(model: nnx.Module, config: LoraConfig, rngs: nnx.Rngs) -> nnx.Module
 
 
 def _check_experts(model: nnx.Module, projections: Iterable[str], config: LoraConfig) -> None:
-    """Refuses targets that match experts and nothing else: their kernels are no projections."""
+    """Raises ValueError for targets that match only experts or routers, which have no adapters."""
     experts = [
         trees.path_name(path)
         for path, node in nnx.iter_graph(model)
@@ -212,21 +216,21 @@ def _check_experts(model: nnx.Module, projections: Iterable[str], config: LoraCo
     ]
     names = tuple(projections)
     for pattern in config.targets:
-        found = [name for name in experts if re.search(pattern, name)]
-        if found and not any(re.search(pattern, name) for name in names):
+        matches = [name for name in experts if re.search(pattern, name)]
+        if matches and not any(re.search(pattern, name) for name in names):
             raise ValueError(
-                f"LoraConfig.targets: {pattern!r} matches {found[0]}, and experts and their router "
-                "have no adapters yet; leave it out: targets=('attention/',)"
+                f"LoraConfig.targets: {pattern!r} matches {matches[0]}, but adapters for experts "
+                "and routers are not supported; remove it: targets=('attention/',)"
             )
 
 
 def _check_free(name: str, projection: Projection) -> None:
     if projection.lora is not None:
-        raise ValueError(f"{name} has an adapter already; call zerojax.merge_lora(model) first")
+        raise ValueError(f"{name} already has an adapter; call zerojax.merge_lora(model) first")
     if name.rsplit(trees.SEPARATOR, 1)[-1] == "lm_head":
         raise ValueError(
-            "lm_head takes no adapter: the loss reads its kernel without calling it, in chunks; "
-            r"name targets inside of the layers, such as 'blocks/.*'"
+            "lm_head does not support an adapter, since the chunked loss uses its kernel directly; "
+            r"use targets inside the layers, such as 'blocks/.*'"
         )
 
 

@@ -1,8 +1,8 @@
-"""Mixture of experts: router, expert MLPs, and what keeps experts equally busy.
+"""Mixture of experts: router, expert MLPs, and load balancing.
 
-The router computes in float32 whatever the compute dtype: two experts whose scores differ by less
-than bfloat16 can say would be confused. Of its scores only those of the experts that a token goes
-through become factors; which of two equal scores wins is not promised.
+The router computes in float32 with every compute dtype, since bfloat16 could not distinguish
+experts with close scores. The output is weighted with the scores of the chosen experts only. The
+order of experts with equal scores is unspecified.
 """
 
 from __future__ import annotations
@@ -26,78 +26,81 @@ from zerojax.operators.whole_batch import batch_max, batch_sum
 from zerojax.zoo.layers import ACTIVATIONS, Mlp, normal
 
 EXPERT_PARAMETERS = (r"experts/(gate|up|down)$",)
-"""What the names of parameters that are experts' end with."""
+"""Regular expressions that match the names of expert parameters."""
 
 
 class Routing(NamedTuple):
-    """What a router saw of the tokens of this device, in sums; of one layer, or of several.
+    """Routing statistics of one or several layers, summed over the tokens of this device.
 
-    All are float32; layers, where there are several, are the first dimension of all but `tokens`.
+    All are float32. For several layers, all fields but `tokens` have a leading layer dimension.
     """
 
     chosen: jax.Array
-    """[num_experts]: how many tokens go through each expert. Without a gradient."""
+    """[num_experts]: number of tokens routed to each expert. Without a gradient."""
     scores: jax.Array
-    """[num_experts]: sums of each expert's scores, each token's scores divided by their sum."""
+    """[num_experts]: sum of each expert's scores, normalized to sum 1 for each token."""
     squares: jax.Array
     """[]: sum of the squares of log(sum(exp(logits)))."""
     tokens: jax.Array
-    """[]: number of tokens that count."""
+    """[]: number of tokens in these statistics (all but padding)."""
     rounds: jax.Array
-    """[]: rounds that the experts take for these tokens, padding too; 0: nobody counted them. Of
-    several devices the most count, not the sum."""
+    """[]: rounds in which the experts process all tokens, including padding; 0: not counted.
+    Combined over devices by maximum, not by sum."""
     dropped: jax.Array | float = 0.0
-    """[]: choices that were left out for `capacity_factor`, padding's too."""
+    """[]: number of choices dropped because of `capacity_factor`, including padding."""
 
     @classmethod
     def empty(cls, num_layers: int, num_experts: int) -> Routing:
-        """Of layers that have seen nothing yet."""
+        """Returns zero statistics of `num_layers` layers."""
         zeros = functools.partial(jnp.zeros, dtype=jnp.float32)
         each = zeros((num_layers, num_experts))
         of_layers = zeros(num_layers)
         return cls(each, each, of_layers, zeros(()), of_layers, of_layers)
 
     def push(self, layer: Routing) -> Routing:
-        """With one more layer at the end, and without the first; so a loop needs no index."""
+        """Returns statistics with `layer` appended and the first layer removed.
 
-        def moved(rows: Any, new: Any) -> jax.Array:
+        A loop over layers therefore needs no index.
+        """
+
+        def shift(rows: Any, new: Any) -> jax.Array:
             return jnp.concatenate([rows[1:], jnp.asarray(new)[None]])
 
         return Routing(
-            chosen=moved(self.chosen, layer.chosen),
-            scores=moved(self.scores, layer.scores),
-            squares=moved(self.squares, layer.squares),
+            chosen=shift(self.chosen, layer.chosen),
+            scores=shift(self.scores, layer.scores),
+            squares=shift(self.squares, layer.squares),
             tokens=layer.tokens,
-            rounds=moved(self.rounds, layer.rounds),
-            dropped=moved(self.dropped, layer.dropped),
+            rounds=shift(self.rounds, layer.rounds),
+            dropped=shift(self.dropped, layer.dropped),
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class TowardsMean:
-    """The rule of balance without a loss (arXiv:2408.15664): bias + rate * sign(mean - load)."""
+    """Balancing rule without a loss (arXiv:2408.15664): bias + rate * sign(mean - load)."""
 
     rate: float
 
     def __call__(self, bias: jax.Array, load: jax.Array) -> jax.Array:
-        """float32 [experts], int32 [experts] -> the next bias.
+        """Returns the next bias, float32 [experts], from the bias and the int32 [experts] load.
 
-        Which side of the mean a load is on is told in integers: a float32 sum of large loads
-        depends on its order.
+        Loads are compared with their mean in integers, since a float32 sum of large loads depends
+        on the order of summation.
         """
         number = load.shape[-1]
         rest = jnp.sum(load % number)
-        mean = jnp.sum(load // number) + rest // number  # rounded down; no sum of all loads
+        mean = jnp.sum(load // number) + rest // number  # rounded down; sum(load) could overflow
         is_equal = (load == mean) & (rest % number == 0)
         sign = jnp.where(is_equal, 0, jnp.where(load > mean, -1, 1))
         return bias + jnp.asarray(self.rate, bias.dtype) * sign.astype(bias.dtype)
 
 
 class Router(nnx.Module):
-    """Scores of experts, and each token's choice of them.
+    """Scores of all experts, and the choice of experts for each token.
 
-    With `config.bias_rate` it has `bias` float32 [experts] and `load` int32 [experts], the numbers
-    of tokens that count, of the step so far (see `StepCount`).
+    With `config.bias_rate` it has a `bias`, float32 [experts], and a `load`, int32 [experts]: the
+    number of tokens, without padding, routed to each expert in this step (see `StepCount`).
     """
 
     bias: nnx.Variable[jax.Array] | None = None
@@ -107,7 +110,7 @@ class Router(nnx.Module):
         number = config.num_experts
         self.config = config
         self.kernel = normal(rngs, (embed_dim, number), stddev)
-        self.deterministic = False  # eval() sets it: nothing is counted
+        self.deterministic = False  # set by eval(): the load is not counted
         if config.bias_rate is not None:
             self.bias = nnx.Variable(jnp.zeros(number, jnp.float32))
             rule = TowardsMean(config.bias_rate)
@@ -116,11 +119,16 @@ class Router(nnx.Module):
     def __call__(
         self, x: jax.Array, counts: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array, Routing]:
-        """[..., embed] -> (factors float32 [..., k], experts int32 [..., k], sums over all tokens).
+        """Chooses k experts for each token.
 
         Args:
-          x: any float dtype; cast to float32.
-          counts: bool [...], tokens that the sums count; None: all.
+          x: [..., embed], any float dtype; cast to float32.
+          counts: bool [...], False for tokens to exclude from the statistics (padding); None: all
+            are included.
+
+        Returns:
+          (factors of the experts' outputs, float32 [..., k]; indices of the experts, int32
+          [..., k]; statistics).
         """
         config = self.config
         logits = jnp.matmul(
@@ -139,7 +147,7 @@ class Router(nnx.Module):
         return gates, ids, self._sums(logits, shares, ids, counts)
 
     def _choose(self, scores: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """[..., experts] -> (scores of the chosen experts, without biases, and their numbers)."""
+        """Returns (unbiased scores, indices) of the chosen experts, from scores [..., experts]."""
         k = self.config.experts_per_token
         if self.bias is None:
             gates, ids = lax.top_k(self._in_best_groups(scores), k)
@@ -150,7 +158,10 @@ class Router(nnx.Module):
         return jnp.take_along_axis(scores, ids, axis=-1), ids
 
     def _in_best_groups(self, scores: jax.Array) -> jax.Array:
-        """The scores [..., experts], less than any outside of the groups with the highest."""
+        """Returns scores [..., experts] with -inf outside the `groups_per_token` best groups.
+
+        A group's score is the sum of its two highest scores.
+        """
         groups = self.config.num_groups
         if groups == 1:
             return scores
@@ -182,7 +193,7 @@ class Router(nnx.Module):
 
 
 def _positive_sum(scores: jax.Array) -> jax.Array:
-    """The sum over the last dimension; that of scores which are all 0 is no divisor."""
+    """Returns the sum over the last dimension, at least 1e-20, as a divisor."""
     return jnp.maximum(jnp.sum(scores, axis=-1, keepdims=True), 1e-20)
 
 
@@ -206,10 +217,12 @@ class GatedExperts(nnx.Module):
         self.down = normal(rngs, (number, width, embed_dim), output_stddev)
 
     def __call__(self, x: jax.Array, gates: jax.Array, ids: jax.Array, **options: Any) -> jax.Array:
-        """[..., embed] -> the sum of the chosen experts' results times `gates`, [..., embed].
+        """Computes the sum of the chosen experts' outputs times `gates`, [..., embed].
 
         Args:
-          **options: of `zerojax.experts`.
+          x: [..., embed].
+          gates, ids: factors and indices of the chosen experts, [..., k].
+          **options: options of `zerojax.experts`.
         """
         weights = {name: getattr(self, name)[...] for name in ("gate", "up", "down")}
         x = x.astype(weights["gate"].dtype)
@@ -217,39 +230,40 @@ class GatedExperts(nnx.Module):
 
 
 def _batched(rows: jax.Array, kernels: jax.Array) -> jax.Array:
-    """[experts, rows, in], [experts, in, out] -> [experts, rows, out]."""
+    """Multiplies [experts, rows, in] with [experts, in, out] to [experts, rows, out]."""
     return lax.dot_general(rows, kernels, (((2,), (1,)), ((0,), (0,))))
 
 
 @dataclasses.dataclass(frozen=True)
 class _GatedMlps:
-    """down(f(gate(x)) * up(x)) of each expert, for its own rows."""
+    """Function that computes down(f(gate(x)) * up(x)) of each expert for its rows."""
 
     activation: str
 
     def __call__(
         self, weights: dict[str, jax.Array], rows: jax.Array, product: Product = _batched
     ) -> jax.Array:
-        """{name: [experts, in, out]}, [..., embed] -> the shape of the rows.
+        """Computes the outputs, in the shape of `rows`.
 
         Args:
-          rows: [experts, rows, embed], or sorted by expert [rows, embed].
-          product: of such rows with [experts, in, out].
+          weights: {name: [experts, in, out]}.
+          rows: [experts, rows, embed], or [rows, embed] sorted by expert.
+          product: multiplies such rows with [experts, in, out].
         """
-        opened = ACTIVATIONS[self.activation](product(rows, weights["gate"]))
-        return product(opened * product(rows, weights["up"]), weights["down"])
+        gates = ACTIVATIONS[self.activation](product(rows, weights["gate"]))
+        return product(gates * product(rows, weights["up"]), weights["down"])
 
 
 class MoE(nnx.Module):
-    """A mixture of gated experts, in place of an MLP; dropless.
+    """A mixture of gated experts, in place of an MLP; dropless unless `capacity_factor` is set.
 
-    y = sum over the chosen experts e of factor_e * down_e(f(gate_e(x)) * up_e(x)), and the shared
-    MLP's result where there is one. Expert e's parameters are row e of `experts.gate`, `experts.up`
-    and `experts.down`.
+    y = sum over the chosen experts e of factor_e * down_e(f(gate_e(x)) * up_e(x)), plus the output
+    of the shared MLP, if there is one. Row e of `experts.gate`, `experts.up` and `experts.down`
+    holds the parameters of expert e.
     """
 
     expert_parameters: ClassVar[tuple[str, ...]] = EXPERT_PARAMETERS
-    """Of a model with such mixtures; the mesh axis `expert` splits what these expressions find."""
+    """Regular expressions of parameters that are sharded over the mesh axis `expert`."""
 
     def __init__(
         self,
@@ -261,23 +275,23 @@ class MoE(nnx.Module):
         stddev: float = 0.02,
         output_stddev: float = 0.02,
     ) -> None:
-        """Parameters are float32, drawn from N(0, stddev^2), `down` from N(0, output_stddev^2).
+        """Draws float32 parameters from N(0, stddev^2), `down` from N(0, output_stddev^2).
 
         Args:
-          embed_dim: width of the tokens.
-          config: with `num_experts` and `expert_dim`.
-          activation: of the MLPs, as `DecoderConfig.activation`.
+          embed_dim: number of features of a token.
+          config: settings with `num_experts` and `expert_dim`.
+          activation: activation of the MLPs, as `DecoderConfig.activation`.
 
         Raises:
-          ValueError: no experts, or experts without a width.
+          ValueError: `num_experts` is 0 or `expert_dim` is None.
         """
         if not config.num_experts or config.expert_dim is None:
             raise ValueError(
-                f"num_experts={config.num_experts}, expert_dim={config.expert_dim}: a mixture has "
-                "at least one expert, and experts have a width; give both"
+                f"num_experts={config.num_experts}, expert_dim={config.expert_dim}: a mixture "
+                "needs at least one expert and the width of its experts; set both"
             )
         self.config = config
-        self.deterministic = False  # eval() sets it: no choice is left out
+        self.deterministic = False  # set by eval(): no choice is dropped
         self.router = Router(embed_dim, config, stddev=stddev, rngs=rngs)
         options: dict[str, Any] = {
             "activation": activation,
@@ -293,10 +307,12 @@ class MoE(nnx.Module):
         )
 
     def __call__(self, x: jax.Array, counts: jax.Array | None = None) -> tuple[jax.Array, Routing]:
-        """[..., embed] -> ([..., embed] in the dtype of the experts, what the router saw).
+        """Returns (outputs [..., embed] in the dtype of the experts, routing statistics).
 
         Args:
-          counts: bool [...], the tokens that `Routing` counts; None: all. All go through experts.
+          x: [..., embed].
+          counts: bool [...], False for tokens to exclude from the statistics (padding); None: all
+            are included. All tokens are routed to experts.
         """
         gates, ids, routing = self.router(x, counts)
         keep, slack = self._within_capacity(ids)
@@ -311,10 +327,10 @@ class MoE(nnx.Module):
         return (y if self.shared is None else y + self.shared(x).astype(y.dtype)), routing
 
     def _within_capacity(self, ids: jax.Array) -> tuple[jax.Array | None, float]:
-        """(which choices [..., tokens, k] an expert takes, or None for all; slots per mean load).
+        """Returns (mask of the kept choices, or None for all; ratio of slots to the mean load).
 
-        The first tokens of a sequence come first, so that nothing depends on later ones, nor on how
-        sequences are divided over devices.
+        The mask is bool [..., tokens, k]. Earlier tokens of a sequence have priority, so that the
+        mask depends neither on later tokens nor on how sequences are distributed over devices.
         """
         factor, number = self.config.capacity_factor, self.config.num_experts
         if factor is None or self.deterministic:
@@ -329,22 +345,22 @@ class MoE(nnx.Module):
 
 
 def balance_losses(routing: Routing, config: MoEConfig) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """What is to be added to a mean loss so that experts are used equally, and numbers for a log.
+    """Computes the balance loss to add to a mean loss, and metrics.
 
-    Sums are taken over the whole batch (`zerojax.batch_sum`), of a microbatch where there are
-    several, so that the result is that of one device with all rows.
+    Statistics are summed over the whole batch (`zerojax.batch_sum`), or over each microbatch, so
+    that the result equals that of one device with all rows.
 
     Args:
-      routing: of all layers, [layers, ...], from this device's tokens.
-      config: its `balance`, `balance_weight` and `z_weight`.
+      routing: statistics of all layers, [layers, ...], of this device's tokens.
+      config: `balance`, `balance_weight` and `z_weight` are used.
 
     Returns:
-      (float32 [], {"moe_balance": the unweighted balance, a mean over layers, least (1, or
-      `experts_per_token` in transformers' form) where all experts are equally busy; "moe_fullest":
-      rows of the fullest expert over the mean, of the worst layer; "moe_rounds": rounds of
-      `zerojax.experts`, of the layer and device that take the most; with `capacity_factor`
-      "moe_dropped": choices that were left out over those of the tokens that count, of the layer
-      with the most}).
+      (loss, float32 []; metrics). The metrics are "moe_balance": the unweighted balance loss as a
+      mean over layers; its minimum at equal loads is 1, or `experts_per_token` with
+      balance="hugging_face". "moe_fullest": load of the fullest expert divided by the mean load,
+      maximum over layers. "moe_rounds": rounds of `zerojax.experts`, maximum over layers and
+      devices. With `capacity_factor`, "moe_dropped": dropped choices divided by the choices of all
+      tokens without padding, maximum over layers.
     """
     whole = _summed(routing)
     experts_of_token, number = config.experts_per_token, config.num_experts
@@ -373,12 +389,12 @@ def balance_losses(routing: Routing, config: MoEConfig) -> tuple[jax.Array, dict
 
 
 def _summed(routing: Routing) -> Routing:
-    """The sums over the whole batch, of all numbers together: one collective; most rounds."""
+    """Sums statistics over the whole batch in one collective; `rounds` is the maximum."""
     sums = [jnp.asarray(x) for name, x in routing._asdict().items() if name != "rounds"]
     flat = batch_sum(jnp.concatenate([jnp.ravel(x) for x in sums]))
-    found, first = [], 0
+    totals, start = [], 0
     for x in sums:
-        found.append(flat[first : first + x.size].reshape(x.shape))
-        first += x.size
-    *first_ones, dropped = found
-    return Routing(*first_ones, rounds=batch_max(jnp.max(routing.rounds)), dropped=dropped)
+        totals.append(flat[start : start + x.size].reshape(x.shape))
+        start += x.size
+    *other_totals, dropped = totals
+    return Routing(*other_totals, rounds=batch_max(jnp.max(routing.rounds)), dropped=dropped)

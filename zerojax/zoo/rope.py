@@ -17,26 +17,28 @@ KINDS = ("linear", "dynamic", "llama3", "yarn", "longrope")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """How a model that was trained on texts of one length reads longer ones.
+    """Scaling of rotary positions for texts longer than those of the original training.
 
     Attributes:
-      kind: "linear": positions are divided by `factor` (arXiv:2306.15595). "llama3": only long
-        wavelengths are stretched by `factor`, with a ramp in between (as Llama 3.1 is published).
-        "dynamic": the base grows with the length of the text beyond `original_max_seq_len`, up to
-        it nothing changes (NTK-aware scaling as transformers has it). "yarn": long wavelengths are
-        stretched by `factor`, short ones stay, with a ramp over pairs of features in between, and
-        cosine and sine grow (arXiv:2309.00071). "longrope": each pair has a factor of its own, one
-        for texts of up to `original_max_seq_len` tokens and one for longer ones (arXiv:2402.13753).
+      kind: "linear": positions are divided by `factor` (arXiv:2306.15595). "llama3": long
+        wavelengths are multiplied by `factor`, short ones are kept, with a linear transition (as in
+        Llama 3.1). "dynamic": the base grows with the length of the text beyond
+        `original_max_seq_len` (NTK-aware scaling of transformers). "yarn": long wavelengths are
+        multiplied by `factor`, short ones are kept, with a linear transition over feature pairs,
+        and cosine and sine are multiplied by `attention_factor` (arXiv:2309.00071). "longrope":
+        each feature pair has its own factor, one for texts of up to `original_max_seq_len` tokens
+        and one for longer texts (arXiv:2402.13753).
       factor: at least 1.
-      original_max_seq_len: tokens, of the texts before; all but "linear".
+      original_max_seq_len: maximum length in tokens of the original training; for all kinds but
+        "linear".
       low_freq_factor, high_freq_factor: "llama3": wavelengths above `original_max_seq_len` / low
-        are stretched, those below `original_max_seq_len` / high stay.
-      beta_fast, beta_slow: "yarn": pairs that turn more often than `beta_fast` times within
-        `original_max_seq_len` tokens stay, those below `beta_slow` are stretched.
-      truncate: "yarn": whether the ends of the ramp are whole numbers of pairs.
-      attention_factor: "yarn" and "longrope": what cosine and sine are multiplied by; None: what
-        the papers say, 0.1 ln(factor) + 1 and sqrt(1 + ln(factor) / ln(original_max_seq_len)).
-      short_factor, long_factor: "longrope": what each pair's wavelength is multiplied by.
+        are multiplied by `factor`, those below `original_max_seq_len` / high are kept.
+      beta_fast, beta_slow: "yarn": wavelengths of pairs with more than `beta_fast` rotations within
+        `original_max_seq_len` tokens are kept; with fewer than `beta_slow`, multiplied by `factor`.
+      truncate: "yarn": the bounds of the transition are rounded to integer pair indices.
+      attention_factor: "yarn" and "longrope": factor of cosine and sine; None: the papers' values,
+        0.1 ln(factor) + 1 and sqrt(1 + ln(factor) / ln(original_max_seq_len)).
+      short_factor, long_factor: "longrope": factor of each pair's wavelength.
     """
 
     kind: Literal["linear", "dynamic", "llama3", "yarn", "longrope"]
@@ -63,8 +65,8 @@ class RopeScaling:
             raise ValueError(f"rope_scaling.factor={self.factor} must be at least 1")
         if self.kind != "linear" and not self.original_max_seq_len:
             raise ValueError(
-                f"rope_scaling.kind={self.kind!r} needs original_max_seq_len, the number of tokens "
-                "of the texts that the model was trained on"
+                f"rope_scaling.kind={self.kind!r} needs original_max_seq_len, the maximum text "
+                "length in tokens of the original training"
             )
         if not 0 < self.low_freq_factor < self.high_freq_factor:
             raise ValueError(
@@ -87,17 +89,18 @@ class RopeScaling:
         if len(self.short_factor) != len(self.long_factor) or not self.short_factor:
             raise ValueError(
                 f"rope_scaling: short_factor has {len(self.short_factor)} numbers and long_factor "
-                f"{len(self.long_factor)}; give one each for every pair of features that turns"
+                f"{len(self.long_factor)}; use one number per rotated pair of features in both"
             )
-        least = min(*self.short_factor, *self.long_factor)
-        if not least > 0:
+        smallest = min(*self.short_factor, *self.long_factor)
+        if not smallest > 0:
             raise ValueError(
-                f"rope_scaling: short_factor and long_factor have {least}; all must be above 0"
+                f"rope_scaling: short_factor and long_factor contain {smallest}, but all numbers "
+                "must be above 0"
             )
 
     @property
     def magnitude(self) -> float:
-        """What cosine and sine are multiplied by."""
+        """Returns the factor of cosine and sine."""
         if self.kind not in ("yarn", "longrope"):
             return 1.0
         if self.attention_factor is not None:
@@ -115,10 +118,10 @@ class Rope:
 
     Attributes:
       theta: base of the wavelengths.
-      scaling: how they are stretched to longer texts; None: not.
-      fraction: share of a head's features that turn, the first ones.
-      interleaved: pairs are neighbours, 2 i and 2 i + 1, as in the paper; else feature i and the
-        one half of the turning features further.
+      scaling: scaling of the wavelengths for longer texts; None: no scaling.
+      fraction: fraction of a head's features that are rotated, starting with the first.
+      interleaved: pairs are features 2 i and 2 i + 1, as in the paper; else i and i + n / 2 of the
+        n rotated features.
     """
 
     theta: float = 10000.0
@@ -134,16 +137,18 @@ class Rope:
             raise ValueError(f"rope fraction={self.fraction} must be above 0 and at most 1")
 
     def turning(self, head_dim: int) -> int:
-        """How many features of a head turn."""
+        """Returns the number of a head's features that are rotated."""
         return int(head_dim * self.fraction)
 
     def check(self, head_dim: int) -> None:
-        """Raises ValueError where the features of a head do not make the pairs that turn."""
+        """Raises ValueError if the rotated features of a head do not form pairs, or not as many
+        pairs as there are factors."""
         turning = self.turning(head_dim)
         if turning % 2 or turning < 2:
             raise ValueError(
-                f"head_dim={head_dim} with rope fraction={self.fraction} turns {turning} features, "
-                "but rotary positions turn pairs of features; use an even number of at least 2"
+                f"head_dim={head_dim} with rope fraction={self.fraction} rotates {turning} "
+                "features, but rotary positions rotate pairs of features; use an even number of at "
+                "least 2"
             )
         scaling = self.scaling
         if scaling is None or scaling.kind != "longrope":
@@ -151,21 +156,21 @@ class Rope:
         if len(scaling.short_factor) != turning // 2:
             raise ValueError(
                 f"rope_scaling: short_factor and long_factor have {len(scaling.short_factor)} "
-                f"numbers, but {turning // 2} pairs of features turn (head_dim={head_dim}, "
-                f"fraction={self.fraction})"
+                f"numbers, but {turning // 2} pairs of features are rotated (head_dim={head_dim}, "
+                f"fraction={self.fraction}); use one number per pair"
             )
 
 
 def rotary_frequencies(
     half: int, theta: float, scaling: RopeScaling | None = None, *, seq_len: int = 0
 ) -> jax.Array:
-    """Radians per position by which each pair of features turns: float32 [half].
+    """Computes the rotation of each feature pair in radians per position, float32 [half].
 
     Args:
-      half: pairs, half of the features that turn.
-      theta: base of the wavelengths; pair i turns by theta^(-i / half) radians per position.
-      scaling: None: as it is.
-      seq_len: tokens of the text; "dynamic" and "longrope" alone look at it.
+      half: number of pairs, half of the rotated features.
+      theta: base; without scaling, pair i rotates by theta^(-i / half) radians per position.
+      scaling: scaling for longer texts; None: no scaling.
+      seq_len: length of the text in tokens; used by "dynamic" and "longrope" only.
     """
     if scaling is not None and scaling.kind == "dynamic":
         theta *= _growth(half, scaling, seq_len)
@@ -191,13 +196,13 @@ def rotary_frequencies(
 def frequencies_of_kinds(
     ropes: Sequence[Rope | None], half: int, *, kind: jax.Array | None, seq_len: int
 ) -> tuple[jax.Array, jax.Array | float]:
-    """(float32 [half] radians per position, what cosine and sine are multiplied by) of a layer.
+    """Returns (radians per position, float32 [half]; factor of cosine and sine) of a layer.
 
     Args:
-      ropes: of each kind of layer; None: its features do not turn, all radians are 0.
-      half: pairs.
-      kind: int32 [], which of them; None: there is one.
-      seq_len: tokens of the text.
+      ropes: rotary positions of each kind of layer; None: no rotation, all radians are 0.
+      half: number of pairs.
+      kind: int32 [], index of the layer's kind; None: there is one kind.
+      seq_len: length of the text in tokens.
     """
     tables, magnitudes = [], []
     for rope in ropes:
@@ -214,17 +219,17 @@ def frequencies_of_kinds(
 
 
 def _growth(half: int, scaling: RopeScaling, seq_len: int) -> float:
-    """By what the base grows at this length of text; 1 up to the original one."""
+    """Returns the factor of the base at this text length; 1 up to the original length."""
     original = scaling.original_max_seq_len or 0
     longer = scaling.factor * max(seq_len, original) / original - (scaling.factor - 1)
     return longer ** (half / (half - 1)) if half > 1 else 1.0
 
 
 def _kept_by_yarn(half: int, theta: float, scaling: RopeScaling) -> jax.Array:
-    """float32 [half]: 1 for pairs whose wavelength stays, 0 for those that are stretched."""
+    """Returns float32 [half]: 1 for pairs whose wavelength is kept, 0 for scaled ones."""
 
     def pair_of(turns: float) -> float:
-        """The pair, a fraction, that turns so often within the original texts."""
+        """Returns the (fractional) index of the pair with `turns` rotations in original texts."""
         length = scaling.original_max_seq_len or 0
         return half * math.log(length / (turns * 2 * math.pi)) / math.log(theta)
 
@@ -232,6 +237,6 @@ def _kept_by_yarn(half: int, theta: float, scaling: RopeScaling) -> jax.Array:
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, 2 * half - 1)
-    width = (high - low) or 0.001  # as transformers has it, where both ends are one pair
+    width = (high - low) or 0.001  # if both bounds are one pair, as in transformers
     ramp = (jnp.arange(half, dtype=jnp.float32) - low) / width
     return 1 - jnp.clip(ramp, 0.0, 1.0)

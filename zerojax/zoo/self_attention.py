@@ -1,8 +1,8 @@
 """Self-attention of a transformer's layer: projections, rotary positions, norms, a cache.
 
-Softmax and rotary angles are in float32. Layers of several kinds run through one program: what
-differs is data, and only the attention function itself has a branch for each window, since a window
-has to be known before there are arrays. Parameters are read outside of it.
+Softmax and rotary angles are computed in float32. Layers of several kinds share one program: their
+differences are data, except that the attention function has one branch per window size, which must
+be static. Parameters are read outside these branches.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ def rotate_positions(
     kind: jax.Array | None = None,
     seq_len: int = 0,
 ) -> jax.Array:
-    """Rotary position embedding (arXiv:2104.09864) of the features of heads.
+    """Applies the rotary position embedding (arXiv:2104.09864) to the features of heads.
 
     Args:
       x: [batch, seq, heads, head_dim].
-      positions: [seq] or [batch, seq] integers, the position of each token in its text.
-      ropes: of each kind of layer, which turn the same features in the same pairs.
+      positions: integers [seq] or [batch, seq], position of each token in its text.
+      ropes: rotary positions of each kind of layer; all must rotate the same pairs of features.
       kind, seq_len: see `rope.frequencies_of_kinds`.
 
     Returns:
-      The same shape and dtype; the angles and the rotation are computed in float32.
+      An array of the same shape and dtype; angles and rotation are computed in float32.
     """
     rope = next(rope for rope in ropes if rope is not None)
     turning = rope.turning(x.shape[-1])
@@ -57,20 +57,20 @@ def rotate_positions(
         first, second = jnp.split(wide, 2, axis=-1)
     rotated = [first * cosine - second * sine, second * cosine + first * sine]
     if rope.interleaved:
-        turned = jnp.stack(rotated, axis=-1).reshape(wide.shape)
+        result = jnp.stack(rotated, axis=-1).reshape(wide.shape)
     else:
-        turned = jnp.concatenate(rotated, axis=-1)
-    turned = turned.astype(x.dtype)
-    return turned if turning == x.shape[-1] else jnp.concatenate([turned, x[..., turning:]], -1)
+        result = jnp.concatenate(rotated, axis=-1)
+    result = result.astype(x.dtype)
+    return result if turning == x.shape[-1] else jnp.concatenate([result, x[..., turning:]], -1)
 
 
 class Attention(nnx.Module):
-    """Self-attention with grouped key/value heads (arXiv:2305.13245), causal unless told otherwise.
+    """Self-attention with grouped key/value heads (arXiv:2305.13245), causal by default.
 
-    Query, key and value are separate, so that each splits over its own heads. `matmul_dtype` is
-    that of the four projections; scores and mixing stay in the dtype of the activations. `layout`
-    is of rows of `max_seq_len` tokens. Of `kinds`, `pattern`, `norm`, `query_key_norm` and the
-    scores' `scale`, `softcap` and `has_sinks` see `DecoderConfig`.
+    Query, key and value projections are separate, so that each is sharded over its own heads.
+    `matmul_dtype` applies to the four projections; the attention itself uses the dtype of the
+    activations. `layout` is for rows of `max_seq_len` tokens. For `kinds`, `pattern`, `norm`,
+    `query_key_norm`, `scale`, `softcap` and `has_sinks` see `DecoderConfig`.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Attention(nnx.Module):
         self.value = projection((embed_dim,), kv_heads, stddev, qkv_bias)
         self.output = projection(heads, (embed_dim,), output_stddev, output_bias)
         norm = norm or NormConfig()
-        # Two names, since a norm over all heads is split with them, and that of each head is not.
+        # Separate names, since norms over all heads are sharded like the heads, others are not.
         if query_key_norm == "head":
             self.query_norm, self.key_norm = Norm((head_dim,), norm), Norm((head_dim,), norm)
         if query_key_norm == "all":
@@ -142,16 +142,17 @@ class Attention(nnx.Module):
         positions: jax.Array | None = None,
         kind: jax.Array | None = None,
     ) -> jax.Array:
-        """Attention of every token to the tokens before it and itself, or to all.
+        """Computes attention of each token to itself and earlier tokens, or to all tokens.
 
         Args:
           x: [batch, seq, embed].
-          visible: bool [batch, seq], False where nobody looks (padding); None: all are seen.
-          segments: integers [batch, seq], the text of each token, see `zerojax.attention`; where
-            they are given, `visible` is not.
-          positions: integers [batch, seq] of each token in its text, for rotary positions; None:
-            the indices.
-          kind: int32 [], the kind of this layer; None: there is one.
+          visible: bool [batch, seq], False for tokens that are not attended to (padding); None: all
+            are visible.
+          segments: integers [batch, seq], index of each token's text (see `zerojax.attention`);
+            excludes `visible`.
+          positions: integers [batch, seq], position of each token in its text, for rotary
+            positions; None: the index in the row.
+          kind: int32 [], index of the layer's kind; None: there is one kind.
 
         Returns:
           [batch, seq, embed].
@@ -159,7 +160,7 @@ class Attention(nnx.Module):
         positions = jnp.arange(x.shape[1]) if positions is None else positions
         query, key, value = self._project(x, positions, whole_length(x.shape[1]), kind)
         seen: Any = segments
-        if visible is not None:  # all queries are of segment 0, and so are the keys that are seen
+        if visible is not None:  # all queries and the visible keys are in segment 0
             seen = jnp.zeros(visible.shape, jnp.int32), jnp.where(visible, 0, -1)
         mixed = attend_with(
             query,
@@ -183,13 +184,13 @@ class Attention(nnx.Module):
         position: jax.Array,
         kind: jax.Array | None = None,
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        """Attention of new tokens to themselves and to all earlier ones, held in a cache.
+        """Computes attention of new tokens to themselves and to all earlier tokens in a cache.
 
         Args:
           x: [batch, new, embed], the tokens at position .. position + new - 1.
-          cache: keys and values, each [batch, length, kv_heads, head_dim]; what lies at and after
-            `position` is overwritten or not looked at.
-          position: i32[], number of tokens before `x`; position + new <= length.
+          cache: keys and values, each [batch, length, kv_heads, head_dim]; entries from `position`
+            on are overwritten or ignored.
+          position: int32 [], number of tokens before `x`; position + new <= length.
           kind: see `__call__`.
 
         Returns:
@@ -222,7 +223,7 @@ class Attention(nnx.Module):
         return WindowOfLayer(self.windows, index, self.layers)
 
     def _table(self) -> BlockTable | None:
-        """The blocks of the longest row; those of a shorter one, or of a cache, are a part."""
+        """Returns the block table of the longest row; shorter rows and caches use part of it."""
         if self.layout is None:
             return None
         return layout_table(self.layout, num_heads=self.num_heads, num_tokens=self.max_seq_len)
@@ -230,9 +231,14 @@ class Attention(nnx.Module):
     def _project(
         self, x: jax.Array, positions: jax.Array, seq_len: int, kind: jax.Array | None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """`seq_len`: tokens of the whole text; with a cache, those that it has room for."""
-        each = self.query, self.key, self.value
-        query, key, value = apply_together(each, [projection.read() for projection in each], x)
+        """Computes query, key and value.
+
+        Args:
+          seq_len: length of the whole text in tokens; with a cache, the length of the cache.
+        """
+        projections = self.query, self.key, self.value
+        weights = [projection.read() for projection in projections]
+        query, key, value = apply_together(projections, weights, x)
         if self.query_key_norm == "head":
             query, key = self.query_norm(query), self.key_norm(key)
         if self.query_key_norm == "all":
@@ -248,7 +254,7 @@ class Attention(nnx.Module):
 
 
 def _windows(kinds: Sequence[LayerKind]) -> tuple[tuple[int | None, ...], tuple[int, ...]]:
-    """(the windows there are, which of them each kind has)."""
+    """Returns (distinct windows, index of each kind's window)."""
     windows = tuple(dict.fromkeys(kind.window for kind in kinds))
     return windows, tuple(windows.index(kind.window) for kind in kinds)
 
@@ -256,7 +262,7 @@ def _windows(kinds: Sequence[LayerKind]) -> tuple[tuple[int | None, ...], tuple[
 def _layers(
     pattern: tuple[int, ...] | None, window_of_kind: tuple[int, ...]
 ) -> tuple[tuple[int, int], ...]:
-    """(layers of each window, layers of all)."""
+    """Returns (number of layers with the window, number of all layers) for each window."""
     if pattern is None:
         return ()
     windows = [window_of_kind[kind] for kind in pattern]

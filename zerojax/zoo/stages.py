@@ -1,4 +1,4 @@
-"""`Stages`: a model from embedding, equal blocks and head, as a pipeline needs it."""
+"""`Stages`: a model of embedding, equal blocks and head, as required by pipeline parallelism."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from zerojax.tracing.stacking import check_remat, scan_blocks, stack_blocks, sta
 
 
 class Stages(nnx.Module):
-    """`model(*inputs)` is `head(blocks(embed(*inputs)))`, the blocks being run by one loop.
+    """A model `head(blocks(embed(*inputs)))` whose blocks run in one loop.
 
-    Such a model trains on any mesh. With `MeshConfig(stage=...)` the blocks are divided over the
-    pipeline's stages; embed and head are on all of them. What a block takes and gives, one array
-    or a tree of arrays (activations and a mask, say), is what travels from stage to stage.
+    The model trains on any mesh. With `MeshConfig(stage=...)` the blocks are divided among the
+    pipeline stages; embed and head are on every stage. Stages send each other the input and output
+    of a block: one array, or a tree of arrays such as activations and a mask.
 
-    A model that has these parts, with its blocks in a list, becomes one by
+    An existing model with these parts and a list of blocks is converted by
     `Stages(model.embed, list(model.blocks), model.head)`.
 
     >>> from flax import nnx
@@ -36,9 +36,9 @@ class Stages(nnx.Module):
     (3, 4, 4)
 
     Attributes:
-      embed, head: as given.
-      blocks: one block whose arrays have a leading dimension, the layers.
-      remat: as given.
+      embed, head: as passed.
+      blocks: one block whose arrays have a leading layer dimension.
+      remat: as passed.
     """
 
     def __init__(
@@ -51,19 +51,21 @@ class Stages(nnx.Module):
         rngs: nnx.Rngs | None = None,
         remat: str = "none",
     ) -> None:
-        """Args:
+        """Builds the blocks and stacks them.
+
+        Args:
           embed: a module, or a function without parameters: the model's inputs -> activations.
-          block: a function `rngs -> module` that makes one layer, activations -> activations of
-            the same shapes and dtypes; or a list of such modules, alike but for their values.
+          block: a function `rngs -> module` that builds one layer, activations -> activations of
+            the same shapes and dtypes; or a list of such modules, equal except for their values.
           head: a module, or a function without parameters: activations -> the model's result. To
-            use the parameters of `embed` again (tied weights), hold that module as an attribute.
-          num_layers, rngs: with a function: how many layers, and what their keys are drawn from.
-          remat: what the backward pass computes again: "none", "full" (all of a layer from its
-            input), "attention" (all but `zerojax.attention` in chunks) or "dots" (all but matrix
+            reuse the parameters of `embed` (tied weights), hold that module as an attribute.
+          num_layers, rngs: number of layers and source of their keys; only with a function.
+          remat: part of a layer that the backward pass recomputes: "none", "full" (the whole
+            layer), "attention" (all but chunked `zerojax.attention`) or "dots" (all but matrix
             products).
 
         Raises:
-          TypeError: a part is not what it has to be.
+          TypeError: a part has the wrong type, or holds a module in a closure.
           ValueError: layers that differ, an unknown remat name, or fewer than one layer.
         """
         _check_part("embed", embed)
@@ -75,31 +77,31 @@ class Stages(nnx.Module):
         self.remat = remat
 
     def __call__(self, *inputs: Any) -> Any:
-        """What the head makes of the model's inputs."""
+        """Computes the model's result."""
         return self.head(scan_blocks(self.blocks, self.embed(*inputs), remat=self.remat))
 
 
 def _stacked(block: Any, num_layers: int | None, rngs: nnx.Rngs | None) -> nnx.Module:
     if isinstance(block, nnx.Module):
         raise TypeError(
-            f"block is one {type(block).__name__}; give a function that makes a layer, "
+            f"block is one {type(block).__name__}; pass a function that builds a layer, "
             f"lambda rngs: {type(block).__name__}(..., rngs=rngs), or a list of layers"
         )
     if isinstance(block, Sequence):
         if num_layers is not None or rngs is not None:
             raise TypeError(
-                f"num_layers and rngs belong to a function that makes layers, but block is a list "
-                f"of {len(block)}; leave them out"
+                f"num_layers and rngs are for a function that builds layers, but block is a list "
+                f"of {len(block)}; remove them"
             )
         return stack_modules(block)
     if not callable(block):
         raise TypeError(
-            f"block is a {type(block).__name__}; give a function rngs -> nnx.Module, or a list of "
+            f"block is a {type(block).__name__}; pass a function rngs -> nnx.Module, or a list of "
             "modules"
         )
     if rngs is None or num_layers is None:
         raise TypeError(
-            "a block that is a function is called for every layer: pass num_layers and rngs, too"
+            "block is a function, which builds each layer; also pass num_layers and rngs"
         )
     if num_layers < 1:
         raise ValueError(f"num_layers={num_layers} must be at least 1")
@@ -107,20 +109,23 @@ def _stacked(block: Any, num_layers: int | None, rngs: nnx.Rngs | None) -> nnx.M
 
 
 def _check_part(name: str, part: Any) -> None:
-    """Refuses what cannot be called, and functions that hold modules where nobody finds them."""
+    """Raises TypeError for a part that is not callable, or a function that holds a module.
+
+    Parameters of a module in a closure would not be part of the model.
+    """
     if isinstance(part, nnx.Module):
         return
     if not callable(part):
-        raise TypeError(f"{name} is a {type(part).__name__}; give an nnx.Module or a function")
+        raise TypeError(f"{name} is a {type(part).__name__}; pass an nnx.Module or a function")
     held = [getattr(part, "__self__", None), *getattr(part, "args", ())]
     for cell in getattr(part, "__closure__", None) or ():
         try:
             held.append(cell.cell_contents)
-        except ValueError:  # a name that has no value yet
+        except ValueError:  # the variable has no value yet
             continue
     for value in held:
         if isinstance(value, (nnx.Module, nnx.Variable)):
             raise TypeError(
                 f"{name} is a function that holds a {type(value).__name__}, whose parameters would "
-                "stay as they are: give an nnx.Module that has it as an attribute"
+                "not be trained; pass an nnx.Module with it as an attribute"
             )

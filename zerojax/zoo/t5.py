@@ -50,16 +50,16 @@ class T5Config:
       mlp_dim: width of the MLP.
       gated_gelu: the MLP is down(gelu(gate(x)) * up(x)), as in version 1.1 (arXiv:2002.05202), with
         the tanh form of GELU; else down(relu(up(x))).
-      relative_buckets, relative_max_distance: rows of the table of position biases, and the
-        distance from which on all share the last one.
-      dropout: probability, on embeddings, on the output of each sub-layer and inside of the MLP.
+      relative_buckets: number of rows of the table of position biases.
+      relative_max_distance: distance in tokens from which all pairs share the last row.
+      dropout: probability, on embeddings, on the output of each sub-layer and inside the MLP.
         Attention probabilities are not dropped.
       norm_eps: added to the mean square.
-      tie_embeddings: the output weights are the token table; not so in version 1.1.
-      scale_output: the decoder's result is divided by sqrt(embed_dim); None: where tie_embeddings.
-      start_token: the token before the first one of a target.
+      tie_embeddings: the output weights are the token table; False in version 1.1.
+      scale_output: the decoder's result is divided by sqrt(embed_dim); None: as tie_embeddings.
+      start_token: the decoder's input before the first target token.
       remat: "none", "full", "attention" or "dots" (see `stacking.scan_blocks`).
-      loss_chunk: tokens whose logits `loss` holds at once; None: those of all.
+      loss_chunk: number of tokens whose logits `loss` computes at a time; None: all.
     """
 
     vocab_size: int = 32128
@@ -81,7 +81,7 @@ class T5Config:
     remat: str = "none"
     loss_chunk: int | None = None
 
-    # What exports ask of every model, and a T5 does not leave open.
+    # Read by the export of every model; fixed for T5.
     attention_layout: ClassVar[None] = None
     attention_window: ClassVar[None] = None
 
@@ -108,26 +108,27 @@ class T5Config:
             check_at_least_one("loss_chunk", self.loss_chunk)
         if self.relative_buckets % 4:
             raise ValueError(
-                f"relative_buckets={self.relative_buckets} is not a multiple of 4: half of the "
-                "encoder's are for keys that come later, and half of these for single distances; "
-                "T5 has 32"
+                f"relative_buckets={self.relative_buckets} is not a multiple of 4: the encoder "
+                "uses one half for later keys, and half of each half for single distances; "
+                "T5 uses 32"
             )
         if self.relative_max_distance <= self.relative_buckets // 2:
             raise ValueError(
                 f"relative_max_distance={self.relative_max_distance} must be above half of "
-                f"relative_buckets={self.relative_buckets}; T5 has 128"
+                f"relative_buckets={self.relative_buckets}; T5 uses 128"
             )
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout={self.dropout} is not in [0, 1); use 0.0 for none")
         if not 0 <= self.start_token < self.vocab_size:
             raise ValueError(
-                f"start_token={self.start_token} is none of the {self.vocab_size} token ids"
+                f"start_token={self.start_token} is outside the vocabulary of {self.vocab_size} "
+                "token ids; T5 uses 0"
             )
         check_remat(self.remat)
 
     @property
     def num_parameters(self) -> int:
-        """Number of trainable elements."""
+        """Returns the number of trainable elements."""
         width, heads = self.embed_dim, self.num_heads * self.head_dim
         attention, mlp = 4 * width * heads, (3 if self.gated_gelu else 2) * width * self.mlp_dim
         encoder = self.num_layers * (attention + mlp + 2 * width)
@@ -138,11 +139,11 @@ class T5Config:
 
 
 class Source(NamedTuple):
-    """What the decoder reads of an encoded source.
+    """Output of the encoder.
 
     Attributes:
-      hidden: [batch, source, embed]; visible: bool [batch, source], False for padding; None: there
-        is none.
+      hidden: [batch, source, embed].
+      visible: bool [batch, source], False for padding; None: no padding.
     """
 
     hidden: jax.Array
@@ -150,11 +151,11 @@ class Source(NamedTuple):
 
 
 class DecoderCache(NamedTuple):
-    """What the decoder's layers need of a source and of the tokens so far.
+    """Keys and values of the decoder's layers, of the source and of the target so far.
 
     Attributes:
-      keys, values: of the target, [layers, batch, length, heads, head_dim] each.
-      source_keys, source_values: of the source, [layers, batch, source, heads, head_dim] each.
+      keys, values: of the target, each [layers, batch, length, heads, head_dim].
+      source_keys, source_values: of the source, each [layers, batch, source, heads, head_dim].
       visible: see `Source`.
     """
 
@@ -166,7 +167,7 @@ class DecoderCache(NamedTuple):
 
 
 class RelativeBias(nnx.Module):
-    """A number for each head and each bucket of distances, added to the scores of all layers."""
+    """Learned bias of the scores per head and distance bucket, shared by all layers."""
 
     def __init__(self, config: T5Config, *, is_causal: bool, rngs: nnx.Rngs) -> None:
         self.is_causal, self.max_distance = is_causal, config.relative_max_distance
@@ -174,7 +175,7 @@ class RelativeBias(nnx.Module):
         self.embedding = normal(rngs, shape, config.embed_dim**-0.5)
 
     def __call__(self, queries: jax.Array, keys: jax.Array) -> jax.Array:
-        """Integers [queries] and [keys], positions -> float32 [heads, queries, keys]."""
+        """Returns biases, float32 [heads, queries, keys], from integer positions."""
         table = self.embedding[...].astype(jnp.float32)
         buckets = relative_bucket(
             keys[None, :] - queries[:, None],
@@ -188,17 +189,17 @@ class RelativeBias(nnx.Module):
 def relative_bucket(
     offset: jax.Array, *, num_buckets: int, max_distance: int, is_causal: bool
 ) -> jax.Array:
-    """The bucket of a key that lies `offset` tokens after its query.
+    """Returns the bucket of a key `offset` tokens after its query.
 
-    Half of the buckets hold one distance each, the others logarithmically growing ranges up to
-    `max_distance` (arXiv:1910.10683, section 2.1). Where later keys are seen they have buckets of
-    their own, half of all.
+    Half of the buckets cover one distance each, the others logarithmically growing ranges up to
+    `max_distance` (arXiv:1910.10683, section 2.1). Without a causal mask, later keys use the second
+    half of the buckets and earlier keys the first.
 
     Args:
-      offset: integers of any shape.
+      offset: integers of any shape, position of the key minus position of the query.
 
     Returns:
-      int32 of that shape, in [0, num_buckets).
+      int32 of the same shape, in [0, num_buckets).
     """
     first = jnp.zeros_like(offset)
     if is_causal:
@@ -215,9 +216,9 @@ def relative_bucket(
 
 
 class BiasedAttention(nnx.Module):
-    """Multi-head attention with a bias on its scores, which are not divided by sqrt(head_dim).
+    """Multi-head attention with biased scores, which are not divided by sqrt(head_dim).
 
-    All scores are stored; they and the softmax are float32.
+    All scores are materialized; scores and softmax are float32.
     """
 
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs) -> None:
@@ -227,7 +228,7 @@ class BiasedAttention(nnx.Module):
             return Projection(inputs, outputs, stddev=stddev, use_bias=False, rngs=rngs)
 
         inner = config.num_heads * config.head_dim
-        # Scores are not divided, so queries begin smaller by sqrt(head_dim).
+        # The query's initial weights include the factor 1 / sqrt(head_dim) of the scores.
         self.query = projection(width, heads, (config.embed_dim * config.head_dim) ** -0.5)
         self.key = projection(width, heads, config.embed_dim**-0.5)
         self.value = projection(width, heads, config.embed_dim**-0.5)
@@ -236,13 +237,13 @@ class BiasedAttention(nnx.Module):
     def __call__(
         self, x: jax.Array, source: jax.Array, bias: jax.Array | None, seen: jax.Array | None
     ) -> jax.Array:
-        """Attention of tokens to a source, which may be the tokens themselves.
+        """Computes attention of tokens to a source, which may be the tokens themselves.
 
         Args:
           x: [batch, queries, embed].
           source: [batch, keys, embed].
-          bias: float32 [heads, queries, keys]; None: none.
-          seen: bool, broadcast over [batch, heads, queries, keys]; None: all are seen.
+          bias: float32 [heads, queries, keys]; None: no bias.
+          seen: bool mask, broadcast to [batch, heads, queries, keys]; None: no mask.
 
         Returns:
           [batch, queries, embed].
@@ -257,7 +258,7 @@ class BiasedAttention(nnx.Module):
         bias: jax.Array | None,
         seen: jax.Array | None,
     ) -> jax.Array:
-        """`__call__` with the source's keys and values [batch, keys, heads, head_dim]."""
+        """Computes `__call__` from the source's keys and values [batch, keys, heads, head_dim]."""
         query = self.query(x)
         scores = jnp.einsum(
             "bqhd,bkhd->bhqk", query, key.astype(query.dtype), preferred_element_type=jnp.float32
@@ -300,7 +301,7 @@ class T5EncoderBlock(nnx.Module):
         self.mlp_dropout = Dropout(config.dropout, rngs=rngs)
 
     def __call__(self, x: jax.Array, bias: jax.Array, seen: jax.Array | None) -> jax.Array:
-        """[batch, source, embed] -> the same shape and dtype; see `BiasedAttention`."""
+        """Applies the layer to [batch, source, embed]; see `BiasedAttention` for the arguments."""
         normed = self.attention_norm(x)
         x = _add(x, self.attention_dropout(self.attention(normed, normed, bias, seen)))
         return _add(x, self.mlp_dropout(self.mlp(self.mlp_norm(x))))
@@ -321,7 +322,7 @@ class T5DecoderBlock(nnx.Module):
         self.mlp_dropout = Dropout(config.dropout, rngs=rngs)
 
     def __call__(self, x: jax.Array, bias: jax.Array, seen: jax.Array, source: Source) -> jax.Array:
-        """[batch, target, embed] -> the same shape and dtype; see `BiasedAttention`."""
+        """Applies the layer to [batch, target, embed]; see `BiasedAttention` for the arguments."""
         normed = self.attention_norm(x)
         x = _add(x, self.attention_dropout(self.attention(normed, normed, bias, seen)))
         normed = self.cross_attention_norm(x)
@@ -332,11 +333,11 @@ class T5DecoderBlock(nnx.Module):
     def extend(
         self, x: jax.Array, cache: DecoderCache, bias: jax.Array, position: jax.Array
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        """`__call__` for new tokens after cached ones, without dropout.
+        """Applies the layer to new tokens after cached ones, without dropout.
 
         Args:
           x: [batch, new, embed], the tokens at position .. position + new - 1.
-          cache: of this layer, without the dimension of layers.
+          cache: cache of this layer, without the layer dimension.
           bias: float32 [heads, new, length].
           position: int32 [], number of tokens before `x`.
 
@@ -346,8 +347,8 @@ class T5DecoderBlock(nnx.Module):
         length, new = cache.keys.shape[1], x.shape[1]
         normed = self.attention_norm(x)
         keys, values = (
-            lax.dynamic_update_slice_in_dim(old, made.astype(old.dtype), position, 1)
-            for old, made in (
+            lax.dynamic_update_slice_in_dim(old, new_rows.astype(old.dtype), position, 1)
+            for old, new_rows in (
                 (cache.keys, self.attention.key(normed)),
                 (cache.values, self.attention.value(normed)),
             )
@@ -363,7 +364,7 @@ class T5DecoderBlock(nnx.Module):
 
 
 class T5Encoder(nnx.Module):
-    """Layers, biases and last norm of the encoder."""
+    """Layers, relative bias and final norm of the encoder."""
 
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs) -> None:
         self.relative_bias = RelativeBias(config, is_causal=False, rngs=rngs)
@@ -374,7 +375,7 @@ class T5Encoder(nnx.Module):
 
 
 class T5Decoder(nnx.Module):
-    """Layers, biases and last norm of the decoder."""
+    """Layers, relative bias and final norm of the decoder."""
 
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs) -> None:
         self.relative_bias = RelativeBias(config, is_causal=True, rngs=rngs)
@@ -406,14 +407,15 @@ class T5(nnx.Module):
         self.lm_head = build_lm_head(config, stddev=1.0, rngs=rngs)
 
     def encode(self, tokens: jax.Array, attention_mask: jax.Array | None = None) -> Source:
-        """What the encoder makes of sources.
+        """Encodes sources.
 
         Args:
           tokens: integers [batch, source].
-          attention_mask: [batch, source], 0 where a token is padding; None: there is none.
+          attention_mask: [batch, source], 0 for padding; None: no padding.
 
         Raises:
-          TypeError, ValueError: tokens that are no integers [batch, source] within `max_seq_len`.
+          TypeError: `tokens` are not integers.
+          ValueError: `tokens` are not [batch, source], or source is above `max_seq_len`.
         """
         x = self.source_dropout(self._look_up(tokens))
         visible = None if attention_mask is None else attention_mask != 0
@@ -423,16 +425,17 @@ class T5(nnx.Module):
         return Source(self.encoded_dropout(self.encoder.final_norm(x)), visible)
 
     def decode(self, tokens: jax.Array, source: Source) -> jax.Array:
-        """What the decoder makes of tokens and all before them.
+        """Computes the decoder's hidden states for target tokens.
 
         Args:
-          tokens: integers [batch, target], `start_token` first.
+          tokens: integers [batch, target]; the first is `start_token`.
+          source: result of `encode`.
 
         Returns:
           [batch, target, embed], for `head`.
 
         Raises:
-          TypeError, ValueError: as of `encode`.
+          TypeError, ValueError: as for `encode`.
         """
         x = self.target_dropout(self._look_up(tokens))
         index = jnp.arange(tokens.shape[1])
@@ -442,28 +445,29 @@ class T5(nnx.Module):
         return self.decoded_dropout(self._scaled(self.decoder.final_norm(x)))
 
     def head(self, x: jax.Array) -> jax.Array:
-        """[batch, target, embed] of `decode` -> logits [batch, target, vocab]."""
+        """Maps [batch, target, embed] from `decode` to logits [batch, target, vocab]."""
         return self.token_embedding.attend(x) if self.lm_head is None else self.lm_head(x)
 
     def __call__(
         self, tokens: jax.Array, targets: jax.Array, attention_mask: jax.Array | None = None
     ) -> jax.Array:
-        """Logits [batch, target, vocab] of each token of the targets, given those before it.
+        """Computes logits [batch, target, vocab] of each target token from the tokens before it.
 
         Args:
-          tokens: integers [batch, source]; targets: integers [batch, target].
+          tokens: integers [batch, source].
+          targets: integers [batch, target], without the start token.
           attention_mask: see `encode`.
         """
         source = self.encode(tokens, attention_mask)
         return self.head(self.decode(self.shifted(targets), source))
 
     def loss(self, batch: Mapping[str, Any]) -> tuple[jax.Array, jax.Array]:
-        """Cross-entropy of the targets in float32, as (sum, weight).
+        """Computes the cross-entropy of the targets in float32, as (sum, weight).
 
         Args:
           batch: "tokens", integers [batch, source]; "targets", integers [batch, target], without
-            the start token; "attention_mask" [batch, source], 0 where a token of the source is
-            padding; "weights" [batch, target], 0 where one of the target is, if some are.
+            the start token; optional "attention_mask" [batch, source], 0 for padding; optional
+            "weights" [batch, target], 0 for padding.
         """
         source = self.encode(batch["tokens"], batch.get("attention_mask"))
         targets, weights = batch["targets"], batch.get("weights")
@@ -477,18 +481,18 @@ class T5(nnx.Module):
         return head_next_token(x, kernel, targets, weights, vocab_dim=1, chunk=chunk)
 
     def shifted(self, targets: jax.Array) -> jax.Array:
-        """What the decoder is given: `start_token`, then all targets but the last."""
+        """Returns the decoder's input: `start_token`, then all targets but the last."""
         start = jnp.full_like(targets[:, :1], self.config.start_token)
         return jnp.concatenate([start, targets[:, :-1]], axis=1)
 
     def init_cache(
         self, tokens: jax.Array, length: int, attention_mask: jax.Array | None = None
     ) -> DecoderCache:
-        """The cache of sources before the first token of their targets; no dropout.
+        """Encodes sources and returns a cache for empty targets, without dropout.
 
         Args:
           tokens, attention_mask: see `encode`.
-          length: tokens of a target that it has room for.
+          length: maximum length of a target in tokens.
         """
         source = self.encode(tokens, attention_mask)
         graphdef, state = nnx.split(self.decoder.blocks)
@@ -506,15 +510,15 @@ class T5(nnx.Module):
     def extend(
         self, tokens: jax.Array, cache: DecoderCache, position: jax.Array
     ) -> tuple[jax.Array, DecoderCache]:
-        """What the decoder makes of new tokens, given the cache of the earlier ones; no dropout.
+        """Computes the decoder's hidden states of new tokens after cached ones, without dropout.
 
         Args:
-          tokens: integers [batch, new], `start_token` being the first of a target.
+          tokens: integers [batch, new]; the first of a target is `start_token`.
           cache: from `init_cache` or an earlier call.
-          position: int32 [], number of tokens that the cache holds.
+          position: int32 [], number of target tokens in the cache.
 
         Returns:
-          ([batch, new, embed] for `head`, the longer cache).
+          ([batch, new, embed] for `head`, the cache including the new tokens).
         """
         index = jnp.arange(tokens.shape[1])
         bias = self.decoder.relative_bias(position + index, jnp.arange(cache.keys.shape[2]))
@@ -538,7 +542,7 @@ class T5(nnx.Module):
 
 
 def _keys_seen(visible: jax.Array | None) -> jax.Array | None:
-    """bool [batch, keys] -> [batch, 1, 1, keys], the same for all heads and queries."""
+    """Reshapes a mask [batch, keys] to [batch, 1, 1, keys], for all heads and queries."""
     return None if visible is None else visible[:, None, None, :]
 
 

@@ -22,14 +22,14 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     **olmo_rows.ROWS,
     **moe_rows.ROWS,
 }
-"""model_type -> row."""
+"""{model_type: description of the architecture}."""
 
 
 def architecture_of(config: Mapping[str, Any]) -> Architecture:
-    """The row that config.json asks for.
+    """Returns the architecture of a config.json.
 
     Raises:
-      UnsupportedError: there is none.
+      UnsupportedError: its model_type is not supported.
     """
     name = ConfigReading(config).get("model_type")
     if name in ARCHITECTURES:
@@ -38,37 +38,36 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
     inner_name = ConfigReading(inner).get("model_type") if isinstance(inner, Mapping) else None
     if inner_name in ARCHITECTURES:
         raise UnsupportedError(
-            f"config.json: model_type={quoted(name)} holds a {inner_name} beside other models; "
-            f"save its language model alone, as {ARCHITECTURES[inner_name].class_name} with "
+            f"config.json: model_type={quoted(name)} combines a {inner_name} with other models; "
+            f"save only its language model, as {ARCHITECTURES[inner_name].class_name} with "
             "transformers"
         )
     raise UnsupportedError(
-        f"config.json: model_type={quoted(name)} is none of those that zerojax has a model for: "
-        f"{', '.join(ARCHITECTURES)}; train the model as your own flax module instead"
+        f"config.json: model_type={quoted(name)} is not supported; use one of "
+        f"{', '.join(ARCHITECTURES)}, or train the model as your own flax module"
     )
 
 
 def architecture_of_config(config: Any) -> Architecture:
-    """The row of a model of ours, by its sizes.
+    """Returns the architecture of a zerojax model from its configuration.
 
     Raises:
-      UnsupportedError: a model of the user's own, or a decoder of no family.
+      UnsupportedError: the configuration is not of zerojax, or a decoder's without a known family.
     """
     if isinstance(config, DecoderConfig):
         if config.family in ARCHITECTURES:
             return ARCHITECTURES[config.family]
         known = (name for name, row in ARCHITECTURES.items() if row.config_class is DecoderConfig)
         raise UnsupportedError(
-            f"DecoderConfig.family={config.family!r} is none of those that Hugging Face's files "
-            f"are written for: {', '.join(known)}; name one whose switches these are. `zerojax "
-            "checkpoint export` without --format writes any model's parameters under their own "
-            "names"
+            f"DecoderConfig.family={config.family!r} has no Hugging Face format; set the family "
+            f"with the same switches, one of {', '.join(known)}. `zerojax checkpoint export` "
+            "without --format writes any model's parameters under zerojax's names"
         )
     for row in ARCHITECTURES.values():
         if isinstance(config, row.config_class):
             return row
     raise UnsupportedError(
-        f"a model whose config is a {type(config).__name__} has no form in Hugging Face's files; "
-        f"those of {', '.join(ARCHITECTURES)} have one. `zerojax checkpoint export` without "
-        "--format writes any model's parameters under their own names"
+        f"a model whose config is a {type(config).__name__} has no Hugging Face format; "
+        f"{', '.join(ARCHITECTURES)} have one. `zerojax checkpoint export` without "
+        "--format writes any model's parameters under zerojax's names"
     )

@@ -20,11 +20,11 @@ _EXACT_GELU = {"gelu": True, "gelu_new": False, "gelu_pytorch_tanh": False}
 
 
 def leaves(config: BertConfig) -> list[Leaf]:
-    """Every array of a model of these sizes; without a head their names have no "bert."."""
+    """Returns all arrays of a model; without an MLM head, tensor names lack the prefix "bert."."""
     prefix = _PREFIX if config.has_mlm_head else ""
     layer, block = prefix + "encoder.layer.{layer}.", "blocks/"
     embeddings = f"{prefix}embeddings."
-    found = [
+    entries = [
         Leaf("token_embedding/embedding", f"{embeddings}word_embeddings.weight", "vocab embed"),
         Leaf(
             "position_embedding/embedding",
@@ -37,12 +37,12 @@ def leaves(config: BertConfig) -> list[Leaf]:
     for name in ("query", "key", "value"):
         ours, theirs = f"{block}attention/{name}", f"{layer}attention.self.{name}"
         dims = "(heads head_dim) embed -> embed heads head_dim"
-        found.append(Leaf(f"{ours}/kernel", f"{theirs}.weight", dims))
+        entries.append(Leaf(f"{ours}/kernel", f"{theirs}.weight", dims))
         dims = "(heads head_dim) -> heads head_dim"
-        found.append(Leaf(f"{ours}/bias", f"{theirs}.bias", dims))
+        entries.append(Leaf(f"{ours}/bias", f"{theirs}.bias", dims))
     ours, theirs = f"{block}attention/output", f"{layer}attention.output.dense"
     dims = "embed (heads head_dim) -> heads head_dim embed"
-    found += [
+    entries += [
         Leaf(f"{ours}/kernel", f"{theirs}.weight", dims),
         Leaf(f"{ours}/bias", f"{theirs}.bias", "embed"),
         *_norm(f"{block}attention_norm", f"{layer}attention.output.LayerNorm"),
@@ -51,15 +51,15 @@ def leaves(config: BertConfig) -> list[Leaf]:
         *_norm(f"{block}mlp_norm", f"{layer}output.LayerNorm"),
     ]
     if config.has_pooler:
-        found += _dense("pooler", f"{prefix}pooler.dense", "embed", "pooled")
+        entries += _dense("pooler", f"{prefix}pooler.dense", "embed", "pooled")
     if config.has_mlm_head:
         head = "cls.predictions."
-        found += [
+        entries += [
             Leaf("mlm_head/bias", f"{head}bias", "vocab"),
             *_dense("mlm_head/transform", f"{head}transform.dense", "embed", "turned"),
             *_norm("mlm_head/norm", f"{head}transform.LayerNorm"),
         ]
-    return found
+    return entries
 
 
 def _dense(ours: str, theirs: str, inputs: str, outputs: str) -> list[Leaf]:
@@ -78,15 +78,19 @@ def _norm(ours: str, theirs: str) -> list[Leaf]:
 
 
 def read_config(config: ConfigReading) -> dict[str, Any]:
-    """Sizes from config.json; the class in "architectures" says which heads there are."""
-    config.require("positions are a table here", position_embedding_type=("absolute", None))
-    config.require("every token sees both sides here", is_decoder=(False, None))
-    config.require("the head reads the token table here", tie_word_embeddings=(True, None))
+    """Reads config.json; the class in "architectures" determines the heads."""
+    config.require(
+        "zerojax's BERT has learned positions", position_embedding_type=("absolute", None)
+    )
+    config.require("zerojax's BERT is bidirectional", is_decoder=(False, None))
+    config.require(
+        "zerojax's BERT ties the head to the token table", tie_word_embeddings=(True, None)
+    )
     activation = config.get("hidden_act", "gelu")
     if activation not in _EXACT_GELU:
         raise UnsupportedError(
-            f"config.json: hidden_act={activation!r}, but this model's MLP has a GELU; only "
-            f"{', '.join(_EXACT_GELU)} will do"
+            f"config.json: hidden_act={activation!r}, but zerojax's BERT supports only "
+            f"{', '.join(_EXACT_GELU)}"
         )
     has_mlm_head, has_pooler = _heads(config.get("architectures") or ["BertModel"])
     return {
@@ -109,16 +113,16 @@ def _heads(architectures: Any) -> tuple[bool, bool]:
         if name in _HEADS:
             return _HEADS[name]
     raise UnsupportedError(
-        f"config.json: architectures={architectures!r}, of which this model has no head; those of "
-        f"{', '.join(_HEADS)} are built. To read the encoder alone, write "
+        f"config.json: architectures={architectures!r} has a head that is not supported; use one "
+        f"of {', '.join(_HEADS)}. To read only the encoder, write "
         '"architectures": ["BertModel"] into a copy of config.json'
     )
 
 
 def write_config(config: BertConfig) -> dict[str, Any]:
-    """config.json from sizes, "architectures" included: which class of theirs has these heads."""
+    """Returns the keys of config.json, including "architectures": the class with these heads."""
     heads = (config.has_mlm_head, config.has_pooler)
-    # A BertModel is read without its pooler, too.
+    # transformers can also read a BertModel without its pooler.
     name = next((name for name, theirs in _HEADS.items() if theirs == heads), "BertModel")
     return {
         "architectures": [name],
@@ -146,7 +150,7 @@ BERT_ROW = Architecture(
     leaves=leaves,
     read=read_config,
     write_config=write_config,
-    # Dropout is a setting of a run.
+    # Dropout is set per run, not read from the file.
     no_effect=(
         "attention_probs_dropout_prob",
         "hidden_dropout_prob",
@@ -160,14 +164,14 @@ BERT_ROW = Architecture(
         "pooler_type",
     ),
     prefix=_PREFIX,
-    # Numbers from 0 on, and copies of tied arrays. The head for sentence pairs has no place here;
-    # many a BertForMaskedLM's file still has it, and the pooler.
+    # The indices 0, 1, ..., copies of tied arrays, the head for sentence pairs, which is not
+    # supported, and the pooler; many files of BertForMaskedLM still contain the last two.
     ignored=(
         r"embeddings\.position_ids$",
         r"^cls\.predictions\.decoder\.(weight|bias)$",
         r"^cls\.seq_relationship\.",
         r"pooler\.dense\.",
     ),
-    # The names of norms in files that were once TensorFlow's.
+    # Names of norms in files converted from TensorFlow.
     renamed=((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "LayerNorm.bias")),
 )

@@ -1,7 +1,7 @@
-"""Reading of config.json that notes each key: a key that nobody asked for is refused by its name.
+"""Reading of config.json that records each key read; unread keys are refused by name.
 
-A row of the table reads the keys it knows and names those that change nothing. Whatever else stands
-in a file is a switch of a model that ours may lack, so it is an error and never another loss.
+Each architecture reads the keys it supports and lists those without effect. Any other key may
+change what the model computes; it raises an error, so that the loss is never silently different.
 """
 
 from __future__ import annotations
@@ -73,12 +73,12 @@ NO_EFFECT = frozenset(
         "begin_suppress_tokens",
         "exponential_decay_length_penalty",
         "transformers.js_config",
-        # A folder of codes is refused before (`check_unquantized`); an empty entry says nothing.
+        # Quantized weights were refused before (`check_unquantized`); an empty value has no effect.
         "quantization_config",
     )
 )
-"""Keys of every model that say nothing of what it computes: ids, dtypes of files, caches, drawing
-of tokens, names."""
+"""Keys of every model that do not change what it computes: ids, dtypes of files, caches, sampling
+options, names."""
 
 _MISSING = object()
 _SAME_EVERYWHERE: Mapping[str, tuple[Any, ...]] = {
@@ -101,7 +101,7 @@ _COUNTS_OF_LAYERS = (
     "num_hidden_layers",
     "num_layers",
 )
-"""Bounded before anything is made for each layer."""
+"""Checked against `MAX_LAYERS` before anything is created per layer."""
 _KINDS: Mapping[str, tuple[Any, tuple[str, ...]]] = {
     _NUMBER: (
         int | float,
@@ -148,20 +148,20 @@ _KINDS: Mapping[str, tuple[Any, tuple[str, ...]]] = {
     ),
     "an object": (Mapping, ("rope_parameters", "rope_scaling")),
 }
-_KIND_OF = {key: (kinds, wanted) for wanted, (kinds, keys) in _KINDS.items() for key in keys}
+_KIND_OF = {key: (kinds, name) for name, (kinds, keys) in _KINDS.items() for key in keys}
 
 
 class UnsupportedError(ValueError):
-    """A folder of Hugging Face holds something that zerojax cannot train as it is meant."""
+    """Error for a Hugging Face folder with weights or settings that zerojax does not support."""
 
 
 class ConfigReading:
-    """A config.json, or an object in it, and the keys that were asked for.
+    """A config.json, or an object in it, with the set of keys read so far.
 
     Attributes:
       values: the JSON object.
-      where: what it is called in messages.
-      asked: keys that somebody has read.
+      where: its name in messages.
+      asked: keys that have been read.
     """
 
     def __init__(self, values: Mapping[str, Any], where: str = "config.json") -> None:
@@ -169,44 +169,44 @@ class ConfigReading:
         self.asked: set[str] = set()
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of a key; the default where it is missing, but not where it is null.
+        """Returns the value of a key, or the default if the key is missing; null gives None.
 
         Raises:
-          UnsupportedError: it is of another kind than `_KINDS` says, or no model has so many
-            layers.
+          UnsupportedError: the value has another type than in `_KINDS`, or a number of layers is
+            above `MAX_LAYERS`.
         """
         self.asked.add(key)
         value = self.values.get(key, default)
-        kinds, wanted = _KIND_OF.get(key, (object, ""))
-        is_wrong = isinstance(value, bool) and wanted in (_NUMBER, _WHOLE)
+        kinds, kind_name = _KIND_OF.get(key, (object, ""))
+        is_wrong = isinstance(value, bool) and kind_name in (_NUMBER, _WHOLE)
         if value is not None and (is_wrong or not isinstance(value, kinds)):
-            raise UnsupportedError(f"{self.where}: {key}={quoted(value)} is not {wanted}")
+            raise UnsupportedError(f"{self.where}: {key}={quoted(value)} is not {kind_name}")
         if key in _COUNTS_OF_LAYERS and value is not None and value > MAX_LAYERS:
             raise UnsupportedError(
-                f"{self.where}: {key}={quoted(value)} is above {MAX_LAYERS}, the most layers that "
-                "are taken; use fewer"
+                f"{self.where}: {key}={quoted(value)} is above the maximum of {MAX_LAYERS} layers; "
+                "use fewer"
             )
         return value
 
     def has(self, key: str) -> bool:
-        """Whether a key is there and not null."""
+        """Returns whether a key exists and is not null."""
         return self.get(key) is not None
 
     def needed(self, key: str) -> Any:
-        """A value that has to be there.
+        """Returns a required value.
 
         Raises:
-          UnsupportedError: it is missing, or null.
+          UnsupportedError: the key is missing or null.
         """
         if self.get(key) is None:
-            raise UnsupportedError(f"{self.where} has no {key!r}, without which there is no model")
+            raise UnsupportedError(f"{self.where} has no {key!r}, which the model requires")
         return self.values[key]
 
     def inside(self, key: str) -> ConfigReading:
-        """The object of a key; an empty one where it is missing or null.
+        """Returns the object of a key, or an empty one if it is missing or null.
 
         Raises:
-          UnsupportedError: it is something else.
+          UnsupportedError: the value is not an object.
         """
         value = self.get(key)
         if value is not None and not isinstance(value, Mapping):
@@ -214,52 +214,51 @@ class ConfigReading:
         return ConfigReading(value or {}, f"{self.where}: {key}")
 
     def require(self, why: str, **allowed: tuple[Any, ...]) -> None:
-        """Refuses values that would make another model.
+        """Checks values that zerojax's model supports only in part.
 
         Args:
-          why: a clause on what ours does instead.
-          **allowed: for each key its values; the first is what a missing key means.
+          why: a clause that says what zerojax's model does.
+          **allowed: supported values of each key; the first is the default of a missing key.
 
         Raises:
-          UnsupportedError: another value.
+          UnsupportedError: a key has another value.
         """
         for key, values in allowed.items():
             value = self.get(key, values[0])
-            # 0 and False are equal, and so are 0 and 0.0.
-            if not any(value == each for each in values):
+            # `==` also accepts 0 for False and for 0.0.
+            if not any(value == supported for supported in values):
                 listed = " or ".join(repr(x) for x in values)
                 raise UnsupportedError(
-                    f"{self.where}: {key}={quoted(value)}, but {why}; only {listed} will do"
+                    f"{self.where}: {key}={quoted(value)}, but {why}; only {listed} is supported"
                 )
 
     def check_rest(self, no_effect: Collection[str] = ()) -> None:
-        """Refuses every key that was not asked for.
+        """Checks that all keys have been read or have no effect.
 
         Args:
-          no_effect: those that change nothing of what this model computes.
+          no_effect: keys that do not change what the model computes.
 
         Raises:
-          UnsupportedError: there is another one, which is named with its value.
+          UnsupportedError: there is another key; the message has its name and value.
         """
         for key in sorted(set(self.values) - self.asked - set(no_effect)):
             shown = f"{cut(key, 100)}={quoted(self.values[key])}"
             raise UnsupportedError(
-                f"{self.where}: {shown} is a setting that zerojax does not know for this model, "
-                "and it may change what it computes; take it out of a copy of config.json if it "
-                "does not"
+                f"{self.where}: {shown} is not supported for this model and may change its "
+                "results; if it does not, remove it from a copy of config.json"
             )
 
 
 def check_common(reading: ConfigReading, no_effect: Collection[str] = ()) -> None:
-    """What is the same for every row, at the end of its reading: rare switches, and the rest.
+    """Checks rare switches of all architectures, and that no key is left unread.
 
     Args:
-      no_effect: keys of this row that change nothing.
+      no_effect: keys of this architecture that do not change what the model computes.
 
     Raises:
-      UnsupportedError: a value or a key that would make another model.
+      UnsupportedError: an unsupported value or key.
     """
     for key, values in _SAME_EVERYWHERE.items():
         if key not in reading.asked and key not in no_effect:
-            reading.require("this model has none of that", **{key: values})
+            reading.require("zerojax does not support this setting", **{key: values})
     reading.check_rest({*NO_EFFECT, *no_effect})

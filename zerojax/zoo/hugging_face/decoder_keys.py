@@ -1,4 +1,4 @@
-"""Keys of config.json that most decoders have: sizes, biases, activations, types of layers."""
+"""Keys of config.json that most decoders share: sizes, biases, activations, types of layers."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def read_sizes(
     tied: bool = False,
     eps: float = 1e-6,
 ) -> dict[str, Any]:
-    """Sizes and norm of a decoder with RMSNorm, in transformers' defaults of a class.
+    """Reads sizes and norm of a decoder with RMSNorm.
 
     Args:
-      kv_heads: where the key is missing; None: as many as query heads.
-      head_dim: where the key is missing; None: hidden_size / num_attention_heads.
-      tied: whether the output weights are the token table where no key says it.
-      eps: of norms where no key says it.
+      kv_heads: default of num_key_value_heads; None: num_attention_heads.
+      head_dim: default of head_dim; None: hidden_size / num_attention_heads.
+      tied: default of tie_word_embeddings.
+      eps: default of rms_norm_eps.
     """
-    config.require("attention here drops nothing", attention_dropout=(0.0, None))
+    config.require("zerojax has no attention dropout", attention_dropout=(0.0, None))
     return {
         "vocab_size": config.needed("vocab_size"),
         "max_seq_len": config.needed("max_position_embeddings"),
@@ -49,77 +49,78 @@ def read_sizes(
         "embed_dim": config.needed("hidden_size"),
         "mlp_dim": config.needed("intermediate_size"),
         "tie_embeddings": bool(config.get("tie_word_embeddings", tied)),
-        # As transformers' Llama has it: features get their dtype back before they are scaled.
+        # As in transformers' Llama, features are cast back before they are scaled.
         "norm": NormConfig(eps=config.get("rms_norm_eps", eps), rounds_first=True),
     }
 
 
 def read_activation(config: ConfigReading, key: str = "hidden_act", default: str = "silu") -> str:
-    """Our name of an activation.
+    """Reads an activation and returns zerojax's name of it.
 
     Raises:
-      UnsupportedError: one that is not known.
+      UnsupportedError: the activation is not supported.
     """
     value = config.get(key, default)
     if value not in _ACTIVATIONS:
         raise UnsupportedError(
-            f"{config.where}: {key}={quoted(value)} is not an activation that is built; "
-            f"{', '.join(_ACTIVATIONS)} are"
+            f"{config.where}: {key}={quoted(value)} is not a supported activation; "
+            f"use one of {', '.join(_ACTIVATIONS)}"
         )
     return _ACTIVATIONS[value]
 
 
 def read_biases(config: ConfigReading, *, mlp: bool = False) -> dict[str, bool]:
-    """Biases where "attention_bias" means those of all four projections.
+    """Reads biases of models in which "attention_bias" applies to all four projections.
 
     Args:
-      mlp: whether the model has a key "mlp_bias".
+      mlp: the model has a key "mlp_bias".
     """
     attention = bool(config.get("attention_bias", False))
-    found = {"qkv_bias": attention, "output_bias": attention}
-    return {**found, "mlp_bias": bool(config.get("mlp_bias", False))} if mlp else found
+    biases = {"qkv_bias": attention, "output_bias": attention}
+    return {**biases, "mlp_bias": bool(config.get("mlp_bias", False))} if mlp else biases
 
 
 def read_layer_types(config: ConfigReading, default: Sequence[str]) -> list[str]:
-    """The type of each layer, FULL or SLIDING.
+    """Reads the type of each layer, FULL or SLIDING.
 
     Args:
-      default: where the key is missing.
+      default: types if the key is missing.
 
     Raises:
-      UnsupportedError: another type, or not one for each layer.
+      UnsupportedError: an unknown type, or a wrong number of types.
     """
-    found, count = config.get("layer_types"), config.needed("num_hidden_layers")
-    found = list(default) if found is None else found
-    unknown = sorted({str(kind) for kind in found} - {FULL, SLIDING})
+    types, count = config.get("layer_types"), config.needed("num_hidden_layers")
+    types = list(default) if types is None else types
+    unknown = sorted({str(kind) for kind in types} - {FULL, SLIDING})
     if unknown:
         raise UnsupportedError(
-            f"{config.where}: layer_types has {unknown[0]!r}; layers of {FULL} and {SLIDING} are "
-            "built"
+            f"{config.where}: layer_types has {unknown[0]!r}; only {FULL} and {SLIDING} are "
+            "supported"
         )
-    if len(found) != count:
+    if len(types) != count:
         raise UnsupportedError(
-            f"{config.where}: layer_types has {len(found)} entries for {count} layers"
+            f"{config.where}: layer_types has {len(types)} entries, but there are {count} layers; "
+            "use one entry per layer"
         )
-    return list(found)
+    return list(types)
 
 
 def every_nth_full(count: int, period: int) -> list[str]:
-    """Types of layers: FULL for each `period`-th, SLIDING for the others."""
+    """Returns layer types: FULL for each `period`-th layer, SLIDING for the others."""
     return [FULL if (layer + 1) % period == 0 else SLIDING for layer in range(count)]
 
 
 def patterned(layers: Sequence[LayerKind]) -> dict[str, Any]:
-    """`kinds` and `pattern` of a configuration, from the kind of each layer."""
+    """Returns `kinds` and `pattern` of a configuration from the kind of each layer."""
     kinds, pattern = kinds_and_pattern(layers)
     return {"kinds": kinds, "pattern": pattern}
 
 
 def window_of(config: ConfigReading, types: Sequence[str], window: int | None) -> int | None:
-    """The window of sliding layers.
+    """Returns the window of sliding layers.
 
     Raises:
-      UnsupportedError: there are such layers, and no window.
+      UnsupportedError: there are sliding layers but no window.
     """
     if SLIDING in types and window is None:
         raise UnsupportedError(
@@ -129,22 +130,25 @@ def window_of(config: ConfigReading, types: Sequence[str], window: int | None) -
 
 
 def layers_of(config: DecoderConfig) -> list[LayerKind]:
-    """The kind of each layer."""
+    """Returns the kind of each layer."""
     return [config.kinds[index] for index in config.kind_of_layer]
 
 
 def types_of(config: DecoderConfig) -> list[str]:
-    """The type of each layer, as transformers names it."""
+    """Returns transformers' type of each layer."""
     return [FULL if kind.window is None else SLIDING for kind in layers_of(config)]
 
 
 def window_in(config: DecoderConfig) -> int | None:
-    """The window of sliding layers, of which all have one; None: there are none."""
+    """Returns the window that all sliding layers share, or None if there are none."""
     return next((kind.window for kind in config.kinds if kind.window is not None), None)
 
 
 def write_sizes(config: DecoderConfig) -> dict[str, Any]:
-    """What `read_sizes` reads, but for the length, which goes with rotary positions."""
+    """Returns the keys that `read_sizes` reads, without max_position_embeddings.
+
+    `write_rope` writes that key.
+    """
     own_heads = {} if config.head_dim is None else {"head_dim": config.head_dim}
     return {
         **own_heads,
@@ -161,5 +165,5 @@ def write_sizes(config: DecoderConfig) -> dict[str, Any]:
 
 
 def write_activation(config: DecoderConfig) -> str:
-    """Their name of an activation."""
+    """Returns transformers' name of the activation."""
     return _WRITTEN[config.activation]

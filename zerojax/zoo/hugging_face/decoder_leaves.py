@@ -1,6 +1,6 @@
-"""Tensors of decoders in transformers' names, from the switches of a configuration.
+"""Arrays of decoders with their tensor names in transformers, derived from a configuration.
 
-Kernels are [out, in], heads joined with their features.
+Kernels in the files are [out, in], with heads and their features in one dimension.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from zerojax.zoo.decoder_config import DecoderConfig
 from zerojax.zoo.hugging_face.layouts import Leaf, RowsOfTensor
 
 _BLOCK, _LAYER = "blocks/", "model.layers.{layer}."
-# By where norms are: (ours, theirs).
+# {norm_places: ((zerojax name, transformers name), ...)}.
 _NORMS = {
     "pre": (("attention_norm", "input_layernorm"), ("mlp_norm", "post_attention_layernorm")),
     "post": (
@@ -35,46 +35,46 @@ _EXPERTS_OF_MIXTRAL = ("block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w
 
 
 def leaves(config: DecoderConfig) -> list[Leaf]:
-    """Every array of a model of these switches, each with a tensor of its own.
+    """Returns all arrays of a model, each stored in tensors of its own.
 
-    Each expert of a layer has tensors of its own.
+    Each expert of a layer has its own tensors.
     """
     return _leaves(config, joined=False)
 
 
 def mixtral_leaves(config: DecoderConfig) -> list[Leaf]:
-    """As `leaves`; experts have the names of Mixtral's files."""
+    """Returns all arrays as `leaves` does, with Mixtral's names of experts."""
     return _leaves(config, joined=False, experts=_EXPERTS_OF_MIXTRAL)
 
 
 def joined_leaves(config: DecoderConfig) -> list[Leaf]:
-    """As `leaves`; query, key and value are one tensor, and so are gate and up (Phi-3)."""
+    """Returns all arrays with query, key and value in one tensor, and gate and up (Phi-3)."""
     return _leaves(config, joined=True)
 
 
 def _leaves(
     config: DecoderConfig, *, joined: bool, experts: tuple[str, Mapping[str, str]] = _EXPERTS
 ) -> list[Leaf]:
-    found = [Leaf("token_embedding/embedding", "model.embed_tokens.weight", "vocab embed")]
+    entries = [Leaf("token_embedding/embedding", "model.embed_tokens.weight", "vocab embed")]
     for ours, theirs in _NORMS[config.norm_places]:
-        found += _norm(config, f"{_BLOCK}{ours}", f"{_LAYER}{theirs}", "embed")
-    found += _joined_heads(config) if joined else _heads(config)
-    found += _query_key_norms(config)
+        entries += _norm(config, f"{_BLOCK}{ours}", f"{_LAYER}{theirs}", "embed")
+    entries += _joined_heads(config) if joined else _heads(config)
+    entries += _query_key_norms(config)
     ours, theirs = f"{_BLOCK}attention/output", f"{_LAYER}self_attn.o_proj"
     dims = "embed (heads head_dim) -> heads head_dim embed"
-    found.append(Leaf(f"{ours}/kernel", f"{theirs}.weight", dims))
+    entries.append(Leaf(f"{ours}/kernel", f"{theirs}.weight", dims))
     if config.output_bias:
-        found.append(Leaf(f"{ours}/bias", f"{theirs}.bias", "embed"))
+        entries.append(Leaf(f"{ours}/bias", f"{theirs}.bias", "embed"))
     if config.attention_sinks:
-        found.append(Leaf(f"{_BLOCK}attention/sinks", f"{_LAYER}self_attn.sinks", "heads"))
+        entries.append(Leaf(f"{_BLOCK}attention/sinks", f"{_LAYER}self_attn.sinks", "heads"))
     if config.moe.num_experts:
-        found += _experts(*experts)
+        entries += _experts(*experts)
     else:
-        found += _joined_mlp() if joined else _mlp(config)
-    found += _norm(config, "final_norm", "model.norm", "embed")
+        entries += _joined_mlp() if joined else _mlp(config)
+    entries += _norm(config, "final_norm", "model.norm", "embed")
     if not config.tie_embeddings:
-        found.append(Leaf("lm_head/kernel", "lm_head.weight", "vocab embed -> embed vocab"))
-    return found
+        entries.append(Leaf("lm_head/kernel", "lm_head.weight", "vocab embed -> embed vocab"))
+    return entries
 
 
 def _norm(config: DecoderConfig, ours: str, theirs: str, dims: str) -> Iterator[Leaf]:
@@ -132,7 +132,7 @@ def _mlp(config: DecoderConfig) -> Iterator[Leaf]:
 
 
 def _experts(block: str, names: Mapping[str, str]) -> Iterator[Leaf]:
-    """The router and the experts' kernels; shared experts have no place in a file yet."""
+    """Yields the router and the experts' kernels; shared experts are not supported in files."""
     dims = "experts embed -> embed experts"
     yield Leaf(f"{_BLOCK}mlp/router/kernel", f"{_LAYER}{block}.gate.weight", dims)
     for ours, theirs in names.items():

@@ -1,4 +1,4 @@
-"""Rows of decoders that differ from Llama in switches: Mistral, Qwen, Phi-3, SmolLM3, Granite.
+"""Decoder families other than Llama: Mistral, Qwen, Phi-3, SmolLM3, Granite.
 
 Sources: modeling files and configuration classes of transformers 5.23.
 """
@@ -41,12 +41,12 @@ def row(
     leaves: Callable[[DecoderConfig], Sequence[Leaf]] = decoder_leaves.leaves,
     no_effect: tuple[str, ...] = (),
 ) -> Architecture:
-    """The row of a family.
+    """Returns the `Architecture` of a decoder family.
 
     Args:
       model_type, class_name, leaves, no_effect: see `Architecture`.
-      read: config.json -> fields of `DecoderConfig` but for "family".
-      write: the reverse, without what every model has.
+      read: config.json -> fields of `DecoderConfig` except "family".
+      write: configuration -> keys of config.json, without those common to all models.
     """
     return Architecture(
         model_type=model_type,
@@ -63,23 +63,23 @@ def row(
 
 
 def one_rope(config: DecoderConfig) -> Rope:
-    """The rotary positions that all layers share, or those that have some."""
+    """Returns the rotary positions, which are equal in all layers that have them."""
     return next(kind.rope for kind in config.kinds if kind.rope is not None)
 
 
 def plain_rope(config: ConfigReading, longest: int, theta: float = 10000.0) -> Rope:
-    """Rotary positions of all features of a head, the same in all layers."""
+    """Reads rotary positions that rotate all features of a head, equally in all layers."""
     rope = read_rope(config, theta=theta, longest=longest)
     if rope.fraction != 1.0:
         raise UnsupportedError(
-            f"{config.where}: partial_rotary_factor is {rope.fraction}, but transformers turns all "
-            "features of a head in this model; only 1.0 will do"
+            f"{config.where}: partial_rotary_factor is {rope.fraction}, but this model rotates all "
+            "features of a head; only 1.0 is supported"
         )
     return rope
 
 
 def uniform(config: DecoderConfig) -> Keys:
-    """Sizes and rotary positions, as most families write them."""
+    """Returns sizes, rotary positions and activation, as most families write them."""
     return {
         **write_sizes(config),
         **write_rope(one_rope(config), config.max_seq_len),
@@ -91,7 +91,7 @@ def uniform(config: DecoderConfig) -> Keys:
 
 
 def _read_mistral(config: ConfigReading) -> Keys:
-    """One window for all layers (arXiv:2310.06825); 4096 where the key is missing."""
+    """Reads one window for all layers (arXiv:2310.06825), by default 4096."""
     sizes = read_sizes(config, kv_heads=8)
     rope = plain_rope(config, sizes["max_seq_len"])
     return {
@@ -110,7 +110,7 @@ def _write_mistral(config: DecoderConfig) -> Keys:
 
 
 def _read_ministral(config: ConfigReading) -> Keys:
-    """Mistral with a type for each layer, sliding where the key is missing."""
+    """Reads Mistral's keys and a type for each layer, by default sliding if there is a window."""
     sizes = read_sizes(config, kv_heads=8)
     rope = plain_rope(config, sizes["max_seq_len"])
     window = config.get("sliding_window", 4096)
@@ -133,13 +133,13 @@ def _write_ministral(config: DecoderConfig) -> Keys:
 
 
 def _read_qwen2(config: ConfigReading) -> Keys:
-    """Biases of query, key and value (arXiv:2407.10671)."""
-    config.require("positions are of texts alone", use_mrope=(False, None))
+    """Reads Qwen 2, which has biases of query, key and value (arXiv:2407.10671)."""
+    config.require("only text positions are supported", use_mrope=(False, None))
     return {**_read_qwen(config), "qkv_bias": True}
 
 
 def _read_qwen3(config: ConfigReading) -> Keys:
-    """Norms of query and key (arXiv:2505.09388); heads are of 128 features unless said."""
+    """Reads Qwen 3, with norms of query and key (arXiv:2505.09388); head_dim defaults to 128."""
     return {
         **_read_qwen(config, head_dim=128),
         **read_biases(config),
@@ -166,7 +166,7 @@ def _write_qwen(config: DecoderConfig) -> Keys:
     return {
         **uniform(config),
         "layer_types": types,
-        # Of layers from this one on, where a reader does not know layer_types.
+        # First sliding layer, for readers that do not support layer_types.
         "max_window_layers": types.index(SLIDING) if SLIDING in types else config.num_layers,
         "sliding_window": window,
         "use_sliding_window": window is not None,
@@ -185,21 +185,24 @@ def _write_qwen3(config: DecoderConfig) -> Keys:
 
 
 def _read_phi3(config: ConfigReading) -> Keys:
-    """Joined projections, a part of the features turns (arXiv:2404.14219, arXiv:2503.01743)."""
+    """Reads Phi-3 and Phi-4: joined projections, partial rotary positions.
+
+    Sources: arXiv:2404.14219, arXiv:2503.01743.
+    """
     sizes = read_sizes(config, eps=1e-5)
-    config.require("dropout is a setting of a run", resid_pdrop=(0.0,), embd_pdrop=(0.0,))
+    config.require("dropout is set per run", resid_pdrop=(0.0,), embd_pdrop=(0.0,))
     absent = {"attention_bias": (False,), "mlp_bias": (False,), "lm_head_bias": (False,)}
     config.require("projections have no biases", **absent)
-    config.require("all layers are alike", full_attn_mod=(1,), interpolate_factor=(1,))
+    config.require("all layers are equal", full_attn_mod=(1,), interpolate_factor=(1,))
     original = config.get("original_max_position_embeddings", 4096)
     values = {**(config.get("rope_parameters") or {}), **(config.get("rope_scaling") or {})}
     kind = values.get("rope_type") or values.get("type") or "default"
-    if kind in ("su", "yarn", "longrope"):  # three names of one thing, in files of all ages
+    if kind in ("su", "yarn", "longrope"):  # older files use the other two names for longrope
         values |= {"rope_type": "longrope", "original_max_position_embeddings": original}
     elif kind != "default":
         raise UnsupportedError(
-            f"{config.where}: rotary positions of type {kind!r}, but this model has default or "
-            "longrope ones"
+            f"{config.where}: rotary positions of type {kind!r}, but this model supports only "
+            "default and longrope"
         )
     inner = ConfigReading({**config.values, "rope_parameters": values, "rope_scaling": None})
     rope = read_rope(inner, longest=sizes["max_seq_len"])
@@ -227,7 +230,7 @@ def _write_phi3(config: DecoderConfig) -> Keys:
 
 
 def _read_smollm3(config: ConfigReading) -> Keys:
-    """No rotary positions in each fourth layer (huggingface.co/blog/smollm3)."""
+    """Reads SmolLM3: each fourth layer without rotary positions (huggingface.co/blog/smollm3)."""
     sizes = read_sizes(config, kv_heads=4, tied=True)
     rope = plain_rope(config, sizes["max_seq_len"], theta=2e6)
     count, interval = sizes["num_layers"], config.get("no_rope_layer_interval", 4)
@@ -236,7 +239,8 @@ def _read_smollm3(config: ConfigReading) -> Keys:
         turns = [int((layer + 1) % interval != 0) for layer in range(count)]
     if len(turns) < count or not set(turns) <= {0, 1}:
         raise UnsupportedError(
-            f"{config.where}: no_rope_layers is {turns!r}, not a 0 or 1 for each of {count} layers"
+            f"{config.where}: no_rope_layers is {turns!r}, but must have a 0 or 1 for each of "
+            f"{count} layers"
         )
     window = config.get("sliding_window")
     if not config.get("use_sliding_window", False):
@@ -274,7 +278,7 @@ def _write_smollm3(config: DecoderConfig) -> Keys:
 
 
 def _read_granite(config: ConfigReading) -> Keys:
-    """Four factors (arXiv:2407.13739)."""
+    """Reads Granite with its four scale factors (arXiv:2407.13739)."""
     sizes = read_sizes(config)
     rope = plain_rope(config, sizes["max_seq_len"])
     return {
@@ -303,8 +307,8 @@ def _write_granite(config: DecoderConfig) -> Keys:
 
 
 ROWS: Mapping[str, Architecture] = {
-    found.model_type: found
-    for found in (
+    entry.model_type: entry
+    for entry in (
         row("mistral", "MistralForCausalLM", _read_mistral, _write_mistral),
         row("ministral", "MinistralForCausalLM", _read_ministral, _write_ministral),
         row("qwen2", "Qwen2ForCausalLM", _read_qwen2, _write_qwen),
@@ -326,4 +330,4 @@ ROWS: Mapping[str, Architecture] = {
         row("granite", "GraniteForCausalLM", _read_granite, _write_granite),
     )
 }
-"""model_type -> row."""
+"""{model_type: architecture}."""

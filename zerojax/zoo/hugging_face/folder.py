@@ -21,13 +21,13 @@ CONFIG = "config.json"
 
 @dataclasses.dataclass(kw_only=True)
 class Folder:
-    """An open folder; no tensor is in memory.
+    """An opened folder, without tensors in memory.
 
     Attributes:
-      path: where.
-      config: config.json.
-      tensors: name -> (file, entry of its table).
-      bytes_read: of tensors, by this process so far.
+      path: absolute path of the folder.
+      config: contents of config.json.
+      tensors: {name: (file, entry of the file's table)}.
+      bytes_read: number of tensor bytes that this process has read.
     """
 
     path: Path
@@ -36,20 +36,20 @@ class Folder:
     bytes_read: int = 0
 
     def file_of(self, tensor: str) -> str:
-        """The name of the file that a tensor is in, relative to the folder."""
+        """Returns the file name of a tensor, relative to the folder."""
         return str(self.tensors[tensor][0].absolute().relative_to(self.path))
 
     @property
     def files(self) -> list[str]:
-        """The names of the files with tensors, relative to the folder, sorted."""
+        """Returns the sorted names of the files with tensors, relative to the folder."""
         return sorted({self.file_of(tensor) for tensor in self.tensors})
 
     def read(self, name: str, runs: Sequence[Sequence[Range]]) -> np.ndarray:
-        """A block of a tensor; no other byte of it is read.
+        """Reads a block of a tensor, and no other bytes.
 
         Args:
-          name: of the tensor.
-          runs: for each dimension ranges, in order; the block is their product.
+          name: name of the tensor.
+          runs: ordered ranges for each dimension; the block is their product.
         """
         file, tensor = self.tensors[name]
         block, count = read_block(file, tensor, runs)
@@ -61,15 +61,15 @@ def open_folder(path: str | Path) -> Folder:
     """Reads config.json and the tables of all files.
 
     Raises:
-      FileNotFoundError: no such folder, or it lacks what is needed, with the remedy.
+      FileNotFoundError: the folder or a required file does not exist.
       ValueError: a file is damaged.
     """
     folder = user_path(path)
     if not folder.is_dir():
-        remedy = "give a folder with config.json and *.safetensors"
+        remedy = "pass a folder with config.json and *.safetensors"
         if not folder.is_absolute() and len(folder.parts) == 2:
             remedy += (
-                "; nothing is downloaded here: fetch a model of the Hub first, with "
+                "; zerojax downloads nothing: fetch a model of the Hub first, with "
                 f"`hf download {path} --local-dir {folder.name}`"
             )
         raise FileNotFoundError(f"{path} is not a folder; {remedy}")
@@ -80,41 +80,40 @@ def open_folder(path: str | Path) -> Folder:
         for name, tensor in read_table(file).items():
             if name in tensors:
                 raise ValueError(
-                    f"{folder}: {quoted(name)} is in {tensors[name][0].name} and in {file.name}; "
-                    "fetch both again"
+                    f"{folder}: tensor {quoted(name)} is in both {tensors[name][0].name} and "
+                    f"{file.name}; fetch both again"
                 )
             tensors[name] = file, tensor
     for name, file in (places or {}).items():
         if name not in tensors or tensors[name][0] != folder / file:
             raise ValueError(
-                f"{folder / INDEX} says that {quoted(name)} is in {file}; it is not: fetch "
-                "both again"
+                f"{folder / INDEX} lists {quoted(name)} in {file}, which does not contain it; "
+                "fetch both again"
             )
     return Folder(path=folder.absolute(), config=config, tensors=tensors)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
+    """Reads a JSON object from a file.
 
     Raises:
-      FileNotFoundError: it is not there. ValueError: it holds something else.
+      FileNotFoundError: the file does not exist.
+      ValueError: the file does not hold an object.
     """
     try:
-        found = load(path)
+        content = load(path)
     except FileNotFoundError:
         raise FileNotFoundError(
-            f"{path.parent} has no {path.name}; give a folder that `save_pretrained` or the Hub "
-            "has filled"
+            f"{path.parent} has no {path.name}; pass a folder written by `save_pretrained` or "
+            "downloaded from the Hub"
         ) from None
-    if not isinstance(found, dict):
-        raise ValueError(
-            f"{path} holds a {type(found).__name__} in place of an object; fetch it again"
-        )
-    return found
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}, not an object; fetch it again")
+    return content
 
 
 def _places(folder: Path) -> dict[str, str] | None:
-    """{tensor: file} of the index; None where there is no index."""
+    """Returns {tensor: file} of the index, or None if there is no index."""
     path = folder / INDEX
     if not path.is_file():
         return None
@@ -124,14 +123,14 @@ def _places(folder: Path) -> dict[str, str] | None:
     for name, file in places.items():
         if not inside(file):
             raise ValueError(
-                f"{path} says that {quoted(name)} is in {quoted(file)}, which is not the name of "
-                "a file in its folder"
+                f"{path} lists {quoted(name)} in {quoted(file)}, which is not the name of a file "
+                "in its folder; fetch it again"
             )
     return places
 
 
 def _files(folder: Path, places: Mapping[str, str] | None) -> list[Path]:
-    """The files with tensors: those of the index, or the only one."""
+    """Returns the files with tensors: those of the index, or the only safetensors file."""
     if places is not None:
         files = [folder / name for name in sorted(set(places.values()))]
         missing = [file.name for file in files if not file.is_file()]
@@ -146,29 +145,30 @@ def _files(folder: Path, places: Mapping[str, str] | None) -> list[Path]:
     others = sorted(folder.glob("*.safetensors"))
     if len(others) == 1:
         return others
-    found = ", ".join(file.name for file in others) or "none"
-    remedy = f"name the right one {SINGLE}" if others else "give a folder that has them"
+    names = ", ".join(file.name for file in others) or "none"
+    remedy = f"rename the right one to {SINGLE}" if others else "pass a folder that has them"
     if not others and any(folder.glob("*.bin")):
         remedy = (
-            "its weights are pickled (*.bin), which may run code; convert them with transformers: "
-            "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OTHER)"
+            "its weights are pickled (*.bin), and unpickling may run code; convert them with "
+            "transformers: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OTHER)"
         )
     raise FileNotFoundError(
-        f"{folder} has no {SINGLE} or {INDEX} (*.safetensors: {found}); {remedy}"
+        f"{folder} has no {SINGLE} or {INDEX} (*.safetensors: {names}); {remedy}"
     )
 
 
 def check_unquantized(config: Mapping[str, Any]) -> None:
-    """Refuses weights that are codes, not numbers.
+    """Checks that the weights are not quantized.
 
     Raises:
       UnsupportedError: config.json has a `quantization_config`.
     """
-    found = config.get("quantization_config")
-    if found:
-        method = found.get("quant_method", "unknown") if isinstance(found, dict) else found
+    quantization = config.get("quantization_config")
+    if quantization:
+        is_dict = isinstance(quantization, dict)
+        method = quantization.get("quant_method", "unknown") if is_dict else quantization
         method = cut(str(method), 100)
         raise UnsupportedError(
-            f"config.json: quantization_config ({method}): the weights are codes; take the "
-            "unquantized model"
+            f"config.json: quantization_config ({method}): quantized weights are not supported; "
+            "use the unquantized model"
         )

@@ -1,4 +1,4 @@
-"""Rows of Gemma: scales around 1, four norms a layer, soft-caps, windows between full layers.
+"""Gemma 1-3: norm scales around 1, four norms per layer, soft caps, alternating windows.
 
 Sources: arXiv:2403.08295, arXiv:2408.00118, arXiv:2503.19786, and transformers 5.23.
 """
@@ -33,7 +33,7 @@ _THETA = {FULL: 1e6, SLIDING: 1e4}
 
 
 def _sizes(config: ConfigReading, *, kv_heads: int) -> Keys:
-    """What all three have: scaled embeddings, tied, heads of 256 features, norms around 1."""
+    """Reads what all Gemmas share: scaled tied embeddings, head_dim 256, norm scales around 1."""
     sizes = read_sizes(config, kv_heads=kv_heads, head_dim=256, tied=True)
     return {
         **sizes,
@@ -53,11 +53,11 @@ def _written(config: DecoderConfig) -> Keys:
 
 
 def _read_gemma(config: ConfigReading) -> Keys:
-    """ "gelu" means its tanh form in this model's files, as transformers reads them."""
+    """Reads Gemma 1; "gelu" means the tanh form in its files, as in transformers."""
     sizes = _sizes(config, kv_heads=16)
     rope = plain_rope(config, sizes["max_seq_len"])
     activation = read_activation(config, default=_TANH)
-    config.require("hidden_act says the activation", hidden_activation=(None, "gelu", _TANH))
+    config.require("hidden_act sets the activation", hidden_activation=(None, "gelu", _TANH))
     return {
         **sizes,
         "activation": "gelu_tanh" if activation == "gelu" else activation,
@@ -84,8 +84,8 @@ def _read_gemma2(config: ConfigReading) -> Keys:
 
 
 def _capped(config: ConfigReading, *, attention: float | None, final: float | None) -> Keys:
-    """The norms, the scale and the soft-caps that Gemma 2 and 3 have."""
-    config.get("hidden_act")  # hidden_activation says it
+    """Reads activation, norms, attention scale and soft caps of Gemma 2 and 3."""
+    config.get("hidden_act")  # unused: hidden_activation sets the activation
     return {
         "activation": read_activation(config, "hidden_activation", _TANH),
         "norm_places": "pre_post",
@@ -110,17 +110,17 @@ def _write_capped(config: DecoderConfig) -> Keys:
 
 
 def _scalar(config: DecoderConfig) -> float:
-    """What scores are divided by the root of, a whole number where it is one."""
+    """Returns query_pre_attn_scalar, scale^-2; an int if it is a whole number."""
     scale = config.attention_scale or config.features_per_head**-0.5
     value = scale**-2
     return round(value) if abs(value - round(value)) < 1e-9 * value else value
 
 
 def _read_gemma3(config: ConfigReading) -> Keys:
-    """Norms of query and key; windows and full layers turn by bases of their own."""
+    """Reads Gemma 3: norms of query and key, separate rotary bases of sliding and full layers."""
     sizes = _sizes(config, kv_heads=4)
-    # transformers reads the first and never uses it: what a value should do is not known.
-    config.require("scores are not capped in this model", attn_logit_softcapping=(None,))
+    # transformers reads this key but never uses it.
+    config.require("this model has no soft cap of scores", attn_logit_softcapping=(None,))
     config.asked.add("_sliding_window_pattern")
     period = config.get("sliding_window_pattern", config.values.get("_sliding_window_pattern", 6))
     types = read_layer_types(config, every_nth_full(sizes["num_layers"], period))
@@ -143,7 +143,7 @@ def _write_gemma3(config: DecoderConfig) -> Keys:
     ropes: dict[str, Any] = {
         FULL if kind.window is None else SLIDING: kind.rope for kind in config.kinds
     }
-    # Those of the type that no layer has are its bases in the class, so that a reader finds both.
+    # A type that no layer has gets transformers' default base, so that both are written.
     default = read_ropes(
         ConfigReading({}), theta=_THETA, longest=config.max_seq_len, local_key=None
     )
@@ -153,7 +153,7 @@ def _write_gemma3(config: DecoderConfig) -> Keys:
         **_written(config),
         **_write_capped(config),
         "max_position_embeddings": config.max_seq_len,
-        # The first three are for transformers 4, the last one for 5.
+        # The first three keys are for transformers 4, the last one for 5.
         "rope_theta": ropes[FULL].theta,
         "rope_local_base_freq": ropes[SLIDING].theta,
         "rope_scaling": write_scaling(ropes[FULL]),
@@ -162,11 +162,11 @@ def _write_gemma3(config: DecoderConfig) -> Keys:
 
 
 ROWS: Mapping[str, Architecture] = {
-    found.model_type: found
-    for found in (
+    entry.model_type: entry
+    for entry in (
         row("gemma", "GemmaForCausalLM", _read_gemma, _write_gemma),
         row("gemma2", "Gemma2ForCausalLM", _read_gemma2, _write_gemma2),
         row("gemma3_text", "Gemma3ForCausalLM", _read_gemma3, _write_gemma3),
     )
 }
-"""model_type -> row."""
+"""{model_type: architecture}."""

@@ -10,24 +10,24 @@ from zerojax.zoo.hugging_face.layouts import Architecture, Leaf
 
 
 def leaves(config: GPT2Config) -> list[Leaf]:
-    """Every array of a model of these sizes."""
+    """Returns all arrays of a model."""
     layer, block = "transformer.h.{layer}.", "blocks/"
     qkv = ("query", "key", "value")
-    found = [
+    entries = [
         Leaf("token_embedding/embedding", "transformer.wte.weight", "vocab embed"),
         Leaf("position_embedding/embedding", "transformer.wpe.weight", "position embed"),
     ]
     for ours, theirs in (("attention_norm", "ln_1"), ("mlp_norm", "ln_2")):
-        found.append(Leaf(f"{block}{ours}/scale", f"{layer}{theirs}.weight", "embed"))
-        found.append(Leaf(f"{block}{ours}/bias", f"{layer}{theirs}.bias", "embed"))
+        entries.append(Leaf(f"{block}{ours}/scale", f"{layer}{theirs}.weight", "embed"))
+        entries.append(Leaf(f"{block}{ours}/bias", f"{layer}{theirs}.bias", "embed"))
     for part, ours in enumerate(qkv):
         kernel, bias = (f"{block}attention/{ours}/{x}" for x in ("kernel", "bias"))
         dims = "embed (3 heads head_dim) -> embed heads head_dim"
-        found.append(Leaf(kernel, f"{layer}attn.c_attn.weight", dims, part))
+        entries.append(Leaf(kernel, f"{layer}attn.c_attn.weight", dims, part))
         dims = "(3 heads head_dim) -> heads head_dim"
-        found.append(Leaf(bias, f"{layer}attn.c_attn.bias", dims, part))
+        entries.append(Leaf(bias, f"{layer}attn.c_attn.bias", dims, part))
     dims = "(heads head_dim) embed -> heads head_dim embed"
-    found += [
+    entries += [
         Leaf(f"{block}attention/output/kernel", f"{layer}attn.c_proj.weight", dims),
         Leaf(f"{block}attention/output/bias", f"{layer}attn.c_proj.bias", "embed"),
         Leaf(f"{block}mlp/up/kernel", f"{layer}mlp.c_fc.weight", "embed mlp"),
@@ -38,19 +38,19 @@ def leaves(config: GPT2Config) -> list[Leaf]:
         Leaf("final_norm/bias", "transformer.ln_f.bias", "embed"),
     ]
     if not config.tie_embeddings:
-        found.append(Leaf("lm_head/kernel", "lm_head.weight", "vocab embed -> embed vocab"))
-    return found
+        entries.append(Leaf("lm_head/kernel", "lm_head.weight", "vocab embed -> embed vocab"))
+    return entries
 
 
 def read_config(config: ConfigReading) -> dict[str, Any]:
-    """Sizes from config.json; the names are those of the GPT-2 of 2019."""
+    """Reads config.json, with the key names of the original GPT-2."""
     config.require(
-        "this model's MLP has the tanh form of GELU",
+        "this model uses the tanh form of GELU",
         activation_function=("gelu_new", "gelu_pytorch_tanh"),
     )
-    config.require("scores are divided by the root of the head's width", scale_attn_weights=(True,))
-    config.require("layers have the same scale", scale_attn_by_inverse_layer_idx=(False, None))
-    # An array of 2019 in two names; the first is the one that transformers reads.
+    config.require("scores are scaled by head_dim^-0.5", scale_attn_weights=(True,))
+    config.require("all layers have one scale", scale_attn_by_inverse_layer_idx=(False, None))
+    # Two keys for one size; transformers reads the first.
     positions, older = config.get("n_positions"), config.get("n_ctx")
     return {
         "vocab_size": config.needed("vocab_size"),
@@ -65,7 +65,7 @@ def read_config(config: ConfigReading) -> dict[str, Any]:
 
 
 def write_config(config: GPT2Config) -> dict[str, Any]:
-    """config.json from sizes; it says what dropout ours has, attention's is none."""
+    """Returns the keys of config.json, including dropout; attention dropout is 0."""
     return {
         "activation_function": "gelu_new",
         "attn_pdrop": 0.0,
@@ -91,7 +91,7 @@ GPT2_ROW = Architecture(
     leaves=leaves,
     read=read_config,
     write_config=write_config,
-    # Dropout is a setting of a run, and scores are in float32 either way.
+    # Dropout is set per run; scores are always computed in float32.
     no_effect=(
         "attn_pdrop",
         "embd_pdrop",
@@ -104,6 +104,6 @@ GPT2_ROW = Architecture(
         "summary_use_proj",
     ),
     prefix="transformer.",
-    # Causal masks, which early versions saved as if they were weights.
+    # Causal masks, which early versions saved with the weights.
     ignored=(r"\.attn\.(masked_)?bias$",),
 )

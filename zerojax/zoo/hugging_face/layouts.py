@@ -1,10 +1,12 @@
 """Description of one architecture: names, settings, and layouts of tensors in both directions.
 
-A layout is written `"(heads head_dim) embed -> embed heads head_dim"`: left the dimensions of their
-tensor, those in parentheses joined into one (the last runs fastest), right ours. A number on the
-left divides the tensor into so many arrays: `"embed (3 heads head_dim) -> embed heads head_dim"`
-with `part=1` is the second of three. Where a tensor holds arrays of unequal sizes one after the
-other along its first dimension, `RowsOfTensor` says which rows are ours.
+Tensors are in transformers' format, arrays in zerojax's; `theirs` and `ours` name the two sides.
+A layout such as `"(heads head_dim) embed -> embed heads head_dim"` has the dimensions of the tensor
+on the left and of the array on the right; parentheses join dimensions into one, in row-major order.
+A number on the left divides the tensor into that many arrays: in
+`"embed (3 heads head_dim) -> embed heads head_dim"` with `part=1`, the array is the second of three
+parts. If a tensor concatenates arrays of unequal sizes along its first dimension, `RowsOfTensor`
+gives the rows of the array.
 """
 
 from __future__ import annotations
@@ -23,15 +25,15 @@ from flax import nnx
 from zerojax.zoo.hugging_face.config_reading import ConfigReading, check_common
 
 Range = tuple[int, int]
-"""From the first to behind the last."""
+"""(start, stop), stop excluded."""
 
 _PART = "part"
 LAYER, EXPERT = "{layer}", "{expert}"
-"""Stand in a tensor's name for the number of its layer, and of its expert."""
+"""Placeholders in a tensor's name for the indices of its layer and expert."""
 
 
 class RowsOfTensor(NamedTuple):
-    """Some of the rows of a tensor: the first of ours, and how many it has."""
+    """Rows of an array in a tensor: its first row, and the number of all rows of the tensor."""
 
     first: int
     all: int
@@ -39,14 +41,14 @@ class RowsOfTensor(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """One of their tensors and one of our arrays.
+    """Mapping between a tensor in transformers' format and an array of zerojax.
 
     Attributes:
-      theirs: for each dimension of their tensor the dimensions that are joined in it.
-      ours: the dimensions of our array.
-      parts: their tensor holds so many arrays, along the dimension "part" of `theirs`; 1: just one.
-      part: which of them is ours.
-      rows: of their tensor that are ours; None: all.
+      theirs: for each dimension of the tensor, the dimensions joined in it.
+      ours: the dimensions of the array.
+      parts: number of arrays in the tensor, along the dimension "part" of `theirs`.
+      part: index of this array among them.
+      rows: rows of the tensor that belong to the array; None: all.
     """
 
     theirs: tuple[tuple[str, ...], ...]
@@ -57,27 +59,27 @@ class Layout:
 
     @property
     def is_whole(self) -> bool:
-        """Whether their tensor holds our array alone."""
+        """Returns whether the tensor holds this array only."""
         return self.parts == 1 and self.rows is None
 
     def sizes(self, shape: Sequence[int]) -> dict[str, int]:
-        """The size of each dimension, from the shape of our array."""
+        """Returns the size of each dimension from the shape of the array."""
         if len(shape) != len(self.ours):
             raise ValueError(f"the array has shape {list(shape)}, its layout says {self.ours}")
         return {**dict(zip(self.ours, shape, strict=True)), _PART: self.parts}
 
     def their_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of their tensor, from that of our array."""
+        """Returns the shape of the tensor from that of the array."""
         sizes = self.sizes(shape)
         rows, *rest = (math.prod(sizes[name] for name in group) for group in self.theirs)
         return (rows if self.rows is None else self.rows.all, *rest)
 
     def their_runs(self, shape: Sequence[int], index: Sequence[Range]) -> list[list[Range]]:
-        """Where a slice of our array is in their tensor: for each dimension its runs, in order.
+        """Returns the ordered ranges of a slice of the array in each dimension of the tensor.
 
         Args:
-          shape: of our whole array.
-          index: a range of each of its dimensions.
+          shape: shape of the whole array.
+          index: range of the slice in each dimension of the array.
         """
         sizes, taken = self.sizes(shape), self._ranges(index)
         runs = [_runs([(sizes[name], taken[name]) for name in group]) for group in self.theirs]
@@ -85,7 +87,7 @@ class Layout:
         return [[(start + before, stop + before) for start, stop in runs[0]], *runs[1:]]
 
     def to_ours(self, values: np.ndarray, index: Sequence[Range]) -> np.ndarray:
-        """What was read at `their_runs(shape, index)`, as our array has it; a view if it can be."""
+        """Converts values read at `their_runs(shape, index)` to the array; a view if possible."""
         taken = self._ranges(index)
         names = [name for group in self.theirs for name in group]
         split = values.reshape([taken[name][1] - taken[name][0] for name in names])
@@ -94,18 +96,18 @@ class Layout:
         return split.transpose([kept.index(name) for name in self.ours])
 
     def as_theirs(self, values: np.ndarray) -> np.ndarray:
-        """Our whole array as their tensor, which holds nothing else; a view if it can be."""
+        """Converts the whole array to a tensor that holds it only; a view if possible."""
         assert self.is_whole, "other parts of their tensor would be missing"
         names = [name for group in self.theirs for name in group]
-        turned = values.transpose([self.ours.index(name) for name in names])
-        return turned.reshape(self.their_shape(values.shape))
+        transposed = values.transpose([self.ours.index(name) for name in names])
+        return transposed.reshape(self.their_shape(values.shape))
 
     def to_theirs(self, values: np.ndarray, out: np.ndarray) -> None:
-        """Writes our whole array into its place in their tensor.
+        """Writes the whole array to its place in the tensor.
 
         Args:
-          values: in our shape.
-          out: their tensor, contiguous; other parts of it stay.
+          values: the array.
+          out: the tensor, contiguous; its other parts are unchanged.
         """
         sizes = self.sizes(values.shape)
         names = [name for group in self.theirs for name in group]
@@ -124,10 +126,10 @@ class Layout:
 
 
 def _runs(dims: Sequence[tuple[int, Range]]) -> list[Range]:
-    """The runs of a joined dimension, from (size, range) of what is joined in it."""
+    """Returns the ranges in a joined dimension, from (size, range) of each dimension in it."""
     whole = len(dims)
     while whole > 1 and dims[whole - 1][1] == (0, dims[whole - 1][0]):
-        whole -= 1  # dims[whole:] are taken as they are
+        whole -= 1  # dims[whole:] are selected completely
     unit = math.prod(size for size, _ in dims[whole:])
     start, stop = dims[whole - 1][1]
     stride = unit * dims[whole - 1][0]
@@ -142,15 +144,15 @@ def _runs(dims: Sequence[tuple[int, Range]]) -> list[Range]:
 
 @functools.cache
 def parse_layout(text: str, part: int = 0) -> Layout:
-    """See the head of this module.
+    """Parses a layout; for the syntax see the module's docstring.
 
     Args:
-      text: such as "(heads head_dim) embed -> embed heads head_dim"; without an arrow both are the
-        same.
-      part: which of several parts, from 0.
+      text: such as "(heads head_dim) embed -> embed heads head_dim"; without an arrow both sides
+        are equal.
+      part: index of the array among the parts of the tensor.
 
     Raises:
-      ValueError: the two sides do not have the same dimensions, or there is no such part.
+      ValueError: the two sides have different dimensions, or `part` is out of range.
     """
     left, arrow, right = text.partition("->")
     groups, parts = [], 1
@@ -164,22 +166,23 @@ def parse_layout(text: str, part: int = 0) -> Layout:
     if sorted(ours) != sorted(named) or len(set(ours)) != len(ours):
         raise ValueError(f"layout {text!r}: both sides need the same dimensions, each once")
     if not 0 <= part < parts:
-        raise ValueError(f"layout {text!r} has {parts} parts, and {part} is none of them")
+        raise ValueError(f"layout {text!r}: part={part} must be from 0 to {parts - 1}")
     return Layout(theirs=tuple(groups), ours=ours, parts=parts, part=part)
 
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """One of our arrays and the tensors that it is made of.
+    """A parameter of zerojax and the tensors that hold it.
 
     Attributes:
-      name: of the parameter, "blocks/attention/query/kernel".
-      tensor: their name, "model.layers.{layer}.self_attn.q_proj.weight". With "{layer}" in it our
-        array is a stack: dimension 0 counts layers, each of which is a tensor. With "{expert}" in
-        it, too, dimension 1 counts experts, and each expert of each layer is a tensor.
-      dims: how a tensor is (a layer of) our array, see `parse_layout`.
-      part: which of the parts that `dims` divides a tensor into.
-      rows: of a tensor that are ours, where it holds others of other sizes; None: all.
+      name: name of the parameter, such as "blocks/attention/query/kernel".
+      tensor: name of the tensor, such as "model.layers.{layer}.self_attn.q_proj.weight". With
+        "{layer}", the parameter is stacked: dimension 0 is the layer, and each layer is one tensor.
+        With "{expert}" as well, dimension 1 is the expert, and each expert of each layer is one
+        tensor.
+      dims: layout of a tensor, see `parse_layout`.
+      part: index of the parameter among the parts into which `dims` divides a tensor.
+      rows: rows of the tensor that belong to the parameter; None: all.
     """
 
     name: str
@@ -194,7 +197,7 @@ class Leaf:
 
     @property
     def num_stacked(self) -> int:
-        """How many leading dimensions of our array count tensors."""
+        """Returns the number of leading dimensions (layer, expert) of the parameter."""
         return (LAYER in self.tensor) + (EXPERT in self.tensor)
 
     @property
@@ -203,14 +206,14 @@ class Leaf:
         return layout if self.rows is None else dataclasses.replace(layout, rows=self.rows)
 
     def tensor_of(self, layer: int, expert: int = 0) -> str:
-        """The name of a layer's tensor; of an array that is not a stack there is only layer 0."""
+        """Returns the name of the tensor of a layer and expert; 0 without such a dimension."""
         return self.tensor.replace(LAYER, str(layer)).replace(EXPERT, str(expert))
 
     def numbers(self, shape: Sequence[int]) -> list[tuple[int, int]]:
-        """(layer, expert) of each tensor of our array, in order; 0 for what it does not count.
+        """Returns (layer, expert) of each tensor, in order; 0 without such a dimension.
 
         Args:
-          shape: of our whole array.
+          shape: shape of the whole parameter.
         """
         layers, experts = [*shape[: self.num_stacked], 1, 1][:2]
         return [(layer, expert) for layer in range(layers) for expert in range(experts)]
@@ -218,26 +221,26 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """A row: how a model of ours is one of transformers'.
+    """Mapping between a model class of zerojax and one of transformers.
 
     Attributes:
-      model_type: of config.json.
-      class_name: of transformers, as config.json gets it.
-      config_class: of our model's sizes.
-      build: our model from its sizes.
-      leaves: the arrays of a model of these sizes, in the order in which tensors are written.
-      read: their config.json, key by key -> keyword arguments of `config_class`. Raises
-        UnsupportedError for a value that changes what the model computes and that ours lacks.
-      no_effect: further keys of config.json that change nothing of what this model computes; a key
-        that is neither read nor among these or `config_reading.NO_EFFECT` is refused.
-      write_config: our sizes -> config.json without "model_type", and without "architectures"
-        unless it depends on the sizes.
-      prefix: what their names begin with, but not in every file: "transformer." of GPT-2.
-      ignored: regular expressions of tensors that are not parameters, such as tables that their
-        code fills anew, or parameters of heads that ours lacks. A tensor of a leaf never is.
-      copies: {tensor: the tensor that it repeats} of tensors that a file may have besides, such as
-        a token table under the name of output weights; other values than those are refused.
-      renamed: (regular expression, replacement) on the names in a file, before they are looked up.
+      model_type: "model_type" in config.json.
+      class_name: class of transformers, written to "architectures" in config.json.
+      config_class: class of the zerojax configuration.
+      build: (configuration, rngs) -> model.
+      leaves: configuration -> parameters, in the order in which tensors are written.
+      read: config.json -> keyword arguments of `config_class`. Raises UnsupportedError for a value
+        that zerojax's model does not support.
+      no_effect: further keys of config.json that do not change what the model computes; a key that
+        is neither read nor listed here or in `config_reading.NO_EFFECT` is refused.
+      write_config: configuration -> config.json without "model_type", and without "architectures"
+        unless it depends on the configuration.
+      prefix: prefix of tensor names that some files omit, such as "transformer." of GPT-2.
+      ignored: regular expressions of tensors that are not read: tables that transformers
+        recomputes, and parameters of unsupported heads. They never apply to tensors of `leaves`.
+      copies: {optional tensor: the tensor that it must equal}, such as a token table under the name
+        of the output weights; a copy with other values is refused.
+      renamed: (regular expression, replacement), applied to the names in a file first.
     """
 
     model_type: str
@@ -254,18 +257,18 @@ class Architecture:
     renamed: tuple[tuple[str, str], ...] = ()
 
     def read_config(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Keyword arguments of `config_class` from their config.json.
+        """Returns keyword arguments of `config_class` from a config.json.
 
         Raises:
-          UnsupportedError: a value that would make another model, or a key that is not known.
+          UnsupportedError: an unsupported value or an unknown key.
         """
         reading = ConfigReading(config)
-        found = self.read(reading)
+        fields = self.read(reading)
         check_common(reading, self.no_effect)
-        return found
+        return fields
 
     def keys_read(self, config: Mapping[str, Any]) -> frozenset[str]:
-        """The keys of a config.json that say what the model computes."""
+        """Returns the keys of a config.json that determine what the model computes."""
         reading = ConfigReading(config)
         self.read(reading)
         return frozenset(reading.asked)

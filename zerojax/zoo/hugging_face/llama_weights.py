@@ -1,4 +1,4 @@
-"""Llama in transformers' format: kernels [out, in], heads joined with their features."""
+"""Llama in transformers' format: kernels [out, in], heads and features in one dimension."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from zerojax.zoo.rope import Rope
 
 
 def leaves(config: LlamaConfig) -> list[Leaf]:
-    """Every array of a model of these sizes."""
+    """Returns all arrays of a model."""
     return decoder_leaves.leaves(config.as_decoder())
 
 
 def read_config(config: ConfigReading) -> dict[str, Any]:
-    """Sizes from config.json, whether transformers 4 or 5 wrote it."""
+    """Reads config.json of transformers 4 or 5."""
     config.require("this model's MLP is gated by SiLU", hidden_act=("silu", "swish"))
     config.require("the projections of this model have no biases", attention_bias=(False, None))
     config.require("the MLP of this model has no biases", mlp_bias=(False, None))
-    config.require("attention here drops nothing", attention_dropout=(0.0, None))
-    config.require("pairs are not neighbours", rope_interleaved=(False, None))
+    config.require("zerojax has no attention dropout", attention_dropout=(0.0, None))
+    config.require("this model's rotary pairs are not interleaved", rope_interleaved=(False, None))
     longest = config.needed("max_position_embeddings")
     rope = read_rope(config, longest=longest)
     if rope.fraction != 1.0:
         raise UnsupportedError(
-            f"{config.where}: partial_rotary_factor is {rope.fraction}, but here all features of a "
-            "head turn; only 1.0 will do"
+            f"{config.where}: partial_rotary_factor is {rope.fraction}, but this model rotates all "
+            "features of a head; only 1.0 is supported"
         )
     return {
         "vocab_size": config.needed("vocab_size"),
@@ -48,7 +48,7 @@ def read_config(config: ConfigReading) -> dict[str, Any]:
 
 
 def write_config(config: LlamaConfig) -> dict[str, Any]:
-    """config.json from sizes, in the keys that transformers 4 and 5 both read."""
+    """Returns the keys of config.json, readable by transformers 4 and 5."""
     rope = Rope(theta=config.rope_theta, scaling=config.rope_scaling)
     return {
         "attention_bias": False,

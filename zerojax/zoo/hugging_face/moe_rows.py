@@ -1,7 +1,7 @@
-"""Rows of mixtures of experts: Mixtral, OLMoE, Qwen3-MoE.
+"""Mixtures of experts: Mixtral, OLMoE, Qwen3-MoE.
 
 Sources: arXiv:2401.04088, arXiv:2409.02060, arXiv:2505.09388, and transformers 5.23. Their files
-have a tensor for each expert of each layer.
+have one tensor for each expert of each layer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from zerojax.zoo.hugging_face.families import Keys, plain_rope, row, uniform
 from zerojax.zoo.hugging_face.layouts import Architecture
 
 _WHEN_ON = "router_aux_loss_coef"
-"""Read where "output_router_logits" says that the loss has it; else it changes nothing."""
+"""Read only if "output_router_logits" adds the balance loss; else it has no effect."""
 
 
 def _read_experts(
@@ -36,23 +36,24 @@ def _read_experts(
     balance: float,
     renormalize: bool,
 ) -> Keys:
-    """What all three have.
+    """Reads the settings of experts that all three families share.
 
     Args:
-      number, chosen, balance: transformers' defaults of the class.
-      width: of one expert.
-      renormalize: whether the scores of the chosen experts are divided by their sum.
+      number, chosen, balance: transformers' defaults of num_experts, num_experts_per_tok and
+        router_aux_loss_coef.
+      width: width of one expert.
+      renormalize: the scores of the chosen experts are divided by their sum.
     """
-    names = ("num_experts", "num_local_experts")  # transformers 4 and 5 name it differently
-    given = {name: config.get(name) for name in names if config.has(name)}
-    if len(set(given.values())) > 1:
+    names = ("num_experts", "num_local_experts")  # names in transformers 4 and 5
+    counts = {name: config.get(name) for name in names if config.has(name)}
+    if len(set(counts.values())) > 1:
         raise UnsupportedError(
-            f"{config.where}: {' and '.join(f'{k}={x!r}' for k, x in given.items())} are two names "
-            "of one number; leave one out"
+            f"{config.where}: {' and '.join(f'{k}={x!r}' for k, x in counts.items())} are two "
+            "names of one number; remove one"
         )
     is_balanced = bool(config.get("output_router_logits", False))
     moe = MoEConfig(
-        num_experts=next(iter(given.values()), number),
+        num_experts=next(iter(counts.values()), number),
         experts_per_token=config.get("num_experts_per_tok", chosen),
         expert_dim=width,
         renormalize=renormalize,
@@ -76,9 +77,9 @@ def _write_experts(config: DecoderConfig) -> Keys:
 
 
 def _read_mixtral(config: ConfigReading) -> Keys:
-    """Scores of the chosen experts are divided by their sum; one window for all layers, or none."""
+    """Reads Mixtral: renormalized scores, and one window or none for all layers."""
     sizes = read_sizes(config, kv_heads=8, eps=1e-5)
-    config.require("the router is given no noise", router_jitter_noise=(0.0, None))
+    config.require("zerojax's router has no noise", router_jitter_noise=(0.0, None))
     rope = plain_rope(config, sizes["max_seq_len"], theta=1e6)
     width = sizes["mlp_dim"]
     defaults = {"number": 8, "chosen": 2, "balance": 0.001}
@@ -105,10 +106,10 @@ def _write_mixtral(config: DecoderConfig) -> Keys:
 
 
 def _read_olmoe(config: ConfigReading) -> Keys:
-    """Norms over all heads of query and key, cuts after them."""
+    """Reads OLMoE: norms over all heads of query and key, followed by clipping."""
     sizes = read_sizes(config, eps=1e-5)
     of_head = sizes["embed_dim"] // sizes["num_heads"]
-    config.require("heads share the width of the model", head_dim=(None, of_head))
+    config.require("head_dim is hidden_size / num_attention_heads", head_dim=(None, of_head))
     rope = plain_rope(config, sizes["max_seq_len"])
     width, renormalize = sizes["mlp_dim"], bool(config.get("norm_topk_prob", False))
     defaults = {"number": 64, "chosen": 8, "balance": 0.01}
@@ -142,9 +143,10 @@ def _write_olmoe(config: DecoderConfig) -> Keys:
 
 
 def _read_qwen3_moe(config: ConfigReading) -> Keys:
-    """Norms of query and key; "intermediate_size" is of layers without experts, and there are none.
+    """Reads Qwen3-MoE: norms of query and key.
 
-    A window is of all layers here, as transformers computes it.
+    "intermediate_size" has no effect, since all layers have experts. A window applies to all
+    layers, as in transformers.
     """
     sizes = read_sizes(config, kv_heads=4)
     everywhere = {"decoder_sparse_step": (1,), "mlp_only_layers": ([], None)}
@@ -183,8 +185,8 @@ def _write_qwen3_moe(config: DecoderConfig) -> Keys:
 
 
 ROWS: Mapping[str, Architecture] = {
-    found.model_type: found
-    for found in (
+    entry.model_type: entry
+    for entry in (
         row(
             "mixtral",
             "MixtralForCausalLM",
@@ -203,14 +205,14 @@ ROWS: Mapping[str, Architecture] = {
         ),
     )
 }
-"""model_type -> row."""
+"""{model_type: architecture}."""
 
 
 def as_mixtral(config: Any) -> DecoderConfig:
-    """A Llama with experts as the Mixtral that it is.
+    """Returns the configuration of a Llama with experts as an equal one of the family Mixtral.
 
     Args:
-      config: a `LlamaConfig`.
+      config: a `LlamaConfig` with experts.
     """
-    given = config.as_decoder()
-    return dataclasses.replace(given, family="mixtral", mlp_dim=given.moe.expert_dim)
+    decoder = config.as_decoder()
+    return dataclasses.replace(decoder, family="mixtral", mlp_dim=decoder.moe.expert_dim)

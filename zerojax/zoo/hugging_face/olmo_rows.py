@@ -1,4 +1,4 @@
-"""Rows of OLMo and Cohere: norms without weights, after sub-layers or shared by both of them.
+"""OLMo and Cohere: norms without weights, after sub-layers, or shared by attention and MLP.
 
 Sources: arXiv:2402.00838, arXiv:2501.00656, huggingface.co/docs on Cohere, and transformers 5.23.
 """
@@ -29,7 +29,7 @@ from zerojax.zoo.hugging_face.rope_keys import FULL, SLIDING, read_rope, read_ro
 from zerojax.zoo.layers import NormConfig
 
 OLMO_EPS = 1e-5
-"""Of OLMo's norms, which no key says."""
+"""Epsilon of OLMo's norms, which config.json does not contain."""
 _OLMO3_THETA = {FULL: 5e5, SLIDING: 5e5}
 
 
@@ -37,7 +37,7 @@ _OLMO3_THETA = {FULL: 5e5, SLIDING: 5e5}
 
 
 def _read_olmo(config: ConfigReading) -> Keys:
-    """LayerNorm without scale and bias."""
+    """Reads OLMo: LayerNorm without scale and bias."""
     sizes = read_sizes(config)
     return {
         **sizes,
@@ -56,7 +56,7 @@ def _write_olmo(config: DecoderConfig) -> Keys:
 
 
 def _read_olmo2(config: ConfigReading) -> Keys:
-    """Norms after attention and MLP, and of query and key over all heads."""
+    """Reads OLMo 2: norms after attention and MLP, and over all heads of query and key."""
     sizes = _olmo2_sizes(config)
     return {**sizes, "kinds": (LayerKind(rope=plain_rope(config, sizes["max_seq_len"])),)}
 
@@ -78,7 +78,7 @@ def _write_olmo2(config: DecoderConfig) -> Keys:
 
 
 def _read_olmo3(config: ConfigReading) -> Keys:
-    """OLMo 2 with three windows before each full layer, which alone is stretched."""
+    """Reads OLMo 3: three sliding layers before each full layer; only full layers have scaling."""
     sizes = _olmo2_sizes(config)
     types = read_layer_types(config, every_nth_full(sizes["num_layers"], 4))
     window = window_of(config, types, config.get("sliding_window", 4096))
@@ -109,8 +109,8 @@ def _write_olmo3(config: DecoderConfig) -> Keys:
 
 
 def _read_cohere(config: ConfigReading) -> Keys:
-    """Attention and MLP beside each other."""
-    config.require("query and key have no norms of their own here", use_qk_norm=(False, None))
+    """Reads Cohere: attention and MLP in parallel."""
+    config.require("norms of query and key are not supported", use_qk_norm=(False, None))
     sizes = _cohere_sizes(config)
     rope = read_rope(config, theta=5e5, longest=sizes["max_seq_len"], interleaved=True)
     return {**sizes, "kinds": (LayerKind(rope=rope),)}
@@ -142,7 +142,7 @@ def _write_cohere(config: DecoderConfig) -> Keys:
 
 
 def _read_cohere2(config: ConfigReading) -> Keys:
-    """Three windows with rotary positions, then a full layer without."""
+    """Reads Cohere 2: three sliding layers with rotary positions, then a full layer without."""
     sizes = _cohere_sizes(config)
     rope = read_rope(config, longest=sizes["max_seq_len"], interleaved=True)
     period = config.get("sliding_window_pattern", 4)
@@ -161,8 +161,8 @@ def _write_cohere2(config: DecoderConfig) -> Keys:
 
 
 ROWS: Mapping[str, Architecture] = {
-    found.model_type: found
-    for found in (
+    entry.model_type: entry
+    for entry in (
         row("olmo", "OlmoForCausalLM", _read_olmo, _write_olmo, no_effect=("rms_norm_eps",)),
         row("olmo2", "Olmo2ForCausalLM", _read_olmo2, _write_olmo2),
         row("olmo3", "Olmo3ForCausalLM", _read_olmo3, _write_olmo3),
@@ -170,4 +170,4 @@ ROWS: Mapping[str, Architecture] = {
         row("cohere2", "Cohere2ForCausalLM", _read_cohere2, _write_cohere2),
     )
 }
-"""model_type -> row."""
+"""{model_type: architecture}."""

@@ -2,9 +2,9 @@
 
 Source: huggingface.co/docs/peft, "PEFT checkpoint format".
 
-PEFT has one adapter beside each of the base model's modules. Where such a module holds several of
-our projections (query, key and value in GPT-2's c_attn) their adapters become one whose rank is the
-sum of theirs: each has rows of A of its own, and in B its own rows and columns, zero elsewhere.
+PEFT has one adapter per module of the base model. If a module holds several of zerojax's
+projections (query, key and value in GPT-2's c_attn), their adapters are merged into one whose rank
+is the sum of their ranks: A concatenates their rows, and B is block-diagonal.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ _CAUSAL = ("ForCausalLM", "LMHeadModel")
 
 @dataclasses.dataclass(frozen=True)
 class _Module:
-    """A module of the base model and those of our projections in it that have adapters.
+    """A module of the base model with the zerojax projections in it that have adapters.
 
     Attributes:
-      name: with "{layer}" in it where there is one per layer.
-      leaves: our kernels in it, in the order of its parts.
-      places: where each of them begins among the module's outputs, and how many it has.
-      rank: of one adapter; inputs, outputs: features of the whole module.
-      takes_first: the base's weight is [inputs, outputs], as GPT-2's are.
+      name: name of the module; with "{layer}" if there is one per layer.
+      leaves: kernels of these projections, in the order of the module's outputs.
+      places: (first output, number of outputs) of each projection in the module.
+      rank: rank of one adapter.
+      inputs, outputs: number of features of the whole module.
+      takes_first: the base's weight is [inputs, outputs], as in GPT-2.
     """
 
     name: str
@@ -69,32 +70,32 @@ def write_adapter(
     scales: Mapping[str, float],
     base: str | None = None,
 ) -> Path:
-    """Writes the adapters of a model, which `peft.PeftModel.from_pretrained` then reads.
+    """Writes the adapters of a model for `peft.PeftModel.from_pretrained`.
 
     Args:
-      folder: gets the two files, which must not be there.
+      folder: folder for the two files, which must not exist.
       sizes: the model's configuration, such as a `LlamaConfig`.
-      adapters: {name of our parameter: array} of all adapters; more names do no harm.
-      scales: {name of our kernel: what its adapter's product is multiplied by}.
-      base: where the base model's weights are, a folder or a name on the hub; None: not said.
+      adapters: {parameter name: array} of all adapters; other parameters are ignored.
+      scales: {kernel name: factor of the adapter's product}.
+      base: folder or Hub name of the base model's weights; None: not written.
 
     Raises:
-      UnsupportedError: a model that Hugging Face does not have, no adapters, or adapters of several
-        ranks or scales.
-      FileExistsError: one of the files is there.
+      UnsupportedError: the model has no Hugging Face format or no adapters, or adapters have
+        different ranks or scales.
+      FileExistsError: one of the files exists.
     """
     folder = user_path(folder)
     for name in (ADAPTER_FILE, ADAPTER_CONFIG):
         if (folder / name).exists():
-            raise FileExistsError(f"{folder / name} is there already; name another folder")
+            raise FileExistsError(f"{folder / name} already exists; use another folder")
     row = architecture_of_config(sizes)
     names = adapted_kernels(adapters)
     modules = _modules(row.leaves(sizes), names, adapters)
     kinds = {(m.rank, scales[leaf.name]) for m in modules for leaf in m.leaves}
     if len(kinds) > 1:
         raise UnsupportedError(
-            f"adapters of {len(kinds)} kinds, (rank, scale) being {sorted(kinds)}; PEFT's "
-            "files have one of each: add all adapters with one zerojax.LoraConfig"
+            f"adapters have {len(kinds)} different pairs (rank, scale), {sorted(kinds)}, but "
+            "PEFT's files hold one pair; add all adapters with one zerojax.LoraConfig"
         )
     ((rank, scale),) = kinds
     tensors, makers = [], {}
@@ -124,19 +125,19 @@ def write_adapter(
 def _modules(
     leaves: Sequence[Leaf], names: Mapping[str, tuple[str, str]], adapters: Mapping[str, Any]
 ) -> list[_Module]:
-    """The base model's modules that have adapters."""
+    """Returns the modules of the base model that have adapters."""
     by_tensor: dict[str, list[Leaf]] = {}
     for leaf in leaves:
         if leaf.name in names:
             by_tensor.setdefault(leaf.tensor, []).append(leaf)
     unknown = set(names) - {leaf.name for leaf in leaves}
     if unknown or not names:
-        what, remedy = "the model has no adapters", "zerojax.add_lora adds them"
+        problem, remedy = "the model has no adapters", "zerojax.add_lora adds them"
         if unknown:
-            what = f"Hugging Face's files have no tensor for {min(unknown)}"
+            problem = f"Hugging Face's files have no tensor for {min(unknown)}"
             remedy = "add adapters to projections of the layers only"
-        raise UnsupportedError(f"{what}, so there is nothing for PEFT to read; {remedy}")
-    return [_module(tensor, found, names, adapters) for tensor, found in by_tensor.items()]
+        raise UnsupportedError(f"{problem}, so PEFT files cannot be written; {remedy}")
+    return [_module(tensor, group, names, adapters) for tensor, group in by_tensor.items()]
 
 
 def _module(
@@ -151,16 +152,16 @@ def _module(
     ins = layout.ours[: len(a) - 1]
     takes_first = layout.theirs[0] == ins
     outs = layout.theirs[1 if takes_first else 0]
-    # What `_maker` relies on: features in our order, parts outermost.
+    # `_maker` requires features in zerojax's order and parts outermost.
     assert takes_first or layout.theirs[1] == ins, (tensor, layout)
     assert outs[-len(b) + 1 :] == layout.ours[len(ins) :], (tensor, layout)
-    found = sorted((_place(leaf, names, adapters), leaf.name) for leaf in leaves)
+    places = sorted((_place(leaf, names, adapters), leaf.name) for leaf in leaves)
     by_name = {leaf.name: leaf for leaf in leaves}
     own = math.prod(b[1:])
     return _Module(
         name=tensor.removesuffix(".weight"),
-        leaves=tuple(by_name[name] for _, name in found),
-        places=tuple(place for place, _ in found),
+        leaves=tuple(by_name[name] for _, name in places),
+        places=tuple(place for place, _ in places),
         rank=a[-1],
         inputs=math.prod(a[:-1]),
         outputs=own * layout.parts if layout.rows is None else layout.rows.all,
@@ -171,7 +172,7 @@ def _module(
 def _place(
     leaf: Leaf, names: Mapping[str, tuple[str, str]], adapters: Mapping[str, Any]
 ) -> tuple[int, int]:
-    """(first output of a projection of ours in its module, how many it has)."""
+    """Returns (first output, number of outputs) of a projection in its module."""
     own = math.prod(adapters[names[leaf.name][1]].shape[int(leaf.is_stacked) :][1:])
     return (own * leaf.part if leaf.rows is None else leaf.rows.first), own
 
@@ -183,7 +184,7 @@ def _maker(
     names: Mapping[str, tuple[str, str]],
     adapters: Mapping[str, Any],
 ) -> Callable[[], np.ndarray]:
-    """A function that makes one of a module's two arrays."""
+    """Returns a function that computes one of a module's two arrays, lora_A or lora_B."""
 
     def own(name: str) -> np.ndarray:
         array = adapters[name]
@@ -208,7 +209,7 @@ def _maker(
 def _config(
     modules: Sequence[_Module], rank: int, alpha: float, class_name: str, base: str | None
 ) -> dict[str, Any]:
-    """What PEFT has to know to build the same adapters."""
+    """Returns the contents of adapter_config.json."""
     targets = {_target(module.name): module for module in modules}
     joined = {name: m for name, m in targets.items() if len(m.leaves) > 1}
     return {
@@ -219,7 +220,7 @@ def _config(
         "lora_alpha": alpha,
         "lora_dropout": 0.0,
         "target_modules": sorted(targets),
-        # The same factor alpha / rank for a rank that is a sum.
+        # Joined adapters have a larger rank; alpha is scaled to keep alpha / rank.
         "rank_pattern": {n: m.joined_rank for n, m in joined.items()},
         "alpha_pattern": {n: alpha * len(m.leaves) for n, m in joined.items()},
         "fan_in_fan_out": any(module.takes_first for module in modules),
@@ -233,5 +234,5 @@ def _config(
 
 
 def _target(module: str) -> str:
-    """A module's name without its layer: the ending by which PEFT finds it."""
+    """Returns a module's name without its layer, the suffix by which PEFT matches modules."""
     return module.rpartition("{layer}.")[2]

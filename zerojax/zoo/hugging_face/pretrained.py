@@ -32,23 +32,27 @@ from zerojax.zoo.hugging_face.layouts import Architecture, Leaf, Range
 from zerojax.zoo.lora import add_lora
 
 ROWS_COMPARED = 256
-"""Of a table and of what config.json says is a copy of it."""
+"""Number of rows of a table that are compared with its copy."""
 ADAPTERS = r"(^|/)lora/[ab]$"
-"""Names of parameters that no checkpoint of a base model has."""
+"""Regular expression of adapter parameters, which a base model's files do not have."""
 
 
 class StoredArray:
-    """One of our parameters as it lies in their files; a `tracing.LazyArray`.
+    """A parameter that is read from Hugging Face files; a `tracing.LazyArray`.
 
     Attributes:
-      shape, dtype: of our whole array; the dtype is that of the files.
-      is_stacked: dimension 0 counts layers, each of which is a tensor of its own.
+      shape: shape of the whole parameter.
+      dtype: dtype in the files; float32 if its tensors have several.
+      is_stacked: dimension 0 is the layer; each layer is one tensor.
     """
 
     def __init__(
         self, folder: Folder, leaf: Leaf, shape: tuple[int, ...], place_of: Callable[[str], str]
     ) -> None:
-        """`place_of`: a tensor's name in the table -> its name in the files.
+        """Checks the shapes of the tensors; reads none.
+
+        Args:
+          place_of: tensor name of the architecture -> name in the files.
 
         Raises:
           UnsupportedError: a tensor is missing or has another shape.
@@ -56,70 +60,70 @@ class StoredArray:
         self.shape, self.is_stacked = shape, leaf.is_stacked
         self._folder, self._layout, self._num_stacked = folder, leaf.layout, leaf.num_stacked
         self._own = shape[leaf.num_stacked :]
-        self._names = [place_of(leaf.tensor_of(*each)) for each in leaf.numbers(shape)]
-        wanted = self._layout.their_shape(self._own)
+        self._names = [place_of(leaf.tensor_of(*numbers)) for numbers in leaf.numbers(shape)]
+        expected = self._layout.their_shape(self._own)
         for name in self._names:
-            found = folder.tensors[name][1] if name in folder.tensors else None
-            if found is None or found.shape != wanted:
-                state = "is missing" if found is None else f"has shape {list(found.shape)}"
-                is_new = not any(each in folder.tensors for each in self._names)
+            tensor = folder.tensors[name][1] if name in folder.tensors else None
+            if tensor is None or tensor.shape != expected:
+                state = "is missing" if tensor is None else f"has shape {list(tensor.shape)}"
+                is_new = not any(x in folder.tensors for x in self._names)
                 raise UnsupportedError(
-                    f"{folder.path}: tensor {name!r} {state}, and {leaf.name} {list(shape)} needs "
-                    f"{list(wanted)} of it; config.json or the changes to it describe another model"
-                    + (f", or pass new=({leaf.name!r},) to begin with new values" * is_new)
+                    f"{folder.path}: tensor {name!r} {state}, but {leaf.name} {list(shape)} needs "
+                    f"shape {list(expected)}; correct config.json or the changes to it"
+                    + (f", or pass new=({leaf.name!r},) to initialize it" * is_new)
                 )
         kinds = {folder.tensors[name][1].dtype for name in self._names}
         self.dtype = kinds.pop() if len(kinds) == 1 else np.dtype(np.float32)
 
     @property
     def tensors(self) -> Sequence[str]:
-        """The names in the files, layer by layer, and in a layer expert by expert."""
+        """Returns the names in the files, ordered by layer, then by expert."""
         return self._names
 
     @property
     def files(self) -> list[str]:
-        """The names of the files that these are in, relative to the folder, sorted."""
+        """Returns the sorted names of the files of this parameter, relative to the folder."""
         return sorted({self._folder.file_of(name) for name in self._names})
 
     def read(self, index: Sequence[Range]) -> np.ndarray:
-        """A box of the array; of the files only its own bytes are read.
+        """Reads a slice of the parameter, and no other bytes of the files.
 
         Args:
-          index: (first, behind the last) in each dimension.
+          index: (start, stop) in each dimension.
         """
-        counted, inner = index[: self._num_stacked], index[self._num_stacked :]
-        wanted = list(itertools.product(*(range(*each) for each in counted)))
-        if len(wanted) == 1:
-            values = self._read_tensor(wanted[0], inner).astype(self.dtype, copy=False)
+        outer, inner = index[: self._num_stacked], index[self._num_stacked :]
+        positions = list(itertools.product(*(range(*bounds) for bounds in outer)))
+        if len(positions) == 1:
+            values = self._read_tensor(positions[0], inner).astype(self.dtype, copy=False)
             return values.reshape([stop - start for start, stop in index])
         result = np.empty([stop - start for start, stop in index], self.dtype)
-        for place in wanted:
-            at = tuple(x - first for x, (first, _) in zip(place, counted, strict=True))
-            result[at] = self._read_tensor(place, inner)
+        for position in positions:
+            at = tuple(x - first for x, (first, _) in zip(position, outer, strict=True))
+            result[at] = self._read_tensor(position, inner)
         return result
 
-    def _read_tensor(self, place: tuple[int, ...], index: Sequence[Range]) -> np.ndarray:
-        """`place`: the position of a tensor in our array's leading dimensions."""
+    def _read_tensor(self, indices: tuple[int, ...], index: Sequence[Range]) -> np.ndarray:
+        """Reads a slice of the tensor at `indices` of the leading (layer, expert) dimensions."""
         number = 0
-        for position, size in zip(place, self.shape, strict=False):
+        for position, size in zip(indices, self.shape, strict=False):
             number = number * size + position
         runs = self._layout.their_runs(self._own, index)
         return self._layout.to_ours(self._folder.read(self._names[number], runs), index)
 
 
 class Pretrained(NnxModel):
-    """A model with weights of Hugging Face; goes wherever a model goes.
+    """A model with Hugging Face weights, accepted wherever zerojax accepts a model.
 
-    No weight is in memory: a plan asks for shapes, and a new state reads what belongs to this
-    process's devices.
+    No weights are in memory: a plan uses only shapes, and each process reads the slices of its own
+    devices when the state is initialized.
 
     Attributes:
-      folder: the open files; `folder.bytes_read` counts.
-      row: of the table of architectures.
-      config: sizes of the model.
-      lora: its adapters, or None.
-      stored: {name: array in the files} of the parameters that are read.
-      left_out: names of tensors that are not parameters of this model, such as another head's.
+      folder: the opened files; `folder.bytes_read` counts the bytes read.
+      row: its architecture.
+      config: configuration of the model.
+      lora: settings of its adapters, or None.
+      stored: {name: `StoredArray`} of the parameters in the files.
+      left_out: names of tensors that this model does not use, such as those of another head.
     """
 
     def __init__(
@@ -131,7 +135,7 @@ class Pretrained(NnxModel):
         new: Sequence[str] = (),
         lora: LoraConfig | None = None,
     ) -> None:
-        """See `from_hugging_face`."""
+        """Finds the parameters in the files; for the arguments see `from_hugging_face`."""
 
         def factory(rngs: nnx.Rngs) -> nnx.Module:
             return row.build(config, rngs)
@@ -146,15 +150,15 @@ class Pretrained(NnxModel):
         )
 
     def initial_arrays(self) -> tuple[Arrays, Arrays]:
-        """What the files have, unread; a `ShapeDtypeStruct` where `init` has to make an array."""
+        """Returns unread arrays, or a `ShapeDtypeStruct` for arrays that `init` has to create."""
         params, extras = self._abstract
         return {name: self.stored.get(name, leaf) for name, leaf in params.items()}, dict(extras)
 
     def to_model(self) -> nnx.Module:
-        """The model with its weights as plain arrays, to embed texts or to draw tokens from.
+        """Returns the model with its weights as arrays, for embedding texts or generation.
 
-        Everything is read onto JAX's default device; a run reads slices instead. Parameters that
-        are not in the files are those of seed 0.
+        All weights are read to JAX's default device (training reads slices instead). Parameters
+        that are not in the files are initialized with seed 0.
         """
         params, extras = self._abstract
         if extras or len(self.stored) < len(params):
@@ -166,19 +170,19 @@ class Pretrained(NnxModel):
         return self.to_source({**params, **whole}, extras)
 
     def with_changes(self, *, new: Sequence[str] = (), **changes: Any) -> Pretrained:
-        """The same weights in a model with other settings, see `from_hugging_face`."""
+        """Returns the same weights in a model with other settings, see `from_hugging_face`."""
         config = dataclasses.replace(self.config, **changes)
         return Pretrained(self.folder, self.row, config, new=(*self._new, *new), lora=self.lora)
 
     def with_lora(self, lora: LoraConfig) -> Pretrained:
-        """The same weights with new adapters beside them."""
+        """Returns the same weights with new adapters."""
         return Pretrained(self.folder, self.row, self.config, new=self._new, lora=lora)
 
     def describe(self) -> str:
-        """One line for people: what is read from where, and what is not."""
+        """Returns one line: the parameters read, their files, and the tensors not used."""
         count = len(self._abstract[0])
         made = "" if len(self.stored) == count else f", {count - len(self.stored)} new ones"
-        left = f"; left out: {', '.join(self.left_out)}" if self.left_out else ""
+        left = f"; not used: {', '.join(self.left_out)}" if self.left_out else ""
         files = len({file for file, _ in self.folder.tensors.values()})
         return (
             f"model: {self.row.model_type} with {len(self.stored)} parameters from {files} file"
@@ -187,24 +191,24 @@ class Pretrained(NnxModel):
 
 
 def from_hugging_face(folder: str | Path, *, new: Sequence[str] = (), **changes: Any) -> Pretrained:
-    """A model with weights from a folder of Hugging Face: config.json and safetensors files.
+    """Returns a model with weights from a Hugging Face folder: config.json and safetensors files.
 
-    Every process reads only what its own devices hold, one tensor at a time, straight into the
-    shards that the plan says. `zoo.hugging_face.ARCHITECTURES` has the model types that are
-    known: Llama, Mistral, Qwen, Gemma, Phi, OLMo, SmolLM3, GPT-2, BERT and more.
+    Each process reads only the slices that its devices hold, one tensor at a time, directly into
+    the shards of the plan. `zoo.hugging_face.ARCHITECTURES` lists the supported model types: Llama,
+    Mistral, Qwen, Gemma, Phi, OLMo, SmolLM3, GPT-2, BERT and more.
 
     Args:
-      folder: as `save_pretrained` or `hf download` has left it.
-      new: regular expressions on names of parameters that are not in the files, and begin as the
-        model's own initialisation makes them. Those of adapters need none.
-      **changes: settings of the model that are not the files', such as remat="full", dropout=0.1,
+      folder: a folder written by `save_pretrained` or `hf download`.
+      new: regular expressions on names of parameters that are not in the files; they are
+        initialized as in a new model. Adapters need not be listed.
+      **changes: settings of the model that override the files, such as remat="full", dropout=0.1,
         loss_chunk=1024 or max_seq_len; fields of `zoo.DecoderConfig`, or of `LlamaConfig`,
         `GPT2Config` or `BertConfig`.
 
     Raises:
-      FileNotFoundError: no such folder, or no safetensors in it.
-      UnsupportedError: a ValueError: config.json asks for what zerojax does not compute, a tensor
-        is missing, has another shape or is not known.
+      FileNotFoundError: the folder does not exist or has no safetensors file.
+      UnsupportedError: a ValueError: config.json has an unsupported setting, or a tensor is
+        missing, unknown or has another shape.
       ValueError: a file is damaged, or a change is not a setting of the model.
     """
     opened = open_folder(folder)
@@ -216,39 +220,39 @@ def from_hugging_face(folder: str | Path, *, new: Sequence[str] = (), **changes:
         if not isinstance(theirs, list) or not theirs or row.class_name in theirs:
             raise
         raise UnsupportedError(
-            f"{opened.path}: config.json names architectures={theirs}, and zerojax reads a "
-            f"{row.model_type} as {row.class_name}; save it as that class with transformers. What "
-            f"differs: {error}"
+            f"{opened.path}: config.json has architectures={theirs}, but zerojax reads "
+            f"{row.model_type} as {row.class_name}; save it as that class with transformers. "
+            f"Difference: {error}"
         ) from None
 
 
 def config_from_hugging_face(path: str | Path, **changes: Any) -> Any:
-    """Sizes and switches of a model from its config.json, without weights.
+    """Returns the configuration of a model from its config.json, without weights.
 
     Args:
-      path: a config.json, or its folder, which needs no weights in it.
-      **changes: as of `from_hugging_face`.
+      path: a config.json, or its folder, which need not contain weights.
+      **changes: as in `from_hugging_face`.
 
     Returns:
-      A `DecoderConfig`, or the configuration of the model's own class; see `factory_of`.
+      A `DecoderConfig`, or the configuration of the model's class; see `factory_of`.
 
     Raises:
-      FileNotFoundError, UnsupportedError, ValueError: as of `from_hugging_face`.
+      FileNotFoundError, UnsupportedError, ValueError: as in `from_hugging_face`.
     """
     path = user_path(path)
     return _settings(read_json(path / CONFIG if path.is_dir() else path), changes)[1]
 
 
 def arrays_in(folder: str | Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, StoredArray]:
-    """Parameters of ours in a folder of Hugging Face; reads no weights.
+    """Returns parameters of a Hugging Face folder as unread arrays.
 
     Args:
-      folder: as of `from_hugging_face`.
-      shapes: {name of a parameter: its whole shape}.
+      folder: as in `from_hugging_face`.
+      shapes: {parameter name: its whole shape}.
 
     Raises:
-      FileNotFoundError, UnsupportedError, ValueError: as of `from_hugging_face`; or the folder's
-        model has no parameter of this name.
+      FileNotFoundError, UnsupportedError, ValueError: as in `from_hugging_face`, or the folder's
+        model has no parameter of a name.
     """
     opened = open_folder(folder)
     row, config = _settings(opened.config, {})
@@ -263,10 +267,10 @@ def arrays_in(folder: str | Path, shapes: Mapping[str, tuple[int, ...]]) -> dict
 
 
 def factory_of(config: Any) -> Callable[[nnx.Rngs], nnx.Module]:
-    """What makes a model of these sizes with new weights: `rngs -> model`.
+    """Returns a factory `rngs -> model` of a configuration, with new weights.
 
     Raises:
-      UnsupportedError: sizes of a model of the user's own.
+      UnsupportedError: the configuration is not of a model in `ARCHITECTURES`.
     """
     row = architecture_of_config(config)
     return lambda rngs: row.build(config, rngs)
@@ -275,7 +279,7 @@ def factory_of(config: Any) -> Callable[[nnx.Rngs], nnx.Module]:
 def _settings(
     config_json: Mapping[str, Any], changes: Mapping[str, Any]
 ) -> tuple[Architecture, Any]:
-    """(the row, our sizes) of a config.json."""
+    """Returns (architecture, configuration) of a config.json."""
     check_unquantized(config_json)
     row = architecture_of(config_json)
     fields = {field.name for field in dataclasses.fields(row.config_class)}
@@ -298,24 +302,24 @@ def _find_arrays(
     params: Mapping[str, Any],
     new: Sequence[str],
 ) -> tuple[dict[str, StoredArray], list[str]]:
-    """(parameters that the files have, names of tensors that are none and may be).
+    """Returns (parameters in the files, names of tensors that the model does not use).
 
     Raises:
-      UnsupportedError: a parameter without a tensor, or a tensor without a place in the model.
+      UnsupportedError: a parameter has no tensor, or a tensor belongs to no parameter.
     """
     places, place_of = _places(folder, row), _place_of(folder, row)
-    found: dict[str, StoredArray] = {}
+    stored: dict[str, StoredArray] = {}
     for leaf in leaves:
         if place_of(leaf.tensor_of(0)) not in folder.tensors and _matches(leaf.name, new):
             continue
-        found[leaf.name] = StoredArray(folder, leaf, tuple(params[leaf.name].shape), place_of)
+        stored[leaf.name] = StoredArray(folder, leaf, tuple(params[leaf.name].shape), place_of)
     for name in params:
-        if name not in found and not _matches(name, (*new, ADAPTERS)):
+        if name not in stored and not _matches(name, (*new, ADAPTERS)):
             raise UnsupportedError(
-                f"parameter {name} has no tensor in {row.model_type}'s files; pass "
-                f"new=({name!r},) to begin with new values"
+                f"parameter {name} has no tensor in files of {row.model_type}; pass "
+                f"new=({name!r},) to initialize it"
             )
-    taken = {name for array in found.values() for name in array.tensors}
+    taken = {name for array in stored.values() for name in array.tensors}
     rest = sorted(name for name, place in places.items() if place not in taken)
     copies = {places[x]: place_of(y) for x, y in _copies(leaves, row).items() if x in places}
     for name, original in copies.items():
@@ -323,15 +327,15 @@ def _find_arrays(
     unknown = [name for name in rest if name not in copies and not _matches(name, row.ignored)]
     if unknown:
         raise UnsupportedError(
-            f"{folder.path}: {len(unknown)} tensors have no place in the model, such as "
-            f"{unknown[0]!r}, and would not compute what theirs does; save it as "
+            f"{folder.path}: {len(unknown)} tensors belong to no parameter of the model, such as "
+            f"{unknown[0]!r}; ignoring them would change its results: save the model as "
             f"{row.class_name} with transformers"
         )
-    return found, rest
+    return stored, rest
 
 
 def _places(folder: Folder, row: Architecture) -> dict[str, str]:
-    """{name as the table may have it: name in the files}."""
+    """Returns {name after `Architecture.renamed`: name in the files}."""
     result = {}
     for place in folder.tensors:
         name = place
@@ -342,7 +346,7 @@ def _places(folder: Folder, row: Architecture) -> dict[str, str]:
 
 
 def _place_of(folder: Folder, row: Architecture) -> Callable[[str], str]:
-    """A tensor's name in the table -> its name in the files."""
+    """Returns a function from a tensor's name in `leaves` to its name in the files."""
     places = _places(folder, row)
 
     def place_of(name: str) -> str:
@@ -353,20 +357,20 @@ def _place_of(folder: Folder, row: Architecture) -> Callable[[str], str]:
 
 
 def _copies(leaves: Iterable[Leaf], row: Architecture) -> dict[str, str]:
-    """{tensor that a file may have besides: the tensor that it repeats}."""
+    """Returns {optional tensor: the tensor that it must equal}."""
     tensors = {leaf.name: leaf.tensor for leaf in leaves}
     table, copies = tensors.get("token_embedding/embedding"), dict(row.copies)
     if table is not None and "lm_head/kernel" not in tensors:
-        copies["lm_head.weight"] = table  # the token table serves for output weights
+        copies["lm_head.weight"] = table  # tied output weights
     return copies
 
 
 def _check_copy(folder: Folder, name: str, original: str) -> None:
-    """Refuses a copy of a table with other values: then another model was trained.
+    """Raises UnsupportedError if a tensor differs from the one that it should copy.
 
-    `ROWS_COMPARED` rows are read, evenly spaced: weights that were trained apart differ in all.
+    `ROWS_COMPARED` evenly spaced rows are compared; separately trained weights differ in all rows.
     """
-    first, second = (folder.tensors[each][1] for each in (name, original))
+    first, second = (folder.tensors[tensor][1] for tensor in (name, original))
     same = first.shape == second.shape and first.dtype == second.dtype
     if same:
         number = first.shape[0]
@@ -375,13 +379,13 @@ def _check_copy(folder: Folder, name: str, original: str) -> None:
             [(row, row + 1) for row in range(0, number, step)],
             *([(0, size)] for size in first.shape[1:]),
         ]
-        blocks = [folder.read(each, runs) for each in (name, original)]
+        blocks = [folder.read(tensor, runs) for tensor in (name, original)]
         same = blocks[0].tobytes() == blocks[1].tobytes()
     if not same:
         raise UnsupportedError(
-            f"{folder.path}: tensor {name!r} is not the {original!r} that config.json says it "
-            'repeats; write "tie_word_embeddings": false into config.json if it is to be used, or '
-            "take the tensor out of the files"
+            f"{folder.path}: tensor {name!r} differs from {original!r}, but config.json ties them; "
+            'write "tie_word_embeddings": false into config.json to use it, or remove the tensor '
+            "from the files"
         )
 
 

@@ -1,4 +1,4 @@
-"""Rotary positions in config.json: flat or for each type of layer, in the keys of all versions."""
+"""Rotary positions in config.json: for all layers or per type, in the keys of all versions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _OF_KINDS = (
     *("type", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"),
     *("mscale", "mscale_all_dim", "truncate", "attention_factor", "short_factor", "long_factor"),
 )
-"""Keys that some kind of rotary positions has; others do not look at them, as in transformers."""
+"""Keys of some kinds of rotary positions; other kinds ignore them, as in transformers."""
 _KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
@@ -24,20 +24,21 @@ def read_rope(
     longest: int,
     interleaved: bool = False,
 ) -> Rope:
-    """The rotary positions of a model whose layers all turn alike.
+    """Reads the rotary positions of a model whose layers all have the same.
 
     Args:
-      theta: the base where no key says it.
+      theta: default of the base.
       longest: max_position_embeddings.
+      interleaved: see `Rope.interleaved`.
 
     Raises:
-      UnsupportedError: a kind of scaling or a key that is not known.
+      UnsupportedError: an unsupported kind of scaling or an unknown key.
     """
     values = {**(reading.get("rope_parameters") or {}), **(reading.get("rope_scaling") or {})}
     if nested(values):
         raise UnsupportedError(
-            f"{reading.where}: rope_parameters has entries for types of layers ({FULL}, ...), and "
-            "this model has one for all layers"
+            f"{reading.where}: rope_parameters has one entry per type of layer ({FULL}, ...), but "
+            "this model needs the same for all layers"
         )
     for key in ("rope_theta", "partial_rotary_factor"):
         if reading.has(key):
@@ -48,30 +49,29 @@ def read_rope(
 def read_ropes(
     reading: ConfigReading, *, theta: Mapping[str, float], longest: int, local_key: str | None
 ) -> dict[str, Rope]:
-    """{type of layer: its rotary positions}, where they may differ between types.
+    """Reads {type of layer: its rotary positions}, which may differ between types.
 
     Args:
-      theta: the bases where no key says them, of both types.
+      theta: default base of each type.
       longest: max_position_embeddings.
-      local_key: of the base of sliding layers beside "rope_theta" of full ones; None: both have
-        that.
+      local_key: key of the base of sliding layers; None: "rope_theta", as for full layers.
     """
-    given, scaling = reading.get("rope_parameters") or {}, reading.get("rope_scaling") or {}
+    parameters, scaling = reading.get("rope_parameters") or {}, reading.get("rope_scaling") or {}
     parts: dict[str, dict[str, Any]] = {FULL: {}, SLIDING: {}}
-    if given and not nested(given):
+    if parameters and not nested(parameters):
         raise UnsupportedError(
-            f"{reading.where}: rope_parameters has no entries for {FULL} and {SLIDING}, of which "
-            "this model has one each"
+            f"{reading.where}: rope_parameters needs entries for {FULL} and {SLIDING} in this "
+            "model, but has none"
         )
-    unknown = sorted(set(given) - set(parts))
+    unknown = sorted(set(parameters) - set(parts))
     if unknown:
         raise UnsupportedError(
-            f"{reading.where}: rope_parameters has an entry {unknown[0]!r}; only {FULL} and "
-            f"{SLIDING} are types of layers here"
+            f"{reading.where}: rope_parameters has an entry {unknown[0]!r}; only the layer types "
+            f"{FULL} and {SLIDING} are supported"
         )
     for kind in parts:
-        parts[kind] |= given.get(kind) or {}
-    parts[FULL] |= scaling  # older files have scaling of full layers alone
+        parts[kind] |= parameters.get(kind) or {}
+    parts[FULL] |= scaling  # in older files rope_scaling applies to full layers only
     keys = {FULL: "rope_theta", SLIDING: local_key or "rope_theta"}
     for kind, key in keys.items():
         if reading.has(key):
@@ -83,28 +83,28 @@ def read_ropes(
 
 
 def nested(values: Mapping[str, Any]) -> bool:
-    """Whether rope_parameters has an object for each type of layer."""
+    """Returns whether rope_parameters has an object for each type of layer."""
     return any(isinstance(value, Mapping) for value in values.values())
 
 
 def rope_of(
     values: Mapping[str, Any], *, where: str, theta: float, longest: int, alike: bool = False
 ) -> Rope:
-    """Rotary positions from the keys of one object; "type" was the key before "rope_type".
+    """Reads rotary positions from one object; "type" is the old name of "rope_type".
 
     Args:
       values: the object.
-      where: of messages.
+      where: name of the file in messages.
       theta, longest: see `read_rope`.
-      alike: whether pairs are neighbours (`Rope.interleaved`).
+      alike: the value of `Rope.interleaved`.
     """
-    found = ConfigReading(values, f"{where}: rope_parameters or rope_scaling")
-    kind = found.get("rope_type") or found.get("type") or "default"
-    base = float(found.get("rope_theta") or theta)
-    fraction = found.get("partial_rotary_factor")
-    original = found.get("original_max_position_embeddings")
-    scaling = _scaling(found, kind, original, longest)
-    found.check_rest(_OF_KINDS)  # what is of another kind says nothing
+    reading = ConfigReading(values, f"{where}: rope_parameters or rope_scaling")
+    kind = reading.get("rope_type") or reading.get("type") or "default"
+    base = float(reading.get("rope_theta") or theta)
+    fraction = reading.get("partial_rotary_factor")
+    original = reading.get("original_max_position_embeddings")
+    scaling = _scaling(reading, kind, original, longest)
+    reading.check_rest(_OF_KINDS)  # keys of other kinds have no effect
     return Rope(
         theta=base,
         scaling=scaling,
@@ -114,68 +114,68 @@ def rope_of(
 
 
 def _scaling(
-    found: ConfigReading, kind: str, original: int | None, longest: int
+    reading: ConfigReading, kind: str, original: int | None, longest: int
 ) -> RopeScaling | None:
     if kind == "default":
         return None
     if kind == "linear":
-        return RopeScaling(kind="linear", factor=float(found.needed("factor")))
+        return RopeScaling(kind="linear", factor=float(reading.needed("factor")))
     if kind == "dynamic":
-        factor = float(found.needed("factor"))
+        factor = float(reading.needed("factor"))
         return RopeScaling(kind="dynamic", factor=factor, original_max_seq_len=longest)
     if kind == "llama3":
         return RopeScaling(
             kind="llama3",
-            factor=float(found.needed("factor")),
-            original_max_seq_len=int(found.needed("original_max_position_embeddings")),
-            low_freq_factor=float(found.needed("low_freq_factor")),
-            high_freq_factor=float(found.needed("high_freq_factor")),
+            factor=float(reading.needed("factor")),
+            original_max_seq_len=int(reading.needed("original_max_position_embeddings")),
+            low_freq_factor=float(reading.needed("low_freq_factor")),
+            high_freq_factor=float(reading.needed("high_freq_factor")),
         )
     if kind in ("yarn", "longrope"):
         before = int(original or longest)
-        factor = found.get("factor")
+        factor = reading.get("factor")
         factor = longest / before if factor is None else float(factor)
-        return (_yarn if kind == "yarn" else _longrope)(found, factor, before)
+        return (_yarn if kind == "yarn" else _longrope)(reading, factor, before)
     raise UnsupportedError(
-        f"{found.where}: rotary positions of type {kind!r} are not built; "
-        f"{', '.join(_KINDS[:-1])} and {_KINDS[-1]} are"
+        f"{reading.where}: rotary positions of type {kind!r} are not supported; "
+        f"use {', '.join(_KINDS[:-1])} or {_KINDS[-1]}"
     )
 
 
-def _yarn(found: ConfigReading, factor: float, before: int) -> RopeScaling:
-    magnitude = found.get("attention_factor")
+def _yarn(reading: ConfigReading, factor: float, before: int) -> RopeScaling:
+    magnitude = reading.get("attention_factor")
     plain = RopeScaling(kind="yarn", factor=factor, original_max_seq_len=before)
-    one, all_dims = found.get("mscale"), found.get("mscale_all_dim")
-    if magnitude is None and one and all_dims and factor > 1:
-        grown = plain.magnitude - 1.0  # 0.1 ln(factor)
-        magnitude = (one * grown + 1.0) / (all_dims * grown + 1.0)
+    mscale, mscale_all_dim = reading.get("mscale"), reading.get("mscale_all_dim")
+    if magnitude is None and mscale and mscale_all_dim and factor > 1:
+        growth = plain.magnitude - 1.0  # 0.1 ln(factor)
+        magnitude = (mscale * growth + 1.0) / (mscale_all_dim * growth + 1.0)
     return RopeScaling(
         kind="yarn",
         factor=factor,
         original_max_seq_len=before,
-        beta_fast=float(found.get("beta_fast") or 32.0),
-        beta_slow=float(found.get("beta_slow") or 1.0),
-        truncate=bool(found.get("truncate", True)),
+        beta_fast=float(reading.get("beta_fast") or 32.0),
+        beta_slow=float(reading.get("beta_slow") or 1.0),
+        truncate=bool(reading.get("truncate", True)),
         attention_factor=None if magnitude is None else float(magnitude),
     )
 
 
-def _longrope(found: ConfigReading, factor: float, before: int) -> RopeScaling:
-    magnitude = found.get("attention_factor")
-    for key in ("short_mscale", "long_mscale"):  # of Phi-3-MoE alone
-        found.require("cosine and sine have one factor here", **{key: (None,)})
+def _longrope(reading: ConfigReading, factor: float, before: int) -> RopeScaling:
+    magnitude = reading.get("attention_factor")
+    for key in ("short_mscale", "long_mscale"):  # only in Phi-3-MoE
+        reading.require("cosine and sine have a single factor", **{key: (None,)})
     return RopeScaling(
         kind="longrope",
         factor=max(1.0, factor),
         original_max_seq_len=before,
         attention_factor=None if magnitude is None else float(magnitude),
-        short_factor=tuple(map(float, found.needed("short_factor"))),
-        long_factor=tuple(map(float, found.needed("long_factor"))),
+        short_factor=tuple(map(float, reading.needed("short_factor"))),
+        long_factor=tuple(map(float, reading.needed("long_factor"))),
     )
 
 
 def write_scaling(rope: Rope) -> dict[str, Any] | None:
-    """`rope_scaling` without the base, as all versions read it; None where there is none."""
+    """Returns `rope_scaling` in the keys of all versions, without the base; None: no scaling."""
     scaling = rope.scaling
     if scaling is None:
         return None
@@ -204,11 +204,11 @@ def write_scaling(rope: Rope) -> dict[str, Any] | None:
 
 
 def write_rope(rope: Rope, longest: int) -> dict[str, Any]:
-    """The keys of a model whose layers all turn alike, in those that transformers 4 and 5 read.
+    """Returns the keys of a model with one `Rope`, readable by transformers 4 and 5.
 
     Args:
-      longest: tokens that the model takes; theirs takes the original length of "dynamic" from
-        max_position_embeddings.
+      longest: max_seq_len of the model, written to max_position_embeddings; for "dynamic" scaling
+        the original length is written instead, since transformers reads it from there.
     """
     written: dict[str, Any] = {
         "max_position_embeddings": longest,
@@ -223,7 +223,7 @@ def write_rope(rope: Rope, longest: int) -> dict[str, Any]:
 
 
 def write_ropes(ropes: Mapping[str, Rope]) -> dict[str, Any]:
-    """`rope_parameters` where types of layers turn differently, as transformers 5 has it."""
+    """Returns `rope_parameters` with one entry per type of layer, as in transformers 5."""
     return {
         kind: {"rope_type": "default", "rope_theta": rope.theta, **(write_scaling(rope) or {})}
         for kind, rope in ropes.items()

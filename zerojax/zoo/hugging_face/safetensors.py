@@ -1,9 +1,8 @@
 """safetensors files: validated tables, partial reads, writes of one array at a time.
 
-The package of that name takes a whole dict from memory, and maps files into memory to read from
-them: what has been read then counts as the process's until the system takes it back, with whole
-pages of what lies beside. Here one array at a time is written, and of one any block is read, its
-own bytes and no others.
+The package safetensors writes a whole dict from memory and reads through memory maps, whose pages
+count as memory of the process until the system reclaims them. This module writes one array at a
+time and reads exactly the bytes of a block.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from zerojax.config.regular_files import UnreadableError, open_regular
 from zerojax.runtime.bounded_json import JsonError, loads
 
 SHARD_BYTES = 5 * 10**9
-"""From there on there are several files and an index, as Hugging Face has them."""
+"""Maximum size of a file; larger models have several files and an index, as on the Hub."""
 
 MAX_TABLE_BYTES = 100_000_000
-"""As the package safetensors has it."""
+"""Limit of the package safetensors."""
 MAX_DIMENSIONS = 64
-"""As many as NumPy has."""
+"""Limit of NumPy."""
 MAX_ARRAY_BYTES = 2**63 - 1
 
 SINGLE = "model.safetensors"
@@ -59,16 +58,16 @@ _METADATA = "__metadata__"
 
 
 class SafetensorsError(ValueError):
-    """A file is not what the format says, or an array has a dtype that the format lacks."""
+    """Error for a file that violates the format, or an array whose dtype it does not support."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tensor:
-    """An array in a file.
+    """Entry of an array in a file.
 
     Attributes:
-      name, shape, dtype: of it.
-      start: where its bytes begin, in bytes from the beginning of the file.
+      name, shape, dtype: of the array.
+      start: offset of its first byte from the beginning of the file.
     """
 
     name: str
@@ -85,14 +84,14 @@ class Tensor:
 
 
 def read_table(path: Path) -> dict[str, Tensor]:
-    """{name: array} of a file; no array is read.
+    """Reads the table {name: entry} of a file; no array is read.
 
-    As the package safetensors has it, the arrays fill the file: none overlaps another, no byte
-    lies between them or behind the last, so that nothing can hide in a file.
+    As in the package safetensors, arrays must not overlap and must fill the file without gaps, so
+    that no other data can be hidden in it.
 
     Raises:
-      SafetensorsError: the file is cut short or no regular file, or its table is damaged.
-      OSError: what the disk says.
+      SafetensorsError: the file is truncated, not a regular file, or its table is damaged.
+      OSError: the file cannot be read.
     """
     try:
         descriptor = open_regular(path)
@@ -104,13 +103,13 @@ def read_table(path: Path) -> dict[str, Tensor]:
         length = struct.unpack("<Q", head)[0] if len(head) == 8 else size
         if 8 + length > size:
             raise SafetensorsError(
-                f"{path} is cut short or no safetensors file: its table should have {length} "
-                f"bytes, and the whole file has {size}; fetch it again"
+                f"{path} is truncated or not a safetensors file: its table should have {length} "
+                f"bytes, but the whole file has {size}; fetch it again"
             )
         if length > MAX_TABLE_BYTES:
             raise SafetensorsError(
-                f"{path}: its table has {length} bytes, and the format allows {MAX_TABLE_BYTES}; "
-                "fetch it again"
+                f"{path}: its table has {length} bytes, above the format's maximum of "
+                f"{MAX_TABLE_BYTES}; fetch it again"
             )
         text = file.read(length)
     try:
@@ -122,44 +121,47 @@ def read_table(path: Path) -> dict[str, Tensor]:
 
 
 class _Damage(Exception):
-    """What is wrong, to be read behind the path of the file."""
+    """Error whose text is appended to the path of the file."""
 
 
 def _arrays_of(table: Any, data: int, size: int) -> dict[str, Tensor]:
-    """The arrays of a table, in order of their bytes.
+    """Returns the entries of a table after checking them.
 
     Args:
-      table: what the JSON says.
-      data: where the first array begins, in bytes from the beginning of the file.
-      size: of the file.
+      table: parsed JSON.
+      data: offset of the first array from the beginning of the file, in bytes.
+      size: size of the file in bytes.
+
+    Raises:
+      _Damage: an entry is invalid, or arrays overlap, leave gaps or exceed the file.
     """
     if not isinstance(table, dict):
         raise _Damage(f": its table is damaged (it is {quoted(table)}, not an object)")
     notes = table.get(_METADATA, {})
     if not (isinstance(notes, dict) and all(isinstance(note, str) for note in notes.values())):
         raise _Damage(f": its table is damaged ({_METADATA} is {quoted(notes)}, not texts by name)")
-    found = [_tensor(name, row, data) for name, row in table.items() if name != _METADATA]
+    tensors = [_tensor(name, row, data) for name, row in table.items() if name != _METADATA]
     end = data
-    for tensor in sorted(found, key=lambda tensor: (tensor.start, tensor.num_bytes)):
+    for tensor in sorted(tensors, key=lambda tensor: (tensor.start, tensor.num_bytes)):
         name = quoted(tensor.name)
         if tensor.start < end:
             raise _Damage(
-                f": its table is damaged ({name} begins at {tensor.start - data}, and the array "
+                f": its table is damaged ({name} begins at {tensor.start - data}, but the array "
                 f"before it ends at {end - data})"
             )
         if tensor.start > end:
             raise _Damage(
                 f": its table is damaged ({name} begins at {tensor.start - data}, "
-                f"{tensor.start - end} bytes behind the end of what is before it)"
+                f"{tensor.start - end} bytes after the end of the array before it)"
             )
         end += tensor.num_bytes
         if end > size:
             raise _Damage(
-                f" is cut short: {name} should end at byte {end}, and the file has {size}"
+                f" is truncated: {name} should end at byte {end}, but the file has {size} bytes"
             )
     if end < size:
         raise _Damage(f" has {size - end} bytes more than its arrays, which end at byte {end}")
-    return {tensor.name: tensor for tensor in found}
+    return {tensor.name: tensor for tensor in tensors}
 
 
 def _tensor(name: str, row: Any, data: int) -> Tensor:
@@ -172,21 +174,19 @@ def _tensor(name: str, row: Any, data: int) -> Tensor:
     if not isinstance(kind, str) or kind not in _DTYPES:
         raise damage(f"has the unknown dtype {quoted(kind)}")
     if not _are_sizes(shape):
-        raise damage(
-            f"has the shape {quoted(shape)}, which is not a list of whole numbers from 0 on"
-        )
+        raise damage(f"has the shape {quoted(shape)}, which is not a list of non-negative integers")
     if len(shape) > MAX_DIMENSIONS:
-        raise damage(f"has {len(shape)} dimensions; at most {MAX_DIMENSIONS} are read")
+        raise damage(f"has {len(shape)} dimensions; the maximum is {MAX_DIMENSIONS}")
     if not _are_sizes(offsets) or len(offsets) != 2:
         raise damage(
-            f"has the data_offsets {quoted(offsets)}, which are not two whole numbers from 0 on"
+            f"has the data_offsets {quoted(offsets)}, which are not two non-negative integers"
         )
     tensor = Tensor(name=name, shape=tuple(shape), dtype=_DTYPES[kind], start=data + offsets[0])
-    # Of an empty array too: NumPy multiplies the other sizes.
+    # Checked for empty arrays as well, since NumPy multiplies the non-zero sizes.
     if math.prod(size for size in shape if size) * tensor.dtype.itemsize > MAX_ARRAY_BYTES:
-        raise damage(f"has the shape {quoted(shape)}, which no array can have")
+        raise damage(f"has the shape {quoted(shape)}, which is too large for an array")
     if offsets[1] - offsets[0] != tensor.num_bytes:
-        raise damage(f"lies at {offsets[0]} to {offsets[1]}, but has {tensor.num_bytes} bytes")
+        raise damage(f"is at {offsets[0]} to {offsets[1]}, but has {tensor.num_bytes} bytes")
     return tensor
 
 
@@ -197,15 +197,18 @@ def _are_sizes(value: Any) -> bool:
 def read_block(
     path: Path, tensor: Tensor, runs: Sequence[Sequence[tuple[int, int]]]
 ) -> tuple[np.ndarray, int]:
-    """(a block of an array, the number of bytes that were read, which are the block's own).
+    """Reads a block of an array, and no other bytes.
 
     Args:
       path: the file.
-      tensor: from its table.
-      runs: for each dimension ranges (first, behind the last), in order; their product is read.
+      tensor: entry of the array in the file's table.
+      runs: ordered ranges (start, stop) for each dimension; their product is read.
+
+    Returns:
+      (block, number of bytes read).
 
     Raises:
-      SafetensorsError: the file has become shorter.
+      SafetensorsError: the file has been truncated since its table was read.
     """
     shape = tuple(sum(stop - start for start, stop in dim) for dim in runs)
     block = np.empty(shape, tensor.dtype)
@@ -229,12 +232,12 @@ def read_block(
 def _extents(
     tensor: Tensor, runs: Sequence[Sequence[tuple[int, int]]]
 ) -> Iterable[tuple[int, int]]:
-    """(first byte within the array, number of bytes) of each contiguous piece of a block."""
+    """Yields (offset in the array, number of bytes) of each contiguous piece of a block."""
     if math.prod(sum(stop - start for start, stop in dim) for dim in runs) == 0:
         return
     inner = len(tensor.shape)
     while inner > 0 and list(runs[inner - 1]) == [(0, tensor.shape[inner - 1])]:
-        inner -= 1  # dimensions from `inner` on are whole, so what is before them is contiguous
+        inner -= 1  # dimensions from `inner` on are read completely, so they are contiguous
     unit = math.prod(tensor.shape[inner:]) * tensor.dtype.itemsize
     if inner == 0:
         yield 0, unit
@@ -252,10 +255,10 @@ def _extents(
 
 
 def check_dtype(tensor: Tensor, remedy: str) -> None:
-    """Raises SafetensorsError for an array of a dtype that the format does not have."""
+    """Raises SafetensorsError for an array of a dtype that the format does not support."""
     if tensor.dtype.name not in _KINDS:
         raise SafetensorsError(
-            f"{quoted(tensor.name)} is {tensor.dtype.name}, which safetensors does not have; "
+            f"{quoted(tensor.name)} is {tensor.dtype.name}, which safetensors does not support; "
             f"{remedy}"
         )
 
@@ -268,21 +271,21 @@ def write_files(
     shard_bytes: int = SHARD_BYTES,
     metadata: Mapping[str, str],
 ) -> list[str]:
-    """Writes arrays one after the other, into one file or several with an index.
+    """Writes arrays one after the other, to one file, or to several with an index.
 
     Args:
-      folder: is there; files of these names are not.
-      tensors: in the order in which they are written.
-      values: the array of one of them, in its shape and dtype; called once for each, in order.
-      shard_bytes: of one file at most, unless a single array is larger.
-      metadata: texts in each file's table.
+      folder: an existing folder, without files of these names.
+      tensors: entries in the order of writing.
+      values: entry -> array of its shape and dtype; called once per entry, in order.
+      shard_bytes: maximum size of a file, unless a single array is larger.
+      metadata: strings for each file's table.
 
     Returns:
       The names of the files.
 
     Raises:
-      SafetensorsError: an array of a dtype that the format does not have.
-      OSError: what the disk says.
+      SafetensorsError: an array has a dtype that the format does not support.
+      OSError: a file cannot be written.
     """
     shards = _shards(tensors, shard_bytes)
     count = len(shards)
@@ -302,7 +305,7 @@ def write_files(
 
 
 def _shards(tensors: Sequence[Tensor], shard_bytes: int) -> list[list[Tensor]]:
-    """The arrays of each file, in order."""
+    """Divides the arrays into files, in order."""
     result: list[list[Tensor]] = [[]]
     size = 0
     for tensor in tensors:
@@ -321,11 +324,11 @@ def write_file(
     *,
     metadata: Mapping[str, str],
 ) -> None:
-    """Writes one file, one array at a time; arguments as `write_files` takes them."""
+    """Writes one file, one array at a time; for the arguments see `write_files`."""
     table: dict[str, Any] = {_METADATA: dict(metadata)}
     at = 0
     for tensor in tensors:
-        check_dtype(tensor, "give another dtype")
+        check_dtype(tensor, "use another dtype")
         table[tensor.name] = {
             "dtype": _KINDS[tensor.dtype.name],
             "shape": list(tensor.shape),

@@ -1,4 +1,4 @@
-"""T5 in transformers' format: kernels [out, in], sub-layers by number, biases in block 0."""
+"""T5 in transformers' format: kernels [out, in], numbered sub-layers, biases in block 0."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _OUT_OF_HEADS = "embed (heads head_dim) -> heads head_dim embed"
 
 
 def leaves(config: T5Config) -> list[Leaf]:
-    """Every array of a model of these sizes."""
-    found = [
+    """Returns all arrays of a model."""
+    entries = [
         Leaf("token_embedding/embedding", "shared.weight", "vocab embed"),
         *_stack("encoder", ["SelfAttention"], config),
         *_stack("decoder", ["SelfAttention", "EncDecAttention"], config),
     ]
     if not config.tie_embeddings:
-        found.append(Leaf("lm_head/kernel", "lm_head.weight", "vocab embed -> embed vocab"))
-    return found
+        entries.append(Leaf("lm_head/kernel", "lm_head.weight", "vocab embed -> embed vocab"))
+    return entries
 
 
 _OURS = {"SelfAttention": "attention", "EncDecAttention": "cross_attention"}
@@ -31,40 +31,40 @@ _OURS = {"SelfAttention": "attention", "EncDecAttention": "cross_attention"}
 def _stack(stack: str, attentions: list[str], config: T5Config) -> list[Leaf]:
     block, layers = f"{stack}/blocks", f"{stack}.block.{{layer}}.layer"
     bias = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-    found = [Leaf(f"{stack}/relative_bias/embedding", bias, "buckets heads")]
+    entries = [Leaf(f"{stack}/relative_bias/embedding", bias, "buckets heads")]
     for number, theirs in enumerate(attentions):
         ours = f"{block}/{_OURS[theirs]}"
         for name in ("query", "key", "value", "output"):
             dims = _OUT_OF_HEADS if name == "output" else _INTO_HEADS
             tensor = f"{layers}.{number}.{theirs}.{name[0]}.weight"
-            found.append(Leaf(f"{ours}/{name}/kernel", tensor, dims))
+            entries.append(Leaf(f"{ours}/{name}/kernel", tensor, dims))
         norm = f"{layers}.{number}.layer_norm.weight"
-        found.append(Leaf(f"{ours}_norm/scale", norm, "embed"))
+        entries.append(Leaf(f"{ours}_norm/scale", norm, "embed"))
     last = f"{layers}.{len(attentions)}"
     names = {"up": "wi_1", "gate": "wi_0"} if config.gated_gelu else {"up": "wi"}
     for ours, theirs in sorted(names.items()):
         tensor = f"{last}.DenseReluDense.{theirs}.weight"
-        found.append(Leaf(f"{block}/mlp/{ours}/kernel", tensor, "mlp embed -> embed mlp"))
+        entries.append(Leaf(f"{block}/mlp/{ours}/kernel", tensor, "mlp embed -> embed mlp"))
     tensor = f"{last}.DenseReluDense.wo.weight"
-    found.append(Leaf(f"{block}/mlp/down/kernel", tensor, "embed mlp -> mlp embed"))
-    found.append(Leaf(f"{block}/mlp_norm/scale", f"{last}.layer_norm.weight", "embed"))
+    entries.append(Leaf(f"{block}/mlp/down/kernel", tensor, "embed mlp -> mlp embed"))
+    entries.append(Leaf(f"{block}/mlp_norm/scale", f"{last}.layer_norm.weight", "embed"))
     norm = f"{stack}.final_layer_norm.weight"
-    return [*found, Leaf(f"{stack}/final_norm/scale", norm, "embed")]
+    return [*entries, Leaf(f"{stack}/final_norm/scale", norm, "embed")]
 
 
 def read_config(config: ConfigReading) -> dict[str, Any]:
-    """Sizes from config.json, whether transformers 4 or 5 wrote it.
+    """Reads config.json of transformers 4 or 5.
 
-    To transformers 4 "tie_word_embeddings" says both whether the token table is the output weights
-    and whether the decoder's result is scaled. Transformers 5 writes "scale_decoder_outputs" beside
-    it, and true for the first even where the files hold output weights of their own.
+    In transformers 4, "tie_word_embeddings" determines both the tying of the output weights and the
+    scaling of the decoder's result. Transformers 5 has "scale_decoder_outputs" for the latter, and
+    writes "tie_word_embeddings": true even for files with separate output weights.
     """
-    config.require("this model is an encoder and a decoder", is_encoder_decoder=(True, None))
-    config.require("this model is an encoder and a decoder", is_decoder=(False, None))
+    config.require("this model is an encoder-decoder", is_encoder_decoder=(True, None))
+    config.require("this model is an encoder-decoder", is_decoder=(False, None))
     kind = config.get("feed_forward_proj", "relu")
     if kind not in _IS_GATED:
         raise UnsupportedError(
-            f"config.json: feed_forward_proj={kind!r}, but the MLP of this model is one of "
+            f"config.json: feed_forward_proj={kind!r}, but zerojax's T5 supports only "
             f"{', '.join(_IS_GATED)}"
         )
     activation = "gelu_new" if _IS_GATED[kind] else "relu"
@@ -92,7 +92,7 @@ def read_config(config: ConfigReading) -> dict[str, Any]:
 
 
 def write_config(config: T5Config) -> dict[str, Any]:
-    """config.json from sizes, in the keys that transformers 4 and 5 both read."""
+    """Returns the keys of config.json, readable by transformers 4 and 5."""
     return {
         "d_ff": config.mlp_dim,
         "d_kv": config.head_dim,
@@ -122,9 +122,9 @@ T5_ROW = Architecture(
     leaves=leaves,
     read=read_config,
     write_config=write_config,
-    # Dropout is a setting of a run.
+    # Dropout is set per run, not read from the file.
     no_effect=("dropout_rate", "classifier_dropout", "initializer_factor", "output_past"),
     copies={f"{stack}.embed_tokens.weight": "shared.weight" for stack in ("encoder", "decoder")},
-    # Of cross-attention, in old files; nobody reads it.
+    # An unused bias of cross-attention in old files.
     ignored=(r"EncDecAttention\.relative_attention_bias\.weight$",),
 )

@@ -26,27 +26,27 @@ from zerojax.zoo.llama import LlamaConfig
 from zerojax.zoo.lora import LowRank, adapted_kernels, merged_kernel
 
 Read = Callable[[str, int | None], np.ndarray]
-"""(name of a parameter, layer or None for all of it) -> values on the host."""
+"""(parameter name, layer or None for all layers) -> values on the host."""
 
 _REPLACED = ("rope_parameters", "dtype", "torch_dtype", "_name_or_path", "transformers_version")
-"""Keys of the config.json that a model came from which are not kept."""
+"""Keys of the original config.json that are not kept."""
 _OF_THE_RUN = (
     *("dropout", "family", "remat", "loss_chunk", "mlp_chunk"),
     *("matmul_dtype", "attention", "attention_layout"),
 )
-"""Fields of `DecoderConfig` that are no switches of a family."""
+"""Fields of `DecoderConfig` that are settings of the run, not of the family."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Description:
-    """What has to be known of a model, besides its arrays, to write it for Hugging Face.
+    """Everything but the arrays that is needed to write a model in Hugging Face's format.
 
     Attributes:
-      row: of the table of architectures.
-      config: sizes of our model.
-      kept: further keys of config.json, of the folder that the model came from.
-      scales: {kernel: factor of its adapter's product}.
-      source: the folder that the model came from, or None.
+      row: its architecture.
+      config: configuration of the zerojax model.
+      kept: config.json of the folder from which the model was read.
+      scales: {kernel name: factor of its adapter's product}.
+      source: the folder from which the model was read, or None.
     """
 
     row: Architecture
@@ -56,15 +56,15 @@ class Description:
     source: str | None = None
 
     def config_json(self, dtype: np.dtype | None = None) -> dict[str, Any]:
-        """Their config.json, with the dtype of the files if there is one."""
+        """Returns config.json, with "torch_dtype" if `dtype` is not None."""
         written = _written(self.row, self.config)
-        # What the row reads it writes; the rest says nothing of what the model computes.
+        # Keys that the architecture reads are written anew; others are kept, having no effect.
         own = {*_REPLACED, *written, *self.row.keys_read(written)}
         kept = {key: x for key, x in self.kept.items() if key not in own}
         return {**kept, **written, **({} if dtype is None else {"torch_dtype": dtype.name})}
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON; `from_dict` undoes it, but for settings of ours that config.json lacks."""
+        """Returns a JSON object for `from_dict`, without settings that config.json lacks."""
         return {
             "config": self.config_json(),
             "scales": dict(self.scales),
@@ -73,12 +73,12 @@ class Description:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Description:
-        """The inverse of `to_dict`."""
+        """Restores a description from `to_dict`."""
         config = values["config"]
         row = architecture_of(config)
         return cls(
             row=row,
-            # Without a look at other keys: the run has been trained as the row reads it.
+            # Other keys are not checked: the run was trained with the keys read here.
             config=row.config_class(**row.read(ConfigReading(config))),
             kept=config,
             scales=values["scales"],
@@ -87,14 +87,14 @@ class Description:
 
 
 def describe_model(model: Model) -> Description:
-    """The description of a model that is going to be trained.
+    """Returns the description of a model, before it is trained.
 
-    A Llama with a window is written as a Mistral, and one with experts as a Mixtral, which are the
-    same models.
+    A Llama with a window is written as a Mistral, and one with experts as a Mixtral, which compute
+    the same.
 
     Raises:
-      UnsupportedError: its class has no row in the table, or it has a setting which its config.json
-        has no key for.
+      UnsupportedError: the class has no Hugging Face format, or config.json has no key for one of
+        the model's settings.
     """
     config = bound_attribute(model, "config")
     if isinstance(config, LlamaConfig) and config.moe.num_experts:
@@ -105,15 +105,14 @@ def describe_model(model: Model) -> Description:
     layout = config.attention_layout
     if layout is not None:
         raise UnsupportedError(
-            f"attention_layout={layout.mode}: Hugging Face's {row.class_name} would compute the "
-            "attention of all tokens; train with attention_layout=None, or use zerojax.load_run"
+            f"attention_layout={layout.mode} cannot be exported: Hugging Face's {row.class_name} "
+            "attends to all tokens; train with attention_layout=None, or use zerojax.load_run"
         )
     window = getattr(config, "attention_window", None)
     if window is not None:
         raise UnsupportedError(
-            f"attention_window={window}: Hugging Face's {row.class_name} has no sliding window and "
-            "would compute the attention of all tokens; train with attention_window=None, or use "
-            "zerojax.load_run"
+            f"attention_window={window} cannot be exported: Hugging Face's {row.class_name} has no "
+            "sliding window; train with attention_window=None, or use zerojax.load_run"
         )
     if isinstance(config, DecoderConfig):
         _check_family(row, config)
@@ -129,7 +128,7 @@ def describe_model(model: Model) -> Description:
 
 
 def _written(row: Architecture, config: Any) -> dict[str, Any]:
-    """Their config.json without what is kept of another one."""
+    """Returns config.json without keys kept from the original one."""
     return {
         "architectures": [row.class_name],
         "model_type": row.model_type,
@@ -138,17 +137,17 @@ def _written(row: Architecture, config: Any) -> dict[str, Any]:
 
 
 def _check_family(row: Architecture, config: DecoderConfig) -> None:
-    """Refuses switches that the family's config.json does not say.
+    """Checks that the written config.json describes the same model when it is read again.
 
     Raises:
-      UnsupportedError: what is written is read as another model.
+      UnsupportedError: a switch has no key in the family's config.json.
     """
     again = row.config_class(**row.read_config(_written(row, config)))
     if config.moe.bias_rate is not None and again.moe.bias_rate is None:
         raise UnsupportedError(
-            f"moe.bias_rate={config.moe.bias_rate!r}: experts are chosen with biases, which "
-            f"{row.class_name} has not, so that it would choose others; export the checkpoint "
-            "under its own names, or use zerojax.load_run"
+            f"moe.bias_rate={config.moe.bias_rate!r} cannot be exported: {row.class_name} has no "
+            "biases for the choice of experts; export the checkpoint under zerojax's names, or use "
+            "zerojax.load_run"
         )
     for field in dataclasses.fields(DecoderConfig):
         if field.name in _OF_THE_RUN:
@@ -156,33 +155,33 @@ def _check_family(row: Architecture, config: DecoderConfig) -> None:
         name = "features_per_head" if field.name == "head_dim" else field.name
         ours, theirs = getattr(config, name), getattr(again, name)
         if field.name == "moe":
-            trained = ("balance", "balance_weight", "z_weight")  # what only training adds
+            trained = ("balance", "balance_weight", "z_weight")  # used in training only
             ours = dataclasses.replace(ours, **{name: getattr(theirs, name) for name in trained})
         if field.name == "norm":
-            # Where a cast stands is rounding of narrow floats.
+            # The position of the cast only changes rounding.
             ours = dataclasses.replace(ours, rounds_first=theirs.rounds_first)
         if field.name == "attention_scale":
             ours, theirs = (x or config.features_per_head**-0.5 for x in (ours, theirs))
         both_floats = isinstance(ours, float) and isinstance(theirs, float)
         if ours != theirs and not (both_floats and math.isclose(ours, theirs)):
             raise UnsupportedError(
-                f"{field.name}={ours!r}: config.json of a {row.model_type} says {theirs!r}, and "
-                f"{row.class_name} would compute that; set DecoderConfig.family to a family that "
-                "has it, or use zerojax.load_run"
+                f"{field.name}={ours!r} cannot be exported: {row.class_name} would compute with "
+                f"{theirs!r}; set DecoderConfig.family to a family that supports it, or use "
+                "zerojax.load_run"
             )
 
 
 @dataclasses.dataclass(frozen=True)
 class Outgoing:
-    """A tensor on its way, and the arrays of ours that it holds, with their layouts.
+    """A tensor to be written, and the parameters that it holds, with their layouts.
 
     Attributes:
       tensor: name, shape and dtype.
-      layer: of our arrays; None: they are no stacks.
-      leaves: the arrays of ours.
-      expert: of the layer; None: the tensor is of a whole layer.
-      held: one for all experts of an array: the layer that was read last, so that each is read
-        once for all of its experts.
+      layer: layer of the stacked parameters; None: they are not stacked.
+      leaves: the parameters.
+      expert: index of the expert; None: the tensor holds the whole layer.
+      held: cache of the layer that was read last, shared by all experts of a parameter, so that
+        each layer is read once.
     """
 
     tensor: Tensor
@@ -192,7 +191,7 @@ class Outgoing:
     held: dict[int | None, np.ndarray] = dataclasses.field(default_factory=dict, repr=False)
 
     def values(self, read: Read) -> np.ndarray:
-        """The tensor; each of our arrays is asked for once, and only for this layer."""
+        """Returns the tensor's values; reads each parameter once, and this layer only."""
         first = self.leaves[0]
         if self.expert is not None:
             if self.layer not in self.held:
@@ -217,15 +216,15 @@ def outgoing(
     *,
     dtype: str | None = None,
 ) -> list[Outgoing]:
-    """Every tensor to be written: those of one array of ours, all its layers, one after the other.
+    """Returns all tensors to be written; tensors of all layers of a parameter are consecutive.
 
     Args:
-      description: of the model.
-      params: {name: anything with a shape and a dtype} of all its parameters.
-      dtype: of all tensors, such as "bfloat16"; None: that of our arrays.
+      description: description of the model.
+      params: {name: object with shape and dtype} of all parameters.
+      dtype: dtype of all tensors, such as "bfloat16"; None: as the parameters.
 
     Raises:
-      UnsupportedError: a parameter that has no place in their files.
+      UnsupportedError: a parameter has no tensor in the format, or is missing.
     """
     leaves = list(description.row.leaves(description.config))
     adapters = {x for pair in adapted_kernels(params).values() for x in pair}
@@ -233,10 +232,10 @@ def outgoing(
     missing = sorted({leaf.name for leaf in leaves} - set(params))
     if rest or missing:
         name = (rest or missing)[0]
-        problem = "has no place in" if rest else "is missing, but has a place in"
+        problem = "has no tensor in" if rest else "is missing, but required by"
         raise UnsupportedError(
             f"parameter {name} {problem} the files of {description.row.model_type}; "
-            "`zerojax checkpoint export` without --format writes parameters under their own names"
+            "`zerojax checkpoint export` without --format writes parameters under zerojax's names"
         )
     together: dict[str, list[Leaf]] = {}
     for leaf in leaves:
@@ -257,7 +256,7 @@ def outgoing(
 
 
 def merging(description: Description, params: Mapping[str, Any], read: Read) -> Read:
-    """A `read` that adds the product of an adapter to the kernel it belongs to."""
+    """Returns a `read` that adds the product of an adapter to its kernel."""
     adapters = adapted_kernels(params)
 
     def merged(name: str, layer: int | None) -> np.ndarray:
