@@ -16,7 +16,6 @@ import zerojax
 from tests.hugging_face_folders import FAMILIES, write_folder
 from tests.small_models import VOCAB
 from tests.test_context_training import packed_batch
-from tests.test_fp8_training import LOSS_TOLERANCE
 from tests.test_offload_params import assert_equal, both
 from tests.trajectories import plan_for, text_batch, train_for
 from zerojax.config import LoraConfig
@@ -131,7 +130,8 @@ def test_sinks_are_split_with_the_heads():
 @pytest.mark.slow  # adapters and 8-bit products: two more programs each
 @pytest.mark.parametrize("what", ["lora", "fp8"])
 def test_adapters_and_8_bit_products_work_with_it(what):
-    """In 8 bits a sum in another order may round to the next number, as in test_fp8_training."""
+    """In 8 bits a sum in another order may round to the next number, an eighth away, and the losses
+    part from there on: seen after two updates, by 4.4e-4."""
     make = decoder(matmul_dtype="fp8") if what == "fp8" else decoder()
     options = {"steps": STEPS, "persistence_threshold": 0}
     if what == "lora":
@@ -139,7 +139,8 @@ def test_adapters_and_8_bit_products_work_with_it(what):
         options["freeze"] = LoraConfig(rank=2).freeze
     one = train_for(make, devices=1, **options)
     found = train_for(make, zero=3, **options)
-    tolerance = LOSS_TOLERANCE if what == "fp8" else TOLERANCE
+    np.testing.assert_allclose(found.losses[:2], one.losses[:2], rtol=0, atol=TOLERANCE)
+    tolerance = 1e-3 if what == "fp8" else TOLERANCE
     np.testing.assert_allclose(found.losses, one.losses, rtol=0, atol=tolerance)
     assert one.losses[-1] < one.losses[0]
 

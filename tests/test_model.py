@@ -383,7 +383,8 @@ def test_dropout_depends_on_seed_and_step_and_differs_between_shards():
     def counting(model, batch):
         kept = model.dropout(batch["x"] * 0 + 1)
         rows = jnp.arange(1.0, 13.0)[None]
-        return jnp.sum(kept * rows) + 0 * jnp.sum(model.first.bias[...]), 1.0
+        total = jnp.sum(kept * rows) + 0 * jnp.sum(model.first.bias[...])
+        return total, float(len(kept))
 
     plan = plan_for(build, loss=counting, batch=regression_batch, optimizer=optax.sgd(0.0))
     batch = jax.device_put(regression_batch(0), plan.batch_sharding)
