@@ -67,9 +67,9 @@ def test_a_script_is_planned_for_devices_that_are_not_here(words, zero, tmp_path
 def test_of_make_plan_the_mesh_is_that_of_the_devices_to_plan_for(tmp_path):
     text = (
         "zerojax.make_plan((init, apply), MESH, example_batch=batch, loss=loss, "
-        "optimizer=optax.adam(0.1), steps=1, zero=3)"
+        "optimizer=optax.adam(0.1), steps=1, zero=1)"
     )
-    plan = plan_of_script(write(tmp_path, text), [], 16)
+    plan = plan_of_script(write(tmp_path, text), ["zero=3"], 16)
     assert plan.as_dict() == expected({"zero": 3}, 16).as_dict()
 
 

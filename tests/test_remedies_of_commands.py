@@ -341,14 +341,17 @@ def commands(tmp_path, monkeypatch):
     monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "2")
     done = lambda *_, **__: 0  # noqa: E731
     for module, name in (
-        (plan_command, "plan"),
-        (plan_command, "explain"),
+        (plan_command, "predict"),
+        (plan_command, "search"),
+        (plan_command, "_check_mesh"),
         (check_command, "check"),
         (check_command, "run_in_child"),
         (check_command, "_start_on_the_cpu"),
         (profile_command, "profile"),
     ):
         monkeypatch.setattr(module, name, done)
+    planned = types.SimpleNamespace(explain=lambda name: name)
+    monkeypatch.setattr(plan_command, "_plan_of_config", lambda *_, **__: planned)
     loaded = types.SimpleNamespace(step=1, evaluate=lambda **_: {"loss": 1.0, "weight": 1})
     monkeypatch.setattr(run_commands, "open_run", lambda *_: loaded)
     rates = types.SimpleNamespace(num_threads=1, write=1.0, read=1.0, both=1.0, is_direct=False)

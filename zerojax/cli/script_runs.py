@@ -23,7 +23,7 @@ from jax.sharding import AbstractMesh, Mesh
 import zerojax
 from zerojax.cli.script_calls import End, as_script, first_call
 from zerojax.config import MeshConfig, as_mesh_config
-from zerojax.config.loader import load_dataclass
+from zerojax.config.loader import coerce_fields, load_dataclass
 from zerojax.config.recognition import is_deepspeed
 from zerojax.data import abstract_global
 from zerojax.deepspeed_config import CallerValues, DsConfig, explain
@@ -49,6 +49,9 @@ class _Settings:
     """Settings of a script that KEY=VALUE words on the command line change."""
 
     mesh: MeshConfig
+
+    def __post_init__(self) -> None:
+        coerce_fields(self)
 
 
 @dataclass(frozen=True)

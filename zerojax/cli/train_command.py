@@ -33,7 +33,6 @@ from zerojax.config.display import show
 from zerojax.config.loader import user_path
 from zerojax.runtime import shutdown
 from zerojax.runtime.memory import keep_freed_memory
-from zerojax.training.metrics.console import format_loss
 
 # An empty line: the start of a paragraph in any text.
 SAMPLE_PROMPT = "\n\n"
@@ -179,6 +178,8 @@ def sample_and_next(trainer: Any, config: RunConfig) -> str:
 
 def _result(trainer: Any) -> str:
     """Returns a line about the loss, of the first and the last report of this process."""
+    from zerojax.training.metrics.console import format_loss
+
     reports = [report for report in trainer.history if math.isfinite(report["loss"])]
     if len(reports) < 2:
         return ""
