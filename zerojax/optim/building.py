@@ -20,6 +20,7 @@ from zerojax.config.checks import names_keywords
 from zerojax.config.display import quoted
 from zerojax.optim.adam8bit import adam8bit
 from zerojax.optim.ema import Ema, WithEma
+from zerojax.optim.groups import decay_mask
 from zerojax.optim.methods import adamw, lamb, lion, sgd
 from zerojax.optim.optimizer import Optimizer
 from zerojax.optim.parameter_tree import OnParameterTree, ParameterTree
@@ -176,6 +177,7 @@ def choose_update(
 def _configured(config: OptimizerConfig, schedule: Schedule) -> Optimizer:
     common = {
         "weight_decay": config.weight_decay,
+        "mask": decay_mask,
         "clip_norm": config.clip_norm,
         "groups": config.groups,
         "impl": config.impl,

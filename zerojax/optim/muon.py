@@ -68,7 +68,7 @@ class _Options:
 
 @names_keywords()
 def muon(
-    learning_rate: float | Schedule = 0.02,
+    learning_rate: float | Schedule,
     *,
     adam_learning_rate: float | Schedule | None = None,
     beta: float = 0.95,
@@ -81,7 +81,7 @@ def muon(
     eps: float = 1e-8,
     consistent_rms: float | None = None,
     dimensions: Dimensions = muon_dimensions,
-    clip_norm: float | None = 1.0,
+    clip_norm: float | None = None,
     impl: Impl = "auto",
     ns_eps: float | None = None,
     bias_correction: bool = True,
