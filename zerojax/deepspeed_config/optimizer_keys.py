@@ -32,6 +32,7 @@ from zerojax.optim import (
     one_bit_lamb,
     sgd,
 )
+from zerojax.optim.building import describe_numbers
 from zerojax.optim.schedules import as_schedule
 
 _EAGER = "how PyTorch runs the update; here it is one compiled program"
@@ -240,6 +241,8 @@ def _without_section(file: File, given: CallerValues, clip: float) -> Update:
             "needs an optimizer section, or an OptimizerConfig of adamw",
         )
     file.notes.reasons.append("optimizer adamw: the file has a scheduler and no optimizer")
+    if schedule.b1 is None:
+        file.notes.reasons.append(describe_numbers(config))
     tx = adamw(
         schedule.learning_rate,
         b1=schedule.b1 or config.beta1,

@@ -64,7 +64,8 @@ def adam8bit(
     with the same bits.
 
     Args:
-      learning_rate, b1, b2, eps, weight_decay, mask, clip_norm, groups: as in `adamw`.
+      learning_rate, b1, b2, eps, weight_decay, mask, clip_norm, groups: as in `adamw`, with the
+        same defaults.
       impl: "auto", "xla", "mosaic_gpu" or "interpret", see `pallas_kernels.choice.choose`. Applies
         to the step only: `update` always uses plain XLA.
 

@@ -79,7 +79,17 @@ def build_optimizer(
         tx = with_ema(tx, config.ema_decay, warmup=config.ema_warmup)
     origin = "default" if optimizer is None else "configured"
     named = f"optimizer {config.name} ({origin}), learning rate {config.learning_rate:g}: {reason}"
-    return BuiltOptimizer(tx, schedule, (named, *_describe_ema(tx)))
+    return BuiltOptimizer(tx, schedule, (named, describe_numbers(config), *_describe_ema(tx)))
+
+
+def describe_numbers(config: OptimizerConfig) -> str:
+    """Returns one line with the configured numbers that this optimizer reads."""
+    unread = {"sgd": ("beta2", "eps"), "lion": ("eps",)}.get(config.name, ())
+    names = (name for name in ("beta1", "beta2", "eps") if name not in unread)
+    numbers = ", ".join(f"{name} {getattr(config, name):g}" for name in names)
+    clip = "no clipping" if config.clip_norm is None else f"clip_norm {config.clip_norm:g}"
+    decay = f"weight_decay {config.weight_decay:g} on matrices"
+    return f"{config.name}'s {numbers}, {decay}, {clip}"
 
 
 def _describe_ema(tx: optax.GradientTransformation) -> tuple[str, ...]:
@@ -120,7 +130,7 @@ def _not_taken(optimizer: Any) -> str:
     return (
         f"optimizer={quoted(optimizer)} ({type(optimizer).__name__}) is not valid; use an "
         "optax.GradientTransformation such as optax.adamw(3e-4), a zerojax.OptimizerConfig such as "
-        "zerojax.OptimizerConfig(name='lion'), or None for AdamW with the defaults"
+        "zerojax.OptimizerConfig(name='lion'), or None for its defaults"
     )
 
 

@@ -90,7 +90,8 @@ def muon(
     """Builds Muon (arXiv:2502.16982): orthogonalized updates for matrices, Adam for other
     parameters.
 
-    Its state is that of `optax.contrib.muon`, inside the state of an `optax.chain` when it clips.
+    Defaults and state are those of `optax.contrib.muon`, but for `dimensions`; with clipping the
+    state is inside that of an `optax.chain`.
     Elements are updated in place on shards. For the matrix products (Newton-Schulz) each matrix is
     gathered on one device: matrices of equal size, of all stacks of layers, are distributed over
     the devices that shard them, in float32. Replicated matrices are computed on every device. The
