@@ -134,6 +134,10 @@ def _make(plain: Optimizer, method: Method, options: Options) -> Optimizer:
     def with_ema(ema: Ema) -> Optimizer:
         return _make(plain, method, dataclasses.replace(options, ema=ema))
 
+    def with_clip_norm(limit: float | None) -> Optimizer:
+        changed = dataclasses.replace(options, clip_norm=limit)
+        return _make(plain.with_clip_norm(limit), method, changed)
+
     return Optimizer(
         *around(init, update, options.ema),
         apply=apply,
@@ -154,6 +158,7 @@ def _make(plain: Optimizer, method: Method, options: Options) -> Optimizer:
         ),
         ema=options.ema,
         with_ema=with_ema,
+        with_clip_norm=with_clip_norm,
         with_tree=with_tree,
     )
 

@@ -192,6 +192,9 @@ def _make(options: _Options) -> Optimizer:
     def with_ema(ema: Ema) -> Optimizer:
         return _make(dataclasses.replace(options, ema=ema))
 
+    def with_clip_norm(limit: float | None) -> Optimizer:
+        return _make(dataclasses.replace(options, clip_norm=limit))
+
     return Optimizer(
         *around(init, update, options.ema),
         apply=apply,
@@ -202,6 +205,7 @@ def _make(options: _Options) -> Optimizer:
         learning_rate=as_schedule(options.learning_rate),
         ema=options.ema,
         with_ema=with_ema,
+        with_clip_norm=with_clip_norm,
         with_tree=with_tree,
         matrices=lambda params: {n: dims for n, (dims, _) in _matrices(options, params).items()},
     )
