@@ -229,7 +229,7 @@ def _without_section(file: File, given: CallerValues, clip: float) -> Update:
         rate = caller.learning_rate if isinstance(caller, Optimizer) else None
         if clip and getattr(caller, "clip_norm", None) is None:
             file.notes.reasons.append(f"gradients are clipped to {clip:g} before optimizer=")
-            caller = _with_clipping(caller, clip)
+            caller = _clipped(caller, clip)
         return Update(caller, rate, clip)
     config = dataclasses.replace(caller or OptimizerConfig(), clip_norm=clip or None)
     schedule = _schedule(file, config.learning_rate)
@@ -256,12 +256,6 @@ def _without_section(file: File, given: CallerValues, clip: float) -> Update:
         impl=config.impl,
     )
     return Update(tx, schedule.learning_rate, clip)
-
-
-def _with_clipping(tx: optax.GradientTransformation, clip: float) -> optax.GradientTransformation:
-    if isinstance(tx, Optimizer):
-        return tx.with_clip_norm(clip)
-    return optax.chain(clip_by_global_norm(clip), tx)
 
 
 def _params(file: File, kind: str) -> dict[str, Any] | None:
@@ -433,4 +427,6 @@ def _corrections(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _clipped(tx: optax.GradientTransformation, clip: float) -> optax.GradientTransformation:
+    if clip and isinstance(tx, Optimizer):
+        return tx.with_clip_norm(clip)
     return optax.chain(clip_by_global_norm(clip), tx) if clip else tx
