@@ -24,7 +24,7 @@ from flax import nnx
 from zerojax.checkpoint import Checkpointer
 from zerojax.data import local_rows, shard_batch
 from zerojax.models.losses import mean_squared_error
-from zerojax.optim import adamw
+from zerojax.optim import adamw, decay_mask
 from zerojax.parallel.initialization import init_state
 from zerojax.parallel.step import build_step
 from zerojax.plan.device_mesh import make_mesh
@@ -66,7 +66,7 @@ def plan_of(layers: int, devices: int = DEVICES) -> Plan:
         lambda rngs: Layers(rngs, layers),
         make_mesh({"data": devices}, devices=jax.devices()[:devices]),
         example_batch=batch_of(0),
-        optimizer=adamw(1e-3),
+        optimizer=adamw(1e-3, b2=0.95, weight_decay=0.1, mask=decay_mask, clip_norm=1.0),
         precision="fp32",
         zero=2,
     )

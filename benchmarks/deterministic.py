@@ -15,6 +15,7 @@ import zerojax
 from benchmarks import small_gpt
 from benchmarks.machine import load_average
 from benchmarks.measuring import Sample, interleave, median_of, ratio_of, sample
+from benchmarks.recipe import ADAMW
 from benchmarks.recording import Goal, Record, parse_arguments, write_record
 from zerojax.forecasting import hlo
 from zerojax.runtime.memory import keep_freed_memory
@@ -97,7 +98,7 @@ class _Side:
             small_gpt.make_factory(config),
             zerojax.make_mesh(None, devices=jax.devices()[:devices]),
             example_batch=self._source.batch(0),
-            optimizer=zerojax.adamw(3e-4),
+            optimizer=zerojax.adamw(3e-4, **ADAMW),
             zero=zero,
             precision="fp32",
             deterministic="mesh" if way == "deterministic" else None,

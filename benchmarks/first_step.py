@@ -28,6 +28,7 @@ from flax import nnx
 import zerojax
 from benchmarks import plain_gspmd
 from benchmarks.machine import load_average
+from benchmarks.recipe import CLIPPED
 from benchmarks.recording import Goal, Record, add_arguments, save_so_far, write_record
 from zerojax.zoo import GPT2, GPT2Config
 
@@ -193,7 +194,7 @@ def measure_one(name: str, devices: int, side: str, smoke: bool) -> dict[str, fl
     jax.block_until_ready(jnp.zeros(()) + 1)  # starts the devices
     tx: Any = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4, weight_decay=0.01))
     if side == OWN:
-        tx = zerojax.adamw(3e-4, weight_decay=0.01, clip_norm=1.0)
+        tx = zerojax.adamw(3e-4, b2=0.95, weight_decay=0.01, **CLIPPED)
     began = time.process_time()
     if side == EXPERT:
         planned = began

@@ -23,7 +23,7 @@ from zerojax.checkpoint.store import BucketStore
 from zerojax.config import OffloadConfig
 from zerojax.data import shard_batch
 from zerojax.models.losses import mean_squared_error
-from zerojax.optim import adamw
+from zerojax.optim import adamw, decay_mask
 from zerojax.parallel.initialization import init_state
 from zerojax.parallel.step import build_step
 from zerojax.plan.device_mesh import make_mesh
@@ -67,7 +67,7 @@ def plan_of(tier: str, layers: int, folder: Path) -> Plan:
         lambda rngs: Matrices(rngs, layers),
         make_mesh({"data": 1}),
         example_batch=example_batch(),
-        optimizer=adamw(1e-3),
+        optimizer=adamw(1e-3, b2=0.95, weight_decay=0.1, mask=decay_mask, clip_norm=1.0),
         precision="fp32",
         offload=OffloadConfig(
             opt_state=tier,

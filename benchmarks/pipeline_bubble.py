@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import zerojax
 from benchmarks.measuring import Side, interleave, least_of, sample
+from benchmarks.recipe import CLIPPED
 from benchmarks.recording import Goal, Record
 from zerojax.parallel.sums import over_auto_axes
 from zerojax.plan.schedules import Costs, simulate
@@ -244,7 +245,7 @@ def _plan(
         zerojax.make_mesh(axes, devices),
         example_batch=batch,
         loss=loss,
-        optimizer=zerojax.sgd(1e-4),
+        optimizer=zerojax.sgd(1e-4, **CLIPPED),
         num_microbatches=microbatches,
         precision="fp32",
         **options,

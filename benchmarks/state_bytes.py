@@ -13,6 +13,7 @@ import jax
 import zerojax
 from benchmarks import small_gpt
 from benchmarks.machine import load_average
+from benchmarks.recipe import ADAMW
 from benchmarks.recording import Goal, Record, parse_arguments, write_record
 
 LIMIT = 1.02
@@ -59,7 +60,7 @@ def _measure_stage(zero: int, smoke: bool) -> dict[str, Any]:
         small_gpt.make_factory(config),
         zerojax.make_mesh({"data": NUM_DEVICES}),
         example_batch=source.batch(0),
-        optimizer=zerojax.adamw(3e-4),
+        optimizer=zerojax.adamw(3e-4, **ADAMW),
         zero=zero,
         precision="fp32",
     )

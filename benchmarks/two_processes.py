@@ -19,6 +19,7 @@ from typing import Any
 import zerojax
 from benchmarks import small_gpt
 from benchmarks.machine import load_average, pin_to_core
+from benchmarks.recipe import ADAMW
 from benchmarks.recording import Goal, Record, add_arguments, write_record
 from benchmarks.small_gpt import BATCH_SIZE
 from benchmarks.workers import HOST, Workers, free_port, slowest
@@ -161,7 +162,7 @@ def serve(*, zero: int, index: int, port: int | None, rows: int, smoke: bool) ->
         small_gpt.make_factory(config),
         zerojax.make_mesh({"data": count}),
         example_batch=source.batch(0),
-        optimizer=zerojax.adamw(3e-4),
+        optimizer=zerojax.adamw(3e-4, **ADAMW),
         zero=zero,
         precision="fp32",
     )

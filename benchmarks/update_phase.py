@@ -21,6 +21,7 @@ from optax.contrib import MuonDimensionNumbers
 
 import zerojax
 from benchmarks.machine import load_average
+from benchmarks.recipe import DECAYED
 from benchmarks.recording import Goal, Record, parse_arguments, write_record
 from pallas_kernels import choice, optimizers
 from pallas_kernels.many import update_many
@@ -221,8 +222,8 @@ def _plan(shapes: dict, optimizer: str, precision: str, way: str) -> zerojax.Pla
 
 def _optimizer(name: str) -> Any:
     if name == "muon":
-        return zerojax.optim.muon(1e-3, weight_decay=0.1, dimensions=_matrices)
-    return getattr(zerojax.optim, name)(1e-3, weight_decay=0.1)
+        return zerojax.optim.muon(1e-3, weight_decay=0.1, dimensions=_matrices, clip_norm=1.0)
+    return getattr(zerojax.optim, name)(1e-3, **DECAYED)
 
 
 def _matrices(params: dict[str, Any]) -> dict[str, Any]:

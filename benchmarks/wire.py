@@ -13,6 +13,7 @@ import numpy as np
 
 import zerojax.data
 from benchmarks.machine import load_average
+from benchmarks.recipe import ADAMW
 from benchmarks.recording import Goal, Record, parse_arguments, write_record
 from zerojax.config import MeshConfig, ModelConfig
 from zerojax.forecasting import hlo
@@ -101,7 +102,7 @@ class _Run:
             build_model(config, 256),
             zerojax.make_mesh(mesh, devices=jax.devices()[:NUM_DEVICES]),
             example_batch=self._batch(np.random.default_rng(0)),
-            optimizer=zerojax.adamw(1e-3),
+            optimizer=zerojax.adamw(1e-3, **ADAMW),
             zero=2,
             node=NODE,
             precision="fp32",

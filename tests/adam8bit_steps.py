@@ -7,12 +7,13 @@ import jax.numpy as jnp
 
 from pallas_kernels.choice import Choice
 from tests import equal_trees
+from tests.recipe import RECIPE
 from zerojax.optim.optimizer import UpdateContext
 
 XLA = Choice("xla", "for a test")
 SHAPES = {"head/kernel": (96, 48), "layers/bias": (4, 1100), "norm/scale": (48,)}
 CODED = ("head/kernel", "layers/bias")
-RATE = {"learning_rate": 1e-2, "b2": 0.95, "weight_decay": 0.1}
+RATE = {"learning_rate": 1e-2, **RECIPE}
 
 
 def normal(number, shape):

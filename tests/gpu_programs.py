@@ -26,7 +26,7 @@ LAYER_PARAMETERS = 12 * WIDTH * WIDTH
 TABLE_PARAMETERS = VOCAB * WIDTH
 """Of the token table, which is read at both ends of the model."""
 BF16, FP32 = 2, 4
-OPTIMIZERS = {"adamw": None, "muon": zerojax.muon(1e-3)}
+OPTIMIZERS = {"adamw": None, "muon": zerojax.muon(1e-3, clip_norm=1.0)}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import zerojax
+from tests.recipe import RECIPE
 from tests.small_models import reference_model
 from tests.trajectories import text_batch
 from zerojax.config import LogConfig, ModelConfig
@@ -46,14 +47,14 @@ def train(optimizer, mesh, folder=None, steps=STEPS):
 
 @pytest.fixture(scope="module")
 def whole():
-    return train(adam8bit(1e-3), {"zero": 3})
+    return train(adam8bit(1e-3, **RECIPE), {"zero": 3})
 
 
 @pytest.fixture(scope="module")
 def half(tmp_path_factory):
     """A folder with a checkpoint after half of the steps, and the losses until then."""
     folder = tmp_path_factory.mktemp("run") / "half"
-    return folder, train(adam8bit(1e-3), {"zero": 3}, folder, STEPS // 2)
+    return folder, train(adam8bit(1e-3, **RECIPE), {"zero": 3}, folder, STEPS // 2)
 
 
 def copy_of(folder, tmp_path):
@@ -63,7 +64,7 @@ def copy_of(folder, tmp_path):
 @pytest.mark.slow
 def test_resumed_bit_for_bit_although_moments_are_stored_in_float32(whole, half, tmp_path):
     folder, first = half
-    second = train(adam8bit(1e-3), {"zero": 3}, copy_of(folder, tmp_path))
+    second = train(adam8bit(1e-3, **RECIPE), {"zero": 3}, copy_of(folder, tmp_path))
     assert first + second == whole
 
 
@@ -78,13 +79,13 @@ def test_resumed_bit_for_bit_although_moments_are_stored_in_float32(whole, half,
 def test_moves_to_another_mesh_at_the_price_of_one_coding(whole, half, mesh, tmp_path):
     """Blocks are cut anew, so each moment is coded once more: about one step's coding error. The
     losses of such a run stay within 2e-4 of 4.1 (seen: 2e-5)."""
-    second = train(adam8bit(1e-3), mesh, copy_of(half[0], tmp_path))
+    second = train(adam8bit(1e-3, **RECIPE), mesh, copy_of(half[0], tmp_path))
     np.testing.assert_allclose(second, whole[STEPS // 2 :], rtol=0, atol=2e-4)
 
 
 @pytest.mark.slow
 def test_goes_on_with_float32_moments(whole, half, tmp_path):
-    second = train(zerojax.adamw(1e-3), {"zero": 2}, copy_of(half[0], tmp_path))
+    second = train(zerojax.adamw(1e-3, **RECIPE), {"zero": 2}, copy_of(half[0], tmp_path))
     np.testing.assert_allclose(second, whole[STEPS // 2 :], rtol=0, atol=2e-3)
 
 
@@ -95,7 +96,7 @@ def test_a_live_reshard_codes_anew(whole):
         model(),
         {"zero": 3},
         BATCHES,
-        optimizer=adam8bit(1e-3),
+        optimizer=adam8bit(1e-3, **RECIPE),
         precision="fp32",
         run_dir=None,
         steps=STEPS // 2,
@@ -116,7 +117,10 @@ def test_the_plan_counts_two_bytes_of_moments_per_coded_parameter():
             optimizer=optimizer,
             zero=1,
         )
-        for name, optimizer in (("coded", adam8bit(1e-3)), ("float32", zerojax.adamw(1e-3)))
+        for name, optimizer in (
+            ("coded", adam8bit(1e-3, **RECIPE)),
+            ("float32", zerojax.adamw(1e-3, **RECIPE)),
+        )
     }
     sizes = {name: shard_bytes(plan.abstract_state["opt_state"]) for name, plan in plans.items()}
     large = {
@@ -137,7 +141,10 @@ def test_the_plan_counts_two_bytes_of_moments_per_coded_parameter():
 def test_it_learns_shakespeare_as_well_as_float32_moments():
     """Real text, 150 steps. Two runs of AdamW that differ only in their seed end 0.03 apart."""
     finals = {}
-    for name, optimizer in (("coded", adam8bit(2e-3)), ("float32", zerojax.adamw(2e-3))):
+    for name, optimizer in (
+        ("coded", adam8bit(2e-3, **RECIPE)),
+        ("float32", zerojax.adamw(2e-3, **RECIPE)),
+    ):
         with zerojax.train(
             build_model(ModelConfig(num_layers=2, num_heads=4, embed_dim=96, max_seq_len=64), 256),
             {"zero": 2},

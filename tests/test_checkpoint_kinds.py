@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 import zerojax
+from tests.recipe import RECIPE
 from zerojax.checkpoint import Checkpointer
 from zerojax.cli import main
 from zerojax.config import LogConfig
@@ -43,12 +44,12 @@ def train(model, folder, steps=2, mesh=None, **options):
         ({"zero": 1}, optax.adam(0.1)),
         pytest.param(
             {"zero": 1, "offload": {"opt_state": "host", "min_elements": 1}},
-            zerojax.adamw(0.1),
+            zerojax.adamw(0.1, **RECIPE),
             marks=pytest.mark.thorough,
         ),
         pytest.param(
             {"zero": 1, "offload": {"opt_state": "nvme", "min_elements": 1}},
-            zerojax.adamw(0.1),
+            zerojax.adamw(0.1, **RECIPE),
             marks=pytest.mark.thorough,
         ),
     ],

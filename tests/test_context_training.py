@@ -14,6 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import zerojax
+from tests.recipe import RECIPE
 from tests.small_models import VOCAB, UserText, reference_model
 from tests.trajectories import TOLERANCE, plan_for, text_batch, train_for
 from zerojax.config import ModelConfig
@@ -151,7 +152,7 @@ def test_what_lies_on_the_host_is_that_of_the_device(case, way):
         "context_parallel": way,
         "offload": {**OFFLOAD[case], **slices},
         "steps": 8,
-        "optimizer": zerojax.adamw(1e-2, eps=1e-5, weight_decay=0.1, clip_norm=1.0),
+        "optimizer": zerojax.adamw(1e-2, eps=1e-5, **RECIPE),
     }
     model = reference_model("llama", remat="full")
     found = train_for(model, batch=packed_batch, persistence_threshold=50, **options)
@@ -170,7 +171,7 @@ def test_what_waits_on_the_host_is_a_part_of_each_sequence():
 @functools.cache
 def by_adamw():
     model = reference_model("llama", remat="full")
-    tx = zerojax.adamw(1e-2, eps=1e-5, weight_decay=0.1, clip_norm=1.0)
+    tx = zerojax.adamw(1e-2, eps=1e-5, **RECIPE)
     return train_for(model, devices=1, batch=packed_batch, optimizer=tx, steps=8)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import json
 import sys
 from pathlib import Path
@@ -1031,6 +1032,27 @@ def test_the_callers_transformation_is_clipped_as_the_file_says():
     tx = deepspeed.translate({"gradient_clipping": 0.5}, given=given).optimizer
     wanted = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1))
     assert_close(after_steps(tx), after_steps(wanted))
+    off = deepspeed.translate({"gradient_clipping": 0}, given=given).optimizer
+    assert off is given.optimizer
+
+
+@pytest.mark.parametrize(
+    "make",
+    [zerojax.adamw, zerojax.adam8bit, functools.partial(zerojax.muon, dimensions=None)],
+    ids=["adamw", "adam8bit", "muon"],
+)
+def test_an_optimizer_of_ours_without_clipping_is_clipped_as_the_file_says(make):
+    """As one of optax is, so that either may take the other's place; the update stays in place."""
+    given = CallerValues(optimizer=make(0.1))
+    translation = deepspeed.translate({"gradient_clipping": 0.5}, given=given)
+    assert translation.optimizer.clip_norm == 0.5
+    assert translation.optimizer.learning_rate(0) == 0.1
+    wanted = make(0.1, clip_norm=0.5)
+    assert_close(after_steps(translation.optimizer), after_steps(wanted))
+    assert "gradients are clipped to 0.5 before optimizer=" in translation.reasons
+    default = deepspeed.translate({}, given=given)
+    assert default.optimizer.clip_norm == 1.0
+    assert "gradient_clipping is not in the file: 1.0 is taken" in default.warnings[0]
     off = deepspeed.translate({"gradient_clipping": 0}, given=given).optimizer
     assert off is given.optimizer
 

@@ -20,6 +20,7 @@ import pytest
 
 import zerojax
 from tests.mesh_free_runs import Layers, differences, plan_on, run
+from tests.recipe import RECIPE
 from tests.small_models import reference_model
 from tests.trajectories import regression_batch, text_batch
 from zerojax.config import LossScale, MeshConfig
@@ -170,7 +171,7 @@ def test_train_takes_the_keyword():
         make_mesh({"data": 2, "stage": 1}, jax.devices()[:2]),
         [regression_batch(0)],
         deterministic="mesh",
-        optimizer=adamw(1e-3),
+        optimizer=adamw(1e-3, **RECIPE),
         steps=1,
         run_dir=None,
     )

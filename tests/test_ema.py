@@ -19,6 +19,7 @@ import zerojax
 from tests.ema_runs import DECAY, Followed, average_of, differing, num_bytes_of, weights_of
 from tests.offload_disk_runs import Regression
 from tests.optim_steps import check_close, clipping_of, make_params, run_apply, run_update
+from tests.recipe import CLIPPED, DECAYED, RECIPE
 from tests.small_models import reference_model
 from tests.test_rolled_training import ZERO_3
 from tests.test_rolled_training import batch as rolled_batch
@@ -30,13 +31,13 @@ from zerojax.optim.ema import WithEma
 RATE = 1e-2
 averaged = functools.partial(zerojax.with_ema, decay=DECAY, warmup=False)
 OPTIMIZERS = {
-    "adamw": lambda: zerojax.adamw(RATE),
-    "lion": lambda: zerojax.lion(RATE),
-    "sgd": lambda: zerojax.sgd(RATE, momentum=0.9),
+    "adamw": lambda: zerojax.adamw(RATE, **RECIPE),
+    "lion": lambda: zerojax.lion(RATE, **DECAYED),
+    "sgd": lambda: zerojax.sgd(RATE, momentum=0.9, **CLIPPED),
     "sgd without momentum": lambda: zerojax.sgd(RATE),
-    "lamb": lambda: zerojax.lamb(RATE),
-    "adam8bit": lambda: zerojax.adam8bit(RATE),
-    "muon": lambda: zerojax.optim.muon(RATE, dimensions=None),
+    "lamb": lambda: zerojax.lamb(RATE, **DECAYED),
+    "adam8bit": lambda: zerojax.adam8bit(RATE, **RECIPE),
+    "muon": lambda: zerojax.optim.muon(RATE, dimensions=None, clip_norm=1.0),
     "optax": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(RATE)),
     "optax on true shapes": lambda: optax.adafactor(RATE),
 }
@@ -213,7 +214,9 @@ def test_a_step_that_is_skipped_does_not_move_it(name):
 def test_deterministic_runs_have_the_same_bits_on_any_mesh():
     found = {}
     for devices in (1, 2, 8):
-        plan = plan_of(averaged(zerojax.adamw(RATE)), devices=devices, zero=3, deterministic="mesh")
+        plan = plan_of(
+            averaged(OPTIMIZERS["adamw"]()), devices=devices, zero=3, deterministic="mesh"
+        )
         run = Followed(plan)(*BATCHES)
         run.check()
         found[devices] = run.expected

@@ -23,6 +23,7 @@ from tests import hugging_face_folders
 from tests.ema_runs import DECAY, Followed, average_of, differing, weights_of
 from tests.offload_disk_runs import SHARES, Regression, close, offload
 from tests.offload_disk_runs import plan_of as regression_plan
+from tests.recipe import RECIPE
 from tests.test_loading import SETTINGS, gpt2
 from tests.test_rolled_training import ZERO_3
 from tests.test_rolled_training import batch as rolled_batch
@@ -34,7 +35,7 @@ from zerojax.training.checkpointing import restore_state, save_state, what_diffe
 
 BATCHES = [regression_batch(index) for index in range(4)]
 averaged = functools.partial(zerojax.with_ema, decay=DECAY, warmup=False)
-PLAIN = zerojax.adamw(1e-2)
+PLAIN = zerojax.adamw(1e-2, **RECIPE)
 ADAMW = averaged(PLAIN)
 ABOUT: dict[str, Any] = {"data_state": {}, "config": {}, "plan": {}}
 SUMS = 2e-6  # relative; losses are sums over other numbers of devices

@@ -15,6 +15,7 @@ import pytest
 import zerojax
 from benchmarks import update_phase
 from pallas_kernels import choice
+from tests.recipe import RECIPE
 from tests.small_models import reference_model
 from zerojax.forecasting import hlo
 from zerojax.hardware import compile_client
@@ -84,7 +85,7 @@ def compiled_step(optimizer: Any, zero: int) -> tuple[Any, Any, Any]:
 
 @pytest.mark.parametrize("zero", [1, 3])
 def test_a_step_sends_nothing_more_and_updates_it_in_its_shards(zero):
-    tx = zerojax.adamw(1e-3)
+    tx = zerojax.adamw(1e-3, **RECIPE)
     _, memory, sent = compiled_step(tx, zero)
     plan, with_one, sent_with = compiled_step(zerojax.with_ema(tx), zero)
     assert sent_with == sent

@@ -15,6 +15,7 @@ import zerojax
 from tests.ema_runs import DECAY, Followed, average_of, differing
 from tests.offload_disk_runs import SHARES, Regression, close, offload
 from tests.offload_disk_runs import plan_of as regression_plan
+from tests.recipe import RECIPE
 from tests.small_models import reference_model
 from tests.trajectories import regression_batch, text_batch
 from zerojax.config.mesh import HOST_KIND
@@ -25,7 +26,7 @@ from zerojax.plan.counts import AVERAGE, MASTERS, state_tiers
 BATCHES = [regression_batch(index) for index in range(4)]
 TEXTS = [text_batch(index) for index in range(3)]
 averaged = functools.partial(zerojax.with_ema, decay=DECAY, warmup=False)
-ADAMW = averaged(zerojax.adamw(1e-2))
+ADAMW = averaged(zerojax.adamw(1e-2, **RECIPE))
 IN_LAYERS = {"params": "host", "opt_state": "host", "min_elements": 30, "slice_elements": 60}
 
 

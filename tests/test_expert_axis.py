@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import zerojax
+from tests.recipe import RECIPE
 from tests.small_models import VOCAB
 from tests.test_experts import arrays, plain, result_and_slopes, routing
 from tests.test_moe import llama, of_microbatches
@@ -117,7 +118,11 @@ def test_losses_and_norms_are_those_of_one_device(mesh, stage):
     "options",
     [
         {"mesh": {"replica": 2, "data": 2, "expert": 2}, "zero": 2},
-        {"mesh": {"data": 2, "expert": 4}, "zero": 1, "optimizer": zerojax.adamw(1e-2, eps=1e-5)},
+        {
+            "mesh": {"data": 2, "expert": 4},
+            "zero": 1,
+            "optimizer": zerojax.adamw(1e-2, eps=1e-5, **RECIPE),
+        },
     ],
     ids=["replicas", "update in place"],
 )

@@ -88,7 +88,7 @@ def test_options_of_commands(capsys):
 
 
 def test_no_clipping_may_be_an_infinite_limit():
-    optim.adamw(clip_norm=math.inf)
+    optim.adamw(1e-3, clip_norm=math.inf)
 
 
 # --- ds_config.json -------------------------------------------------------------------------------

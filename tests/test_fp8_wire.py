@@ -16,6 +16,7 @@ import pytest
 
 import zerojax
 from tests.pipeline_runs import THRESHOLD
+from tests.recipe import RECIPE
 from tests.small_models import reference_model
 from tests.trajectories import plan_for, train_for
 from zerojax.config import ConfigError, LoraConfig, MeshConfig, ModelConfig, WireConfig
@@ -110,7 +111,10 @@ CASES = {
     "llama, remat full": ({"name": "llama", "remat": "full"}, {}),
     "remat dots": ({"remat": "dots"}, {}),
     "padded": ({"num_heads": 3, "embed_dim": 30, "num_layers": 1}, {}),
-    "same bits on any mesh": ({}, {"deterministic": "mesh", "optimizer": zerojax.adamw(1e-3)}),
+    "same bits on any mesh": (
+        {},
+        {"deterministic": "mesh", "optimizer": zerojax.adamw(1e-3, **RECIPE)},
+    ),
     "a split sequence": ({}, {"mesh": {"data": 4, "context": 2}}),
     "1f1b": (
         {"num_layers": 4},

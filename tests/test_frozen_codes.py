@@ -14,6 +14,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 import zerojax
+from tests.recipe import RECIPE
 from tests.small_models import (
     VOCAB,
     LinenText,
@@ -97,7 +98,7 @@ WAYS = {
         {"zero": 0, "mesh": {"model": 2, "data": 4}, "name": "gpt2", "compute": "fp32"}
     ),
     "2, moments on the host": slow(
-        {"zero": 2, "devices": 2, "optimizer": zerojax.adamw(1e-3), "offload": ON_HOST}
+        {"zero": 2, "devices": 2, "optimizer": zerojax.adamw(1e-3, **RECIPE), "offload": ON_HOST}
     ),
 }
 

@@ -14,6 +14,7 @@ from flax import nnx
 
 import zerojax
 from tests.hugging_face_folders import tensors_of, write_folder
+from tests.recipe import RECIPE
 from tests.small_models import reference_model
 from tests.test_hugging_face_export import assert_same_bits, read_all
 from tests.trajectories import advance, plan_for
@@ -76,13 +77,13 @@ WAYS = {
     "3 tensor": slow({"zero": 3, "mesh": {"model": 2, "data": 4}}),
     "3 pipeline": slow({"zero": 3, "mesh": {"stage": 2, "data": 4}, "num_microbatches": 4}),
     "2, moments on the host": slow(
-        {"zero": 2, "devices": 2, "optimizer": zerojax.adamw(1e-3), "offload": ON_HOST}
+        {"zero": 2, "devices": 2, "optimizer": zerojax.adamw(1e-3, **RECIPE), "offload": ON_HOST}
     ),
     "3, layers from the host": slow(
         {
             "zero": 3,
             "devices": 2,
-            "optimizer": zerojax.adamw(1e-3),
+            "optimizer": zerojax.adamw(1e-3, **RECIPE),
             "offload": {**ON_HOST, "params": "host"},
             "freeze": ("mlp/", "embed"),
         }

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import pytest
 
 import zerojax
+from tests.recipe import RECIPE
 from zerojax.forecasting import hlo
 from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import find_gpu
@@ -71,7 +72,7 @@ def built(kinds: str, mesh: str, attention: str) -> Built:
         lambda rngs: Decoder(config, rngs=rngs),
         make_mesh(MESHES[mesh], devices),
         example_batch={"tokens": tokens, "targets": tokens},
-        optimizer=zerojax.adamw(1e-3),
+        optimizer=zerojax.adamw(1e-3, **RECIPE),
         precision="bf16",
         zero=3,
         num_microbatches=4 if "stage" in MESHES[mesh] else 1,

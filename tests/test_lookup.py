@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import zerojax
+from tests.recipe import RECIPE
 from tests.test_processes import losses_of
 from tests.trajectories import TOLERANCE, advance, plan_for, train_for
 from zerojax import deepspeed_config as deepspeed
@@ -165,7 +166,7 @@ def test_accumulated_gradients(stage):
     "options",
     [
         {"mesh": {"replica": 2, "data": 4}},
-        {"optimizer": zerojax.adamw(1e-3, eps=1e-5)},
+        {"optimizer": zerojax.adamw(1e-3, eps=1e-5, **RECIPE)},
         {"reduce_dtype": "bf16"},
         {"precision": "fp16"},
     ],

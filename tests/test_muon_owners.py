@@ -13,6 +13,7 @@ import pytest
 from optax.contrib import MuonDimensionNumbers, muon
 
 import zerojax
+from tests.recipe import RECIPE
 from tests.small_models import reference_model
 from tests.trajectories import advance, plan_for, train_for
 from zerojax.checkpoint import Checkpointer
@@ -45,7 +46,7 @@ def compiled(zero: int, model: int, is_muon: bool):
         reference_model("llama", num_layers=LAYERS),
         zero=zero,
         mesh={"model": model},
-        optimizer=zerojax.muon(1e-3) if is_muon else zerojax.adamw(1e-3),
+        optimizer=zerojax.muon(1e-3, clip_norm=1.0) if is_muon else zerojax.adamw(1e-3, **RECIPE),
         **SPLIT,
     )
     lowered = build_step(plan).lower(plan.abstract_state, plan.abstract_batch)
@@ -141,7 +142,7 @@ def test_parameters_are_those_of_optax_on_one_device(zero, model, layers, dimens
         reference_model("llama", num_layers=layers),
         zero=zero,
         mesh={"model": model},
-        optimizer=zerojax.muon(0.02, adam_learning_rate=ADAM, dimensions=dimensions),
+        optimizer=zerojax.muon(0.02, adam_learning_rate=ADAM, dimensions=dimensions, clip_norm=1.0),
         steps=4,
         **SPLIT,
     )
@@ -167,7 +168,11 @@ def test_a_checkpoint_goes_to_optax_and_comes_from_it(tmp_path, from_optax):
     model = reference_model("llama", num_layers=LAYERS)
     places = [
         {"devices": 1, "optimizer": optaxs()},
-        {"zero": 3, "optimizer": zerojax.muon(0.02, adam_learning_rate=ADAM), **SPLIT},
+        {
+            "zero": 3,
+            "optimizer": zerojax.muon(0.02, adam_learning_rate=ADAM, clip_norm=1.0),
+            **SPLIT,
+        },
     ]
     first, second = places if from_optax else places[::-1]
     run = train_for(model, steps=2, **first)

@@ -20,6 +20,7 @@ from tests.offload_disk_runs import (
     plan_of,
     train,
 )
+from tests.recipe import RECIPE
 from tests.small_models import reference_model
 from tests.trajectories import text_batch
 from zerojax.checkpoint.store import StoreError
@@ -173,7 +174,7 @@ def test_files_go_with_every_axis_of_the_mesh(tmp_path, mesh, options, opt_state
             reference_model("gpt2", num_layers=2, num_heads=2, embed_dim=16),
             make_mesh(MeshConfig(**mesh), devices),
             example_batch=text_batch(0),
-            optimizer=adamw(1e-2),
+            optimizer=adamw(1e-2, **RECIPE),
             offload=config or OffloadConfig(),
             **{"precision": "fp32", "persistence_threshold": 100, **options},
         )

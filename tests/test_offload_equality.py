@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 import zerojax
+from tests.recipe import CLIPPED, DECAYED, RECIPE
 from tests.small_models import reference_model
 from tests.trajectories import STEPS, Trajectory, regression_batch, train_for
 from zerojax.config import LossScale
@@ -26,9 +27,9 @@ from zerojax.optim.precision import Precision
 from zerojax.parallel.reshard import to_canonical
 
 OPTIMIZERS = {
-    "adamw": functools.partial(zerojax.adamw, 1e-3, eps=1e-5),
-    "lion": functools.partial(zerojax.lion, 1e-3),
-    "sgd": functools.partial(zerojax.sgd, 0.1, momentum=0.9),
+    "adamw": functools.partial(zerojax.adamw, 1e-3, eps=1e-5, **RECIPE),
+    "lion": functools.partial(zerojax.lion, 1e-3, **DECAYED),
+    "sgd": functools.partial(zerojax.sgd, 0.1, momentum=0.9, **CLIPPED),
 }
 SHARES = {DEVICE: 0.4, HOST: 0.6}
 WHOLE = "host"

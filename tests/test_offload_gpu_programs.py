@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 
 import zerojax
 from tests.program_claims import Claims
+from tests.recipe import RECIPE
 from zerojax.config import MeshConfig
 from zerojax.config.mesh import OffloadConfig
 from zerojax.forecasting import hlo
@@ -142,7 +143,7 @@ def compile_case(case: Case, layers: int) -> Built:
         lambda rngs: GPT2(config, rngs=rngs),
         mesh.abstract_mesh,
         example_batch={"tokens": tokens, "targets": tokens},
-        optimizer=adamw(1e-3),
+        optimizer=adamw(1e-3, **RECIPE),
         zero=case.zero,
         num_microbatches=case.microbatches,
         offload=case.offload,
@@ -306,7 +307,7 @@ def test_a_step_that_does_not_fit_moves_no_more_than_it_was_told_to():
         lambda rngs: GPT2(config, rngs=rngs),
         mesh.abstract_mesh,
         example_batch={"tokens": tokens, "targets": tokens},
-        optimizer=adamw(1e-3),
+        optimizer=adamw(1e-3, **RECIPE),
         offload=OffloadConfig(opt_state={"device": 0.4, "host": 0.6}),  # type: ignore[arg-type]
     )
     memory, program = compile_plan(plan, mesh)
@@ -329,7 +330,7 @@ def test_a_forecast_counts_host_memory_apart(monkeypatch):
         lambda rngs: GPT2(config, rngs=rngs),
         MeshConfig(),
         example_batch={"tokens": tokens, "targets": tokens},
-        optimizer=adamw(1e-3),
+        optimizer=adamw(1e-3, **RECIPE),
         offload=Case(8, 1, opt_state="host").offload,
     )
     monkeypatch.setattr(

@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import zerojax
+from tests.recipe import RECIPE
 from tests.small_models import reference_model
 from tests.trajectories import text_batch
 from zerojax.config import OffloadConfig
@@ -27,7 +28,7 @@ def plan_of(offload, *, optimizer=None, mesh=None, zero=1, precision="fp32", **o
         reference_model("gpt2"),
         zerojax.make_mesh(mesh, devices=devices),
         example_batch=text_batch(0),
-        optimizer=optimizer or zerojax.adamw(1e-3),
+        optimizer=optimizer or zerojax.adamw(1e-3, **RECIPE),
         zero=zero,
         precision=precision,
         offload=OffloadConfig(**offload),

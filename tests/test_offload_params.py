@@ -19,6 +19,7 @@ from flax import nnx
 
 import zerojax
 from tests.pipeline_runs import function_model, linen_model, small
+from tests.recipe import RECIPE
 from tests.small_models import VOCAB, Recurrent, UserText, reference_model, regression_loss
 from tests.trajectories import (
     STEPS,
@@ -76,7 +77,7 @@ def rows():
 
 def make_optimizer(clip_norm: float | None = None) -> Any:
     """AdamW whose eps keeps rounding noise from becoming full updates."""
-    return zerojax.adamw(1e-2, eps=1e-5, weight_decay=0.1, clip_norm=clip_norm)
+    return zerojax.adamw(1e-2, eps=1e-5, **{**RECIPE, "clip_norm": clip_norm})
 
 
 def both(model: Any, offload: dict[str, Any], **options: Any) -> tuple[Trajectory, Trajectory]:

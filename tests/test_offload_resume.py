@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import zerojax
+from tests.recipe import RECIPE
 from tests.small_models import reference_model
 from tests.trajectories import TOLERANCE, advance, plan_for, text_batch, train_for
 from zerojax.checkpoint import Checkpointer
@@ -32,7 +33,7 @@ def train(mesh: Any, steps: int, **changes: Any) -> tuple[zerojax.Trainer, list[
     """The trainer of a run after so many steps, and the losses of those that it took."""
     losses: list[float] = []
     options = {
-        "optimizer": zerojax.adamw(1e-3, eps=1e-5),
+        "optimizer": zerojax.adamw(1e-3, eps=1e-5, **RECIPE),
         "precision": "fp32",
         "run_dir": None,
         "log": LogConfig(every=1),
@@ -87,7 +88,7 @@ def test_a_live_run_changes_its_tiers_without_losing_a_bit():
     assert bits(trainer.plan, trainer.state) == state
 
 
-ON_EIGHT = {"devices": 8, "optimizer": zerojax.adamw(1e-3, eps=1e-5)}
+ON_EIGHT = {"devices": 8, "optimizer": zerojax.adamw(1e-3, eps=1e-5, **RECIPE)}
 ON_FOUR = {**ON_EIGHT, "devices": 4}
 
 

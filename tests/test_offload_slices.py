@@ -11,6 +11,7 @@ import pytest
 
 import zerojax
 from tests.equal_trees import assert_same
+from tests.recipe import CLIPPED, DECAYED, RECIPE
 from tests.test_offload_layout import SMALL, plan_of
 from zerojax.hardware import compile_client
 from zerojax.optim.precision import Precision
@@ -84,13 +85,13 @@ def test_slices_share_no_memory_with_their_joined_form(donated):
 
 
 OPTIMIZERS = {
-    "adamw": functools.partial(zerojax.adamw, 1e-3),
+    "adamw": functools.partial(zerojax.adamw, 1e-3, **RECIPE),
     "groups": functools.partial(
-        zerojax.adamw, 1e-3, groups={"blocks/mlp/.*": {"learning_rate_factor": 0.1}}
+        zerojax.adamw, 1e-3, **RECIPE, groups={"blocks/mlp/.*": {"learning_rate_factor": 0.1}}
     ),
-    "lion": functools.partial(zerojax.lion, 1e-3, clip_norm=None),
-    "sgd": functools.partial(zerojax.sgd, 0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
-    "plain sgd": functools.partial(zerojax.sgd, 0.1),
+    "lion": functools.partial(zerojax.lion, 1e-3, **{**DECAYED, "clip_norm": None}),
+    "sgd": functools.partial(zerojax.sgd, 0.1, momentum=0.9, nesterov=True, **DECAYED),
+    "plain sgd": functools.partial(zerojax.sgd, 0.1, **CLIPPED),
 }
 
 

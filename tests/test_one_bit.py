@@ -27,7 +27,7 @@ from zerojax.checkpoint import Checkpointer
 from zerojax.config import ConfigError, MeshConfig
 from zerojax.forecasting import hlo
 from zerojax.hardware import compile_client, gpus
-from zerojax.optim import one_bit_adam
+from zerojax.optim import decay_mask, one_bit_adam
 from zerojax.optim.one_bit import BLOCK, decode_signs, encode_signs, message_bytes
 from zerojax.parallel.initialization import init_state
 from zerojax.parallel.reshard import reshard_state
@@ -44,6 +44,7 @@ FREEZE, B1, B2, EPS, RATE = 4, 0.9, 0.99, 1e-6, 5e-3
 
 def adam(**changes):
     options = {"freeze_step": FREEZE, "b1": B1, "b2": B2, "eps": EPS, "weight_decay": 0.1}
+    options |= {"mask": decay_mask}
     return one_bit_adam(RATE, **{**options, **changes})
 
 
@@ -191,7 +192,7 @@ def test_it_is_numpys_recurrence(zero, devices, steps):
 
 @pytest.mark.thorough
 def test_the_warm_up_is_adamw_bit_for_bit():
-    options = {"b1": B1, "b2": B2, "eps": EPS, "weight_decay": 0.1, "clip_norm": None}
+    options = {"b1": B1, "b2": B2, "eps": EPS, "weight_decay": 0.1, "mask": decay_mask}
     plain = run(optimizer=zerojax.adamw(RATE, **options), steps=FREEZE)
     signed = run(steps=FREEZE)
     np.testing.assert_array_equal(signed.losses, plain.losses)
@@ -229,7 +230,7 @@ def test_one_device_is_eight_where_gradients_are_equal():
 @pytest.mark.thorough
 def test_exact_names_are_adamws_throughout():
     """All of them: a run with no signs is AdamW's, and its second moments go on."""
-    options = {"b1": B1, "b2": B2, "eps": EPS, "weight_decay": 0.1, "clip_norm": None}
+    options = {"b1": B1, "b2": B2, "eps": EPS, "weight_decay": 0.1, "mask": decay_mask}
     wire = {"exact": ["."]}
     plain = run(optimizer=zerojax.adamw(RATE, **options), wire=wire)
     exact = run(wire=wire)
@@ -270,7 +271,7 @@ def test_the_norm_is_never_below_that_of_the_mean_and_clips():
     plain = run(
         batch=equal_rows(4),
         steps=FREEZE + 1,
-        optimizer=zerojax.adamw(RATE, b1=B1, b2=B2, eps=EPS, weight_decay=0.1, clip_norm=None),
+        optimizer=zerojax.adamw(RATE, b1=B1, b2=B2, eps=EPS, weight_decay=0.1, mask=decay_mask),
     )
     np.testing.assert_allclose(same.norms, plain.norms, rtol=1e-5)
     differ = run(steps=FREEZE + 1)
@@ -426,7 +427,7 @@ def test_on_other_devices_what_was_left_out_begins_at_zero_and_is_told(change, t
 
 @pytest.mark.thorough
 def test_it_goes_on_from_adamw_and_adamw_from_it(tmp_path):
-    options = {"b1": B1, "b2": B2, "eps": EPS, "weight_decay": 0.1, "clip_norm": None}
+    options = {"b1": B1, "b2": B2, "eps": EPS, "weight_decay": 0.1, "mask": decay_mask}
     adamw = zerojax.adamw(RATE, **options)
     save(tmp_path / "a", run(steps=FREEZE + 2, optimizer=adamw), FREEZE + 2)
     plan = planned()

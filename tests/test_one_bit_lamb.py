@@ -34,7 +34,7 @@ from zerojax.checkpoint import Checkpointer
 from zerojax.config import ConfigError, MeshConfig
 from zerojax.forecasting import hlo
 from zerojax.hardware import compile_client, gpus
-from zerojax.optim import UpdateContext, one_bit_adam, one_bit_lamb
+from zerojax.optim import UpdateContext, decay_mask, one_bit_adam, one_bit_lamb
 from zerojax.optim.one_bit_layers import COEFFICIENTS, FACTORS, FRESH, SCALES
 from zerojax.parallel.initialization import init_state
 from zerojax.parallel.reshard import reshard_state
@@ -61,6 +61,7 @@ def lamb(**changes):
         "b2": B2,
         "eps": EPS,
         "weight_decay": DECAY,
+        "mask": decay_mask,
         "coeff_beta": BETA,
         "factor_min": FACTOR_BOUNDS[0],
         "factor_max": FACTOR_BOUNDS[1],
@@ -72,7 +73,7 @@ def lamb(**changes):
 
 
 def plain_lamb(**changes):
-    options = {"b1": B1, "b2": B2, "eps": EPS, "weight_decay": DECAY, "clip_norm": None}
+    options = {"b1": B1, "b2": B2, "eps": EPS, "weight_decay": DECAY, "mask": decay_mask}
     return zerojax.lamb(RATE, **{**options, **changes})
 
 

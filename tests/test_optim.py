@@ -1,16 +1,21 @@
-"""Schedules at their corners, weight decay on matrices only, and the optimizers by name."""
+"""Schedules at their corners, the defaults of optax and of a run, and the optimizers by name."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 import json
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 
+import zerojax
 from zerojax.config import (
     ConfigError,
     OptimizerConfig,
@@ -92,15 +97,108 @@ def test_every_name_decays_matrices_and_nothing_else(name):
     assert built.reasons[0].startswith(f"optimizer {name} (configured), learning rate 0.1: ")
 
 
-def test_the_default_is_clipped_adamw():
-    built, mine = build_optimizer(None, None), adamw(3e-5)
-    gradients = jax.tree.map(lambda x: 100.0 * x, PARAMS)
-    updates, _ = built.tx.update(gradients, built.tx.init(PARAMS), PARAMS)
-    # The first of ten warm-up steps has a tenth of the rate.
-    expected, _ = mine.update(gradients, mine.init(PARAMS), PARAMS)
-    for name in PARAMS:
-        np.testing.assert_allclose(updates[name], expected[name], rtol=1e-5)
-    assert "(default)" in built.reasons[0]
+RECIPE = {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+SAID = "adamw's beta1 0.9, beta2 0.95, eps 1e-08, weight_decay 0.1 on matrices, clip_norm 1"
+
+
+@pytest.mark.parametrize("given", [None, OptimizerConfig()], ids=["None", "OptimizerConfig()"])
+def test_a_runs_default_is_the_recipe_of_language_models_and_says_so(given):
+    built, schedule = build_optimizer(given, 100), build_schedule(OptimizerConfig(), 100)[0]
+    recipe = optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(schedule, mask=decay_mask, **RECIPE)
+    )
+    large = lambda count: jax.tree.map(lambda x: (10.0 - count) * x, PARAMS)  # noqa: E731
+    # The same operations in float32; the norm is summed in another order.
+    states = assert_same_updates(built.tx, recipe, PARAMS, large, rtol=1e-6)
+    chex.assert_trees_all_close(*states, rtol=1e-6)
+    assert built.reasons[1] == SAID
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (
+            OptimizerConfig(name="sgd", clip_norm=None),
+            "sgd's beta1 0.9, weight_decay 0.1 on matrices, no clipping",
+        ),
+        (
+            OptimizerConfig(name="lion", beta2=0.99, weight_decay=0.3),
+            "lion's beta1 0.9, beta2 0.99, weight_decay 0.3 on matrices, clip_norm 1",
+        ),
+    ],
+)
+def test_a_run_says_the_numbers_that_its_optimizer_reads(config, said):
+    assert build_optimizer(config, 100).reasons[1] == said
+
+
+OPTAX = {
+    "adamw": optax.adamw,
+    "lion": optax.lion,
+    "lamb": optax.lamb,
+    "sgd": optax.sgd,
+    "muon": optax.contrib.muon,
+}
+OWN_DEFAULTS = {"sgd": {"weight_decay": 0.0, "mask": None}}  # optax's has neither: none
+NOT_THEIRS = {
+    "clip_norm": None,
+    "groups": None,
+    "impl": "auto",
+    # Of lamb outside of the step, and of muon: the values that make them optax's.
+    "per_layer": True,
+    "ns_eps": None,
+    "bias_correction": True,
+    "adam_nesterov": None,
+    # The one that differs: stacked layers are matrices, of which optax cannot know.
+    "dimensions": zerojax.optim.muon_dimensions,
+}
+
+
+@pytest.mark.parametrize("name", OPTAX)
+def test_defaults_are_those_of_optax(name):
+    ours, theirs = (
+        {each.name: each.default for each in inspect.signature(make).parameters.values()}
+        for make in (getattr(zerojax, name), OPTAX[name])
+    )
+    theirs |= OWN_DEFAULTS.get(name, {})
+    assert ours["learning_rate"] is inspect.Parameter.empty
+    assert {key: ours[key] for key in ours if key in theirs} == {
+        key: theirs[key] for key in theirs if key in ours
+    }
+    rest = {key: value for key, value in ours.items() if key not in theirs}
+    assert rest == {key: NOT_THEIRS[key] for key in rest}
+
+
+@pytest.mark.parametrize("name", OPTAX)
+def test_with_a_learning_rate_alone_an_optimizer_is_that_of_optax(name):
+    """Replacing `optax.adamw(lr)` by `zerojax.adamw(lr)` changes nothing, on no kind of array."""
+    own = getattr(zerojax, name)
+    if name == "muon":
+        own = functools.partial(own, dimensions=None)
+    keys = iter(jax.random.split(jax.random.key(0), 12))
+    normal = lambda scale: {  # noqa: E731
+        "kernel": scale * jax.random.normal(next(keys), (6, 4)),
+        "bias": scale * jax.random.normal(next(keys), (4,)),
+    }
+    # Gradients of norm 30 would show clipping, and parameters of 3 decay on the bias. Both run the
+    # same operations one by one, so every bit is the same.
+    gradients = [normal(6.0) for _ in range(5)]
+    pair = own(0.05), OPTAX[name](0.05)
+    states = assert_same_updates(*pair, normal(3.0), gradients.__getitem__, rtol=0)
+    chex.assert_trees_all_equal(*states, strict=True)
+
+
+def assert_same_updates(ours, theirs, params, gradient_of, *, rtol, steps=5):
+    """Asserts that two transformations move parameters alike; returns both states."""
+    moved, expected = params, params
+    state, optax_state = ours.init(params), theirs.init(params)
+    for count in range(steps):
+        updates, state = ours.update(gradient_of(count), state, moved)
+        moved = optax.apply_updates(moved, updates)
+        updates, optax_state = theirs.update(gradient_of(count), optax_state, expected)
+        expected = optax.apply_updates(expected, updates)
+        for name in params:
+            np.testing.assert_allclose(moved[name], expected[name], rtol=rtol)
+    return state, optax_state
 
 
 @pytest.mark.parametrize(("clip_norm", "largest"), [(None, 1e6), (3.0**0.5, 1.0)])
@@ -129,15 +227,9 @@ def test_momentum_of_sgd_is_the_first_beta():
         config = dataclasses.replace(
             config, schedule="constant", warmup_steps=0, learning_rate=1.0, clip_norm=None
         )
-        mine, ours, other = build_optimizer(config, 10).tx, params, params
-        state, optax_state = mine.init(params), theirs.init(params)
-        for gradient in (0.5, -2.0):
-            grads = {"x": jnp.full(3, gradient)}
-            updates, state = mine.update(grads, state, ours)
-            ours = optax.apply_updates(ours, updates)
-            updates, optax_state = theirs.update(grads, optax_state, other)
-            other = optax.apply_updates(other, updates)
-        np.testing.assert_array_equal(ours["x"], other["x"])
+        gradient_of = lambda count: {"x": jnp.full(3, (0.5, -2.0)[count])}  # noqa: E731
+        mine = build_optimizer(config, 10).tx
+        assert_same_updates(mine, theirs, params, gradient_of, rtol=0, steps=2)
 
 
 GROUPS_FILE = """\

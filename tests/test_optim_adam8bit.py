@@ -24,6 +24,7 @@ from tests.adam8bit_steps import (
     stepped,
     tree,
 )
+from tests.recipe import DECAYED, RECIPE
 from zerojax.config import ModelConfig
 from zerojax.data.corpus import read_text
 from zerojax.optim import adamw, coding_of
@@ -83,7 +84,7 @@ def test_the_kernel_runs_where_it_is_chosen():
 def test_update_and_apply_are_one_optimizer():
     """Same codes and scales to the bit; a parameter is rounded once more: by up to 2^-23 of its
     value, or, where it passes 0, of the value it had, which was below 0.02."""
-    tx = adam8bit(optax.linear_schedule(1e-2, 1e-3, 4), clip_norm=1.0)
+    tx = adam8bit(optax.linear_schedule(1e-2, 1e-3, 4), **RECIPE)
     params = tree(0)
     state, applied_state = tx.init(params), tx.init(params)
     update = jax.jit(tx.update)
@@ -105,7 +106,7 @@ def test_update_and_apply_are_one_optimizer():
 
 
 def test_a_skipped_step_changes_nothing_at_all():
-    tx = adam8bit(optax.constant_schedule(1e-2))
+    tx = adam8bit(optax.constant_schedule(1e-2), **RECIPE)
     params, state = stepped(tx, tree(0), tx.init(tree(0)))
     bad = {name: grad.at[(0,) * grad.ndim].set(jnp.nan) for name, grad in tree(9).items()}
     context = context_of(9, scale=jnp.inf, skip=True)
@@ -226,7 +227,7 @@ def test_on_text_it_reaches_the_loss_of_float32_moments():
     """From 5 to 2.45. Measured: within 0.00003 after 200 steps, 0.0012 after 300. With a learning
     rate 1.1 times as large it moves by 0.02. (b2=0.95: tests/test_adam8bit_training.py.)"""
     schedule = optax.linear_schedule(3e-3, 3e-4, 200)
-    whole = text_loss(200, adamw(schedule, b2=0.999))
-    coded = text_loss(200, adam8bit(schedule, b2=0.999))
+    whole = text_loss(200, adamw(schedule, **DECAYED))
+    coded = text_loss(200, adam8bit(schedule, **DECAYED))
     assert whole < 2.6
     assert coded == pytest.approx(whole, abs=0.003)

@@ -33,7 +33,7 @@ from zerojax.tracing import trees
 
 @pytest.mark.thorough
 def test_the_canonical_form_is_the_state_of_adamw():
-    for tx in (adam8bit(1e-2), adam8bit(optax.constant_schedule(1e-2), clip_norm=None)):
+    for tx in (adam8bit(1e-2, clip_norm=1.0), adam8bit(optax.constant_schedule(1e-2))):
         bfloat16 = {name: x.astype(jnp.bfloat16) for name, x in tree(0).items()}
         coding = coding_of(tx)
         for params in (tree(0), bfloat16):
@@ -43,7 +43,7 @@ def test_the_canonical_form_is_the_state_of_adamw():
                 np.dtype("float32"),
                 np.dtype("int32"),
             }
-    assert_same(adamw(1e-2).init(tree(0)), coding_of(adam8bit(1e-2)).canonical_init(tree(0)))
+    assert_same(adamw(**RATE).init(tree(0)), coding_of(adam8bit(**RATE)).canonical_init(tree(0)))
     assert coding_of(adamw(1e-2)) is None
 
 
@@ -186,7 +186,7 @@ class Split:
 
 
 def test_scales_follow_the_shards():
-    split = Split(adam8bit(1e-2), 4, 2)
+    split = Split(adam8bit(**RATE), 4, 2)
     state = part_of(split.state)
     shard = 2 * 16 * 24
     assert state.mu["stacked"].dtype == jnp.int8
@@ -202,7 +202,7 @@ def test_scales_follow_the_shards():
 def test_the_true_size_decides_what_is_small():
     """64 rows of 63 are 4032 elements, below the limit, also where they are stored as 64 by 64."""
     assert SMALLEST_CODED == 4096
-    state = part_of(Split(adam8bit(1e-2), 4, 2).state)
+    state = part_of(Split(adam8bit(**RATE), 4, 2).state)
     assert state.nu["small"].dtype == jnp.float32
     assert isinstance(state.nu_scale["small"], optax.MaskedNode)
     stored = {"w": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
@@ -214,7 +214,7 @@ def test_the_true_size_decides_what_is_small():
 @pytest.mark.thorough
 def test_every_shard_is_a_leaf_of_its_own():
     """Split parameters are updated in blocks of their shards, with random bits of the shard."""
-    split = Split(adam8bit(**RATE, clip_norm=None), 4, 2)
+    split = Split(adam8bit(**{**RATE, "clip_norm": None}), 4, 2)
     params, state = split.steps(*split.begin())
     shape = jax.tree.map(lambda x: (x.shape, x.sharding), (params, state))
     assert shape == jax.tree.map(lambda x: (x.shape, x.sharding), (split.params, split.state))
@@ -244,7 +244,7 @@ def test_every_shard_is_a_leaf_of_its_own():
 @pytest.mark.thorough
 @pytest.mark.parametrize("mesh", [(4, 2), (8, 1)], ids=str)
 def test_a_split_state_comes_back_to_the_bit_and_moves_to_another_mesh(mesh):
-    tx = adam8bit(**RATE, clip_norm=None)
+    tx = adam8bit(**{**RATE, "clip_norm": None})
     split = Split(tx, *mesh)
     params, state = split.steps(*split.begin())
     canonical_specs = split.canonical_specs()

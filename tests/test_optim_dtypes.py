@@ -22,15 +22,16 @@ from tests.optim_steps import (
     run_apply,
     run_update,
 )
+from tests.recipe import CLIPPED, DECAYED, RECIPE
 from zerojax.optim import adamw, lamb, lion, sgd
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 OPTIMIZERS = {
-    "adamw": adamw(SCHEDULE),
-    "lion": lion(SCHEDULE),
-    "lamb": lamb(SCHEDULE),
-    "sgd": sgd(SCHEDULE, momentum=0.9, weight_decay=0.1),
-    "sgd without momentum": sgd(SCHEDULE, weight_decay=0.1),
+    "adamw": adamw(SCHEDULE, **RECIPE),
+    "lion": lion(SCHEDULE, **{**DECAYED, "weight_decay": 0.3}),
+    "lamb": lamb(SCHEDULE, weight_decay=0.01, **CLIPPED),
+    "sgd": sgd(SCHEDULE, momentum=0.9, **DECAYED),
+    "sgd without momentum": sgd(SCHEDULE, **DECAYED),
 }
 optimizers = pytest.mark.parametrize("tx", OPTIMIZERS.values(), ids=OPTIMIZERS)
 

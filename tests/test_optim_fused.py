@@ -27,6 +27,7 @@ from tests.optim_steps import (
     run_apply,
     run_update,
 )
+from tests.recipe import DECAYED, RECIPE
 from zerojax.optim import adamw, decay_mask, lamb, lion, sgd
 
 
@@ -38,56 +39,55 @@ def clipped(limit, tx):
     return optax.chain(optax.clip_by_global_norm(limit), tx)
 
 
-free = {"clip_norm": None}
 PAIRS = {
     "adamw": (
-        adamw(3e-2, **free),
+        adamw(3e-2, b2=0.95, weight_decay=0.1, mask=decay_mask),
         optax.adamw(3e-2, 0.9, 0.95, weight_decay=0.1, mask=decay_mask),
     ),
     "adamw, schedule, tree as mask": (
-        adamw(SCHEDULE, b1=0.8, b2=0.999, eps=1e-6, weight_decay=0.5, mask=MASK, **free),
+        adamw(SCHEDULE, b1=0.8, b2=0.999, eps=1e-6, weight_decay=0.5, mask=MASK),
         optax.adamw(SCHEDULE, 0.8, 0.999, 1e-6, weight_decay=0.5, mask=MASK),
     ),
     "adamw, no mask": (
-        adamw(3e-2, mask=None, **free),
+        adamw(3e-2, b2=0.95, weight_decay=0.1),
         optax.adamw(3e-2, 0.9, 0.95, weight_decay=0.1),
     ),
     "adamw, clipped": (
-        adamw(SCHEDULE, clip_norm=0.5),
+        adamw(SCHEDULE, **{**RECIPE, "clip_norm": 0.5}),
         clipped(0.5, optax.adamw(SCHEDULE, 0.9, 0.95, weight_decay=0.1, mask=decay_mask)),
     ),
     "lion": (
-        lion(SCHEDULE, **free),
+        lion(SCHEDULE, weight_decay=0.3, mask=decay_mask),
         optax.lion(SCHEDULE, 0.9, 0.99, weight_decay=0.3, mask=decay_mask),
     ),
     "lion, a number": (
-        lion(1e-2, b1=0.95, b2=0.98, weight_decay=0.0, mask=MASK, **free),
+        lion(1e-2, b1=0.95, b2=0.98, weight_decay=0.0, mask=MASK),
         optax.lion(1e-2, 0.95, 0.98, weight_decay=0.0, mask=MASK),
     ),
     "lamb": (
-        lamb(SCHEDULE, clip_norm=2.0),
+        lamb(SCHEDULE, weight_decay=0.01, mask=decay_mask, clip_norm=2.0),
         clipped(2.0, optax.lamb(SCHEDULE, weight_decay=0.01, mask=decay_mask)),
     ),
     "lamb, a number": (
-        lamb(1e-2, b1=0.8, b2=0.95, eps=1e-4, weight_decay=0.3, mask=None, **free),
+        lamb(1e-2, b1=0.8, b2=0.95, eps=1e-4, weight_decay=0.3),
         optax.lamb(1e-2, 0.8, 0.95, 1e-4, weight_decay=0.3),
     ),
-    "sgd": (sgd(1e-2, **free), optax.sgd(1e-2)),
+    "sgd": (sgd(1e-2), optax.sgd(1e-2)),
     "sgd, schedule": (sgd(SCHEDULE, clip_norm=1.0), clipped(1.0, optax.sgd(SCHEDULE))),
     "sgd, momentum": (
-        sgd(SCHEDULE, momentum=0.9, **free),
+        sgd(SCHEDULE, momentum=0.9),
         optax.sgd(SCHEDULE, momentum=0.9),
     ),
     "sgd, momentum and decay": (
-        sgd(1e-2, momentum=0.8, weight_decay=0.3, mask=MASK, **free),
+        sgd(1e-2, momentum=0.8, weight_decay=0.3, mask=MASK),
         decayed_sgd(1e-2, 0.3, MASK, momentum=0.8),
     ),
     "sgd, decay": (
-        sgd(1e-2, weight_decay=0.3, mask=None, **free),
+        sgd(1e-2, weight_decay=0.3),
         decayed_sgd(1e-2, 0.3, None),
     ),
     "sgd, nesterov": (
-        sgd(SCHEDULE, momentum=0.9, nesterov=True, weight_decay=0.1, clip_norm=1.0),
+        sgd(SCHEDULE, momentum=0.9, nesterov=True, **DECAYED),
         clipped(1.0, decayed_sgd(SCHEDULE, 0.1, decay_mask, momentum=0.9, nesterov=True)),
     ),
 }
@@ -121,14 +121,14 @@ def test_a_skipped_step_changes_nothing(mine, theirs):
 @pytest.mark.thorough
 def test_in_a_chain_it_is_a_transformation_like_others():
     params = make_params()
-    ours = optax.chain(optax.scale(0.5), adamw(SCHEDULE, clip_norm=0.5))
+    ours = optax.chain(optax.scale(0.5), adamw(SCHEDULE, **{**RECIPE, "clip_norm": 0.5}))
     same = PAIRS["adamw, clipped"][1]
     check_same(run_update(ours, params), run_update(optax.chain(optax.scale(0.5), same), params))
 
 
 @pytest.mark.thorough
 def test_a_step_that_has_the_norm_hands_it_over():
-    params, tx = make_params(), adamw(1e-2, clip_norm=1.0)
+    params, tx = make_params(), adamw(1e-2, **RECIPE)
     alone = tx.update(gradient(0), tx.init(params), params)
     given = tx.update(gradient(0), tx.init(params), params, grad_norm=optax.tree.norm(gradient(0)))
     check_same(given, alone)
@@ -137,10 +137,12 @@ def test_a_step_that_has_the_norm_hands_it_over():
 def test_learning_rates_and_decay_can_be_injected():
     make = optax.inject_hyperparams(adamw, static_args=("mask", "groups", "impl"))
     params = make_params()
-    state = make(learning_rate=1e-2).init(params)
+    # Injected numbers are float32, in which 1 - 0.999 has lost three digits, and 1 - 0.95 one.
+    injected, plain = make(learning_rate=1e-2, **RECIPE), adamw(3e-2, **RECIPE)
+    state = injected.init(params)
     state.hyperparams["learning_rate"] = jnp.float32(3e-2)
-    updates, _ = make(learning_rate=1e-2).update(gradient(0), state, params)
-    expected, _ = adamw(3e-2).update(gradient(0), adamw(3e-2).init(params), params)
+    updates, _ = injected.update(gradient(0), state, params)
+    expected, _ = plain.update(gradient(0), plain.init(params), params)
     check_close(updates, expected)
 
 
@@ -174,25 +176,26 @@ def decay_all(params):
     return jax.tree.map(lambda x: True, params)
 
 
+UNMASKED = {"b2": 0.95, "weight_decay": 0.1, "mask": decay_all, "clip_norm": 0.5}
 GROUPED = {
     "adamw": (
-        adamw(SCHEDULE, mask=decay_all, groups=GROUPS, clip_norm=0.5),
-        adamw(SCHEDULE, mask=decay_all, clip_norm=0.5),
+        adamw(SCHEDULE, **UNMASKED, groups=GROUPS),
+        adamw(SCHEDULE, **UNMASKED),
         grouped_by_optax(lambda r, d: optax.adamw(r, 0.9, 0.95, weight_decay=d), 0.1, 0.5),
     ),
     "lion": (
-        lion(SCHEDULE, mask=None, groups=GROUPS, **free),
-        lion(SCHEDULE, mask=None, **free),
+        lion(SCHEDULE, weight_decay=0.3, groups=GROUPS),
+        lion(SCHEDULE, weight_decay=0.3),
         grouped_by_optax(lambda r, d: optax.lion(r, 0.9, 0.99, weight_decay=d), 0.3),
     ),
     "lamb": (
-        lamb(SCHEDULE, mask=None, groups=GROUPS, **free),
-        lamb(SCHEDULE, mask=None, **free),
+        lamb(SCHEDULE, weight_decay=0.01, groups=GROUPS),
+        lamb(SCHEDULE, weight_decay=0.01),
         grouped_by_optax(lambda r, d: optax.lamb(r, weight_decay=d), 0.01),
     ),
     "sgd": (
-        sgd(SCHEDULE, momentum=0.9, weight_decay=0.2, mask=None, groups=GROUPS, **free),
-        sgd(SCHEDULE, momentum=0.9, weight_decay=0.2, mask=None, **free),
+        sgd(SCHEDULE, momentum=0.9, weight_decay=0.2, groups=GROUPS),
+        sgd(SCHEDULE, momentum=0.9, weight_decay=0.2),
         grouped_by_optax(lambda r, d: decayed_sgd(r, d, None, momentum=0.9), 0.2),
     ),
 }
@@ -215,7 +218,8 @@ def test_groups_are_optax_partition_with_the_state_of_one_optimizer(mine, plain,
 
 
 def test_the_mask_holds_in_groups_as_well():
-    tx = sgd(1.0, weight_decay=0.5, groups={"block": {"weight_decay": 0.25}}, **free)
+    groups = {"block": {"weight_decay": 0.25}}
+    tx = sgd(1.0, weight_decay=0.5, mask=decay_mask, groups=groups)
     params = make_params()
     zeros = jax.tree.map(jnp.zeros_like, params)
     after, _ = tx.apply(zeros, tx.init(params), params, context())
@@ -235,7 +239,7 @@ def test_names_come_from_any_tree():
 
 def test_which_state_belongs_to_a_parameter_is_known_to_optax():
     params = make_params()
-    tx = adamw(SCHEDULE, groups=GROUPS, mask=None)
+    tx = adamw(SCHEDULE, groups=GROUPS, clip_norm=1.0)
     named = optax.tree_utils.tree_map_params(
         tx.init, lambda _, name: name, tx.init(params), {name: name for name in params}
     )
@@ -248,17 +252,20 @@ def test_which_state_belongs_to_a_parameter_is_known_to_optax():
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda: adamw(groups={"kernle": {}}), "'kernle' matches none of the 4 .* block/kernel"),
         (
-            lambda: adamw(groups={"block": {}, "block/bias": {}}),
+            lambda: adamw(1e-3, groups={"kernle": {}}),
+            "'kernle' matches none of the 4 .* block/kernel",
+        ),
+        (
+            lambda: adamw(1e-3, groups={"block": {}, "block/bias": {}}),
             "the 1 parameters that 'block/bias' matches belong to earlier groups",
         ),
         (
-            lambda: adamw(groups={"scale": {"weight_decay": 0.1}}),
+            lambda: adamw(1e-3, mask=decay_mask, groups={"scale": {"weight_decay": 0.1}}),
             "'scale' sets weight_decay=0.1, but the mask excludes all of its 1 .*mask=None",
         ),
         (
-            lambda: adamw(mask={"embd": True}),
+            lambda: adamw(1e-3, mask={"embd": True}),
             r"mask: its entries \(embd\) match .*\(block/bias, .*decay_mask",
         ),
     ],
@@ -272,21 +279,24 @@ def test_what_does_not_fit_the_parameters_is_refused_by_init(make, sentence):
     ("make", "sentence"),
     [
         (lambda: adamw(-1.0), r"learning_rate=-1.0 has to be at least 0"),
-        (lambda: adamw(b1=1.0), r"b1=1.0 has to be in \[0, 1\); 0.9 is usual"),
-        (lambda: lion(b2=-0.1), r"b2=-0.1 has to be in \[0, 1\)"),
+        (lambda: adamw(1e-3, b1=1.0), r"b1=1.0 has to be in \[0, 1\); 0.9 is usual"),
+        (lambda: lion(1e-3, b2=-0.1), r"b2=-0.1 has to be in \[0, 1\)"),
         (lambda: lamb(1e-3, eps=0.0), "eps=0.0 has to be above 0"),
         (lambda: sgd(1.0, momentum=1), r"momentum=1 has to be in \[0, 1\)"),
         (lambda: sgd(1.0, nesterov=True), "nesterov=True needs momentum"),
-        (lambda: adamw(weight_decay=-0.1), "weight_decay=-0.1 has to be at least 0"),
-        (lambda: adamw(clip_norm=0), "clip_norm=0 has to be above 0, or None"),
-        (lambda: adamw(impl="mosaic"), "impl='mosaic' is not one of .*did you mean 'mosaic_gpu'"),
-        (lambda: adamw(groups={"(": {}}), r"groups: '\(' is not a regular expression"),
+        (lambda: adamw(1e-3, weight_decay=-0.1), "weight_decay=-0.1 has to be at least 0"),
+        (lambda: adamw(1e-3, clip_norm=0), "clip_norm=0 has to be above 0, or None"),
         (
-            lambda: adamw(groups={"embed": {"learning_rate": 1e-3}}),
+            lambda: adamw(1e-3, impl="mosaic"),
+            "impl='mosaic' is not one of .*did you mean 'mosaic_gpu'",
+        ),
+        (lambda: adamw(1e-3, groups={"(": {}}), r"groups: '\(' is not a regular expression"),
+        (
+            lambda: adamw(1e-3, groups={"embed": {"learning_rate": 1e-3}}),
             "groups: 'embed': learning_rate: unknown key; did you mean 'learning_rate_factor'",
         ),
         (
-            lambda: adamw(groups={"embed": {"weight_decay": -1}}),
+            lambda: adamw(1e-3, groups={"embed": {"weight_decay": -1}}),
             "groups: 'embed': weight_decay: -1.0 must be >= 0",
         ),
     ],
@@ -298,4 +308,4 @@ def test_numbers_out_of_range_are_refused_at_once(make, sentence):
 
 def test_a_schedule_of_the_decay_is_refused():
     with pytest.raises(TypeError, match="weight_decay is a function and has to be a number"):
-        adamw(weight_decay=SCHEDULE)
+        adamw(1e-3, weight_decay=SCHEDULE)

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 import zerojax
 from pallas_kernels import choice
 from pallas_kernels.choice import Choice
+from tests.recipe import CLIPPED, RECIPE
 from tests.small_models import reference_model
 from zerojax.forecasting import hlo
 from zerojax.hardware import compile_client
@@ -43,7 +44,7 @@ def mesh():
 
 def compiled_update(mesh, chosen):
     """The update of every shard, and bytes of parameters and state on one device."""
-    tx = adam8bit(1e-3)
+    tx = adam8bit(1e-3, **RECIPE)
 
     def spec(shape):
         return P(*("data" if dim == np.argmax(shape) else None for dim in range(len(shape))))
@@ -119,7 +120,7 @@ def test_the_small_sums_of_a_step_compile_for_64_gpus(options):
         reference_model("gpt2", max_seq_len=128, embed_dim=128, **options),
         mesh,
         example_batch={"tokens": rows, "targets": rows},
-        optimizer=zerojax.lamb(1e-3),
+        optimizer=zerojax.lamb(1e-3, weight_decay=0.01, **CLIPPED),
         zero=1,
     )
     step = zerojax.build_step(plan)

@@ -118,6 +118,7 @@ def own_dimensions(params):
 
 def own(**changes):
     options = {"weight_decay": 0.1, "adam_weight_decay": 0.2, "dimensions": own_dimensions}
+    options |= {"clip_norm": 1.0}
     return zerojax.optim.muon(optim_steps.SCHEDULE, **{**options, **changes})
 
 
@@ -267,7 +268,11 @@ def test_in_place_at_every_stage_is_optax_on_one_device(zero):
     plain = muon(0.02, muon_weight_dimension_numbers=muon_dimensions)
     plain = optax.chain(optax.clip_by_global_norm(1.0), plain)
     expected = train_for(reference_model("llama"), devices=1, optimizer=plain, steps=8)
-    options = {"optimizer": zerojax.optim.muon(0.02), "steps": 8, "persistence_threshold": 20}
+    options = {
+        "optimizer": zerojax.optim.muon(0.02, clip_norm=1.0),
+        "steps": 8,
+        "persistence_threshold": 20,
+    }
     run = train_for(reference_model("llama"), zero=zero, **options)
     np.testing.assert_allclose(run.losses, expected.losses, atol=25 * TOLERANCE)
     assert expected.losses[-1] < expected.losses[0] - 0.05

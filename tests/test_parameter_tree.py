@@ -207,7 +207,11 @@ def test_masks_of_our_own_optimizers_see_the_tree_too(make):
         return {"backbone": {"kernel": True, "bias": False}, "blocks": False, "head": False}
 
     plan = plan_for(
-        Net, batch=regression_batch, loss=squares, optimizer=make(0.1, mask=mask), zero=1
+        Net,
+        batch=regression_batch,
+        loss=squares,
+        optimizer=make(0.1, weight_decay=0.1, mask=mask),
+        zero=1,
     )
     assert {*seen[-1]} == {"backbone", "blocks", "head"}
     assert {*seen[-1]["blocks"]} == {0, 1, 2}

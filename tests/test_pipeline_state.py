@@ -15,6 +15,7 @@ from flax import nnx
 
 import zerojax
 from pallas_kernels.adam8bit import NU_ZERO
+from tests.recipe import CLIPPED, DECAYED, RECIPE
 from tests.small_models import Layers, regression_loss
 from tests.trajectories import plan_for, regression_batch
 from zerojax.checkpoint import Checkpointer
@@ -67,12 +68,12 @@ def plan_of(factory, *, optimizer, **settings):
 
 @functools.cache
 def plain():
-    return plan_of(Layers, optimizer=zerojax.adamw(1e-3))
+    return plan_of(Layers, optimizer=zerojax.adamw(1e-3, **RECIPE))
 
 
 @functools.cache
 def pipeline(name):
-    return plan_of(Layers, optimizer=zerojax.adamw(1e-3), **LAYOUTS[name])
+    return plan_of(Layers, optimizer=zerojax.adamw(1e-3, **RECIPE), **LAYOUTS[name])
 
 
 def random_state(plan):
@@ -228,11 +229,11 @@ def chain():
 
 
 OPTIMIZERS = {
-    "adamw": lambda: zerojax.adamw(1e-2),
-    "lion": lambda: zerojax.lion(1e-2),
-    "lamb": lambda: zerojax.lamb(1e-2),
-    "sgd": lambda: zerojax.sgd(1e-2, momentum=0.9),
-    "adam8bit": lambda: zerojax.adam8bit(1e-2),
+    "adamw": lambda: zerojax.adamw(1e-2, **RECIPE),
+    "lion": lambda: zerojax.lion(1e-2, **DECAYED),
+    "lamb": lambda: zerojax.lamb(1e-2, **DECAYED),
+    "sgd": lambda: zerojax.sgd(1e-2, momentum=0.9, **CLIPPED),
+    "adam8bit": lambda: zerojax.adam8bit(1e-2, **RECIPE),
     "optax chain": chain,
     "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=16),
     "muon": lambda: optax.contrib.muon(1e-2),

@@ -18,6 +18,7 @@ import pytest
 import zerojax
 from tests import pipeline_runs
 from tests.pipeline_runs import UNEVEN, assert_equal_runs, compile_step, small, train
+from tests.recipe import CLIPPED, DECAYED, RECIPE
 from tests.small_models import reference_model
 from tests.trajectories import plan_for, text_batch, train_for
 from zerojax.config import LossScale
@@ -44,8 +45,8 @@ def one_device(model=EIGHT, **options):
 # Optimizers
 
 OPTIMIZERS = {
-    "sgd": lambda: zerojax.sgd(0.3, momentum=0.9, weight_decay=0.01),
-    "lamb": lambda: zerojax.lamb(1e-2, clip_norm=0.05),
+    "sgd": lambda: zerojax.sgd(0.3, momentum=0.9, weight_decay=0.01, **CLIPPED),
+    "lamb": lambda: zerojax.lamb(1e-2, **{**DECAYED, "clip_norm": 0.05}),
     "optax lamb": lambda: optax.chain(optax.clip_by_global_norm(0.05), optax.lamb(1e-2)),
 }
 
@@ -72,7 +73,7 @@ def test_optimizers_see_the_arrays_of_one_device(name, zero):
 def test_eight_bit_moments_follow_those_of_one_device(zero):
     """Blocks are cut within each shard, so codes differ, by a coding error in each step."""
     wide = small(layers=8, width=32)
-    make = lambda: zerojax.adam8bit(1e-3)  # noqa: E731
+    make = lambda: zerojax.adam8bit(1e-3, **RECIPE)  # noqa: E731
     expected = one_device(wide, optimizer=make())
     run = train(wide, zero=zero, optimizer=make(), **UNEVEN_FOUR)
     coded = [x for x in jax.tree.leaves(run.state["opt_state"]) if x.dtype == np.int8]

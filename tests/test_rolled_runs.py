@@ -12,6 +12,7 @@ import pytest
 
 import zerojax
 from tests.listed_decoders import build_decoder
+from tests.recipe import RECIPE
 from tests.trajectories import TOLERANCE, Trajectory, train_for
 from zerojax.config import LogConfig
 
@@ -39,7 +40,7 @@ def on_one_device(style: str, layers: int = 6, optimizer: Any = None) -> np.ndar
     return run.losses
 
 
-ADAMW = zerojax.adamw(1e-3, eps=1e-5)
+ADAMW = zerojax.adamw(1e-3, eps=1e-5, **RECIPE)
 """Element by element, as deterministic sums and slices on the host want it."""
 WAYS: dict[str, dict[str, Any]] = {
     "zero 0": {"zero": 0, "roll_remat": "full"},

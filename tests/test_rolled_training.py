@@ -17,6 +17,7 @@ from flax import nnx
 import zerojax
 from pallas_kernels.choice import missing as kernels_missing
 from tests import equal_trees
+from tests.recipe import DECAYED, RECIPE
 from zerojax import tracing
 from zerojax.checkpoint import Checkpointer
 from zerojax.config.mesh import HOST_KIND
@@ -40,7 +41,7 @@ LOSSES = 4e-6
 """Relative: a loss sums the batch's rows in another order on several devices."""
 ZERO_3 = {"data": 4, "zero": 3, "persistence_threshold": 0}
 RULES = (("up/kernel", (None, "model")), ("down/kernel", ("model", None)))
-ADAMW = zerojax.adamw(1e-3)
+ADAMW = zerojax.adamw(1e-3, **RECIPE)
 MESHES = {
     "zero 1": {"data": 4, "zero": 1},
     "zero 2": {"data": 4, "zero": 2},
@@ -203,8 +204,8 @@ def test_losses_with_accumulated_gradients() -> None:
 
 
 OPTIMIZERS = {
-    "lamb of zerojax": zerojax.lamb(1e-3),
-    "lamb of zerojax, one ratio per array": zerojax.lamb(1e-3, per_layer=False),
+    "lamb of zerojax": zerojax.lamb(1e-3, **DECAYED),
+    "lamb of zerojax, one ratio per array": zerojax.lamb(1e-3, **DECAYED, per_layer=False),
     "adamw of optax": optax.adamw(
         1e-3, weight_decay=0.1, mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p)
     ),
@@ -243,7 +244,11 @@ def not_in_layer_4(path: Any, _: Any) -> bool:
 TOLD_APART = {
     "freeze": ({"freeze": "layers/2/"}, "3..5", "freeze treats down/bias of layers 0 and 2"),
     "groups": (
-        {"optimizer": zerojax.adamw(1e-3, groups={"layers/3/": {"learning_rate_factor": 0.1}})},
+        {
+            "optimizer": zerojax.adamw(
+                1e-3, **RECIPE, groups={"layers/3/": {"learning_rate_factor": 0.1}}
+            )
+        },
         "0..2",
         "groups or mask treats down/bias of layers 0 and 3",
     ),

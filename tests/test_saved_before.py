@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import zerojax
+from tests.recipe import RECIPE
 from zerojax.config import CheckpointConfig, LogConfig, ModelConfig
 
 DATA = Path(__file__).resolve().parent / "data"
@@ -42,7 +43,7 @@ def go_on(run: Path, steps: int) -> zerojax.Trainer:
         [rows(seed) for seed in range(4)],
         steps=steps,
         seed=1,
-        optimizer=zerojax.adamw(1e-2, b1=0.8),
+        optimizer=zerojax.adamw(1e-2, b1=0.8, **RECIPE),
         precision="fp32",
         run_dir=run,
         checkpoint=CheckpointConfig(path=str(run / "checkpoints"), asynchronous=False),

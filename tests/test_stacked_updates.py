@@ -10,6 +10,7 @@ import optax
 import pytest
 
 from tests import equal_trees
+from tests.recipe import DECAYED
 from zerojax.optim import adamw, extra_arguments, lamb
 from zerojax.optim.padding import why_padding_shows
 from zerojax.plan.layer_stacks import RowsDifferError, StackRows, group_rows, ungroup_rows
@@ -31,9 +32,9 @@ def mask_of_matrices(params: Any) -> Any:
 
 
 OPTIMIZERS = {
-    "adamw": optax.adamw(1e-2, weight_decay=0.5, mask=mask_of_matrices),
-    "adamw of zerojax": adamw(1e-2, weight_decay=0.5, mask=mask_of_matrices),
-    "lamb of zerojax": optax.chain(lamb(1e-2)),
+    "adamw": optax.adamw(1e-2, weight_decay=0.5, mask=mask_of_matrices, clip_norm=1.0),
+    "adamw of zerojax": adamw(1e-2, weight_decay=0.5, mask=mask_of_matrices, clip_norm=1.0),
+    "lamb of zerojax": optax.chain(lamb(1e-2, **DECAYED)),
     "lamb": optax.lamb(1e-2),
     "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=8),
     "muon": optax.contrib.muon(1e-2),

@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 import zerojax
 from pallas_kernels.choice import KernelUnavailable, missing
+from tests.recipe import CLIPPED, DECAYED, RECIPE
 from zerojax.config import LossScale, ModelConfig
 from zerojax.data import shard_batch
 from zerojax.optim import adam8bit_state
@@ -97,17 +98,17 @@ def thorough(*values: Any) -> Any:
 @pytest.mark.parametrize("stage", [thorough(0), thorough(1), thorough(2), 3])
 def test_adamw_at_each_stage(stage: int) -> None:
     options = {"data": 2, "zero": stage, "persistence_threshold": 0}
-    tx = zerojax.adamw(1e-2, weight_decay=0.1, clip_norm=0.05)
+    tx = zerojax.adamw(1e-2, **{**RECIPE, "clip_norm": 0.05})
     assert_close(run("interpret", options, tx), run("xla", options, tx))
 
 
 OPTIMIZERS = {
-    "lion": zerojax.lion(1e-3, weight_decay=0.1),
-    "sgd": zerojax.sgd(1e-2, momentum=0.9),
-    "lamb": zerojax.lamb(1e-2, weight_decay=0.1),
-    "groups": zerojax.adamw(1e-2, groups={"bias": {"weight_decay": 0.0}}),
-    "ema": zerojax.with_ema(zerojax.adamw(1e-2), 0.9),
-    "lamb with ema": zerojax.with_ema(zerojax.lamb(1e-2, weight_decay=0.1), 0.9),
+    "lion": zerojax.lion(1e-3, **DECAYED),
+    "sgd": zerojax.sgd(1e-2, momentum=0.9, **CLIPPED),
+    "lamb": zerojax.lamb(1e-2, **DECAYED),
+    "groups": zerojax.adamw(1e-2, **RECIPE, groups={"bias": {"weight_decay": 0.0}}),
+    "ema": zerojax.with_ema(zerojax.adamw(1e-2, **RECIPE), 0.9),
+    "lamb with ema": zerojax.with_ema(zerojax.lamb(1e-2, **DECAYED), 0.9),
 }
 
 
@@ -147,7 +148,7 @@ def codes_of_all_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("codes_of_all_matrices")
 def test_adam_in_eight_bits() -> None:
     """Codes of moments may differ by one where the rounding falls on the edge; losses do not."""
-    tx = zerojax.optim.adam8bit(1e-2)
+    tx = zerojax.optim.adam8bit(1e-2, **RECIPE)
     ours, theirs = run("interpret", ZERO_3, tx), run("xla", ZERO_3, tx)
     moments = jax.tree.leaves(ours.plan.abstract_state["opt_state"])
     assert sum(x.dtype == np.int8 for x in moments) == 4
@@ -189,7 +190,7 @@ def test_a_step_that_overflows_is_skipped_and_the_next_ones_are_not(name: str, s
 @pytest.mark.thorough
 def test_parameters_without_masters_are_rounded_by_the_same_bits() -> None:
     options = as_precision("bf16", param_dtype="bf16", moments_dtype="bf16")
-    tx = zerojax.adamw(1e-2)
+    tx = zerojax.adamw(1e-2, **RECIPE)
     ours, theirs = run("interpret", ZERO_3, tx, options), run("xla", ZERO_3, tx, options)
     for name, other in theirs.state["params"].items():
         mine, other = (np.asarray(x, np.float32) for x in (ours.state["params"][name], other))
@@ -214,7 +215,7 @@ def test_a_pipeline() -> None:
         "make_batch": tokens,
         "num_microbatches": 2,
     }
-    options, tx = {"data": 1, "stage": 2, "zero": 1}, zerojax.adamw(1e-2)
+    options, tx = {"data": 1, "stage": 2, "zero": 1}, zerojax.adamw(1e-2, **RECIPE)
     ours, theirs = (run(one, options, tx, **more) for one in ("interpret", "xla"))
     assert_close(ours, theirs)
 
@@ -229,7 +230,7 @@ def test_slices_of_a_state(tiers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("to_host", "to_device"):
         monkeypatch.setattr(sliced_update, name, lambda x: x)
     cut = {"opt_state": tiers, "slice_elements": 160, "min_elements": 100}
-    options, tx = {**ZERO_3, "offload": cut}, zerojax.adamw(1e-2)
+    options, tx = {**ZERO_3, "offload": cut}, zerojax.adamw(1e-2, **RECIPE)
     ours, theirs = run("interpret", options, tx), run("xla", options, tx)
     assert_close(ours, theirs)
     numbers = {name: leaf.num_slices for name, leaf in ours.plan.offload.leaves.items()}
@@ -240,7 +241,7 @@ def test_slices_of_a_state(tiers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plan_on(mesh: Any, kernels: str, optimizer: Any = None) -> Any:
-    optimizer = optimizer or zerojax.adamw(1e-2)
+    optimizer = optimizer or zerojax.adamw(1e-2, **RECIPE)
     return zerojax.make_plan(
         Model, mesh, example_batch=make_batch(0), optimizer=optimizer, kernels=kernels
     )

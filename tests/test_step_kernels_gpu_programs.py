@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import zerojax
 from pallas_kernels import choice
+from tests.recipe import CLIPPED, RECIPE
 from tests.small_models import reference_model
 from zerojax.forecasting import hlo
 from zerojax.hardware import compile_client
@@ -42,12 +43,12 @@ SMALL = 32 * 1024
 SAME_PLACES = 0.01
 """Whether two buffers share a place hangs on their order."""
 OPTIMIZERS = {
-    "adamw": zerojax.adamw(1e-3, weight_decay=0.1),
-    "lion": zerojax.lion(1e-3),
-    "sgd": zerojax.sgd(1e-3, momentum=0.9),
-    "lamb": zerojax.lamb(1e-3),
-    "adam8bit": zerojax.optim.adam8bit(1e-3),
-    "muon": zerojax.optim.muon(1e-3, weight_decay=0.1),
+    "adamw": zerojax.adamw(1e-3, **RECIPE),
+    "lion": zerojax.lion(1e-3, weight_decay=0.3, **CLIPPED),
+    "sgd": zerojax.sgd(1e-3, momentum=0.9, **CLIPPED),
+    "lamb": zerojax.lamb(1e-3, weight_decay=0.01, **CLIPPED),
+    "adam8bit": zerojax.optim.adam8bit(1e-3, **RECIPE),
+    "muon": zerojax.optim.muon(1e-3, weight_decay=0.1, clip_norm=1.0),
 }
 WITHOUT_MASTERS = "bf16 without masters"
 

@@ -12,12 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
 
 import zerojax
 from pallas_kernels.choice import Choice
+from tests.offload_disk_runs import Regression
+from tests.recipe import CLIPPED, DECAYED, RECIPE
 from tests.small_models import reference_model
-from tests.trajectories import TOLERANCE, text_batch
+from tests.trajectories import TOLERANCE, regression_batch, text_batch, train_for
 from zerojax.optim import decay_mask
 from zerojax.optim.precision import Precision
 from zerojax.parallel.update import build_norm
@@ -72,10 +75,10 @@ class Run:
 
 
 OWN = {
-    "adamw": lambda **more: zerojax.adamw(RATE, eps=EPS, **more),
-    "lion": lambda **more: zerojax.lion(RATE / 10, weight_decay=0.1, **more),
-    "lamb": lambda **more: zerojax.lamb(RATE, eps=EPS, weight_decay=0.1, **more),
-    "sgd": lambda **more: zerojax.sgd(0.1, momentum=0.9, **more),
+    "adamw": lambda **more: zerojax.adamw(RATE, eps=EPS, **RECIPE, **more),
+    "lion": lambda **more: zerojax.lion(RATE / 10, **DECAYED, **more),
+    "lamb": lambda **more: zerojax.lamb(RATE, eps=EPS, **DECAYED, **more),
+    "sgd": lambda **more: zerojax.sgd(0.1, momentum=0.9, **CLIPPED, **more),
 }
 DECAY = {"weight_decay": 0.1, "mask": decay_mask}
 OPTAX = {
@@ -179,6 +182,25 @@ def test_updates_in_place_follow_optax_on_one_device(alone, name, zero, mesh):
     assert int(run.state["skipped"]) == 0
 
 
+ONLY_A_RATE = {
+    "adamw": (zerojax.adamw, optax.adamw, 1e-2),
+    "lion": (zerojax.lion, optax.lion, 1e-3),
+    "lamb": (zerojax.lamb, optax.lamb, 1e-2),
+    "sgd": (zerojax.sgd, optax.sgd, 1e-1),
+    "muon": (functools.partial(zerojax.muon, dimensions=None), optax.contrib.muon, 1e-2),
+}
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(("own", "optaxs", "rate"), ONLY_A_RATE.values(), ids=ONLY_A_RATE)
+def test_with_a_learning_rate_alone_a_step_is_that_of_optax(own, optaxs, rate):
+    """In place on shards that no parameter divides into: other programs, so sums round apart."""
+    options = {"batch": regression_batch, "zero": 3, "steps": 4, "persistence_threshold": 0}
+    ours, theirs = (train_for(Regression, optimizer=tx(rate), **options) for tx in (own, optaxs))
+    np.testing.assert_allclose(ours.losses, theirs.losses, rtol=0, atol=TOLERANCE)
+    assert theirs.losses[0] - theirs.losses[-1] > 100 * TOLERANCE
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", [name if name == "adamw" else slow(name) for name in OWN])
 def test_a_step_that_is_not_finite_changes_nothing_but_counters(name):
@@ -271,6 +293,6 @@ def test_a_kernel_is_refused_where_there_is_no_gpu_and_the_choice_is_told():
 
 @pytest.mark.thorough
 def test_a_users_own_chain_still_goes_the_way_of_optax(alone):
-    chain = optax.chain(zerojax.adamw(RATE, eps=EPS), optax.scale(1.0))
+    chain = optax.chain(zerojax.adamw(RATE, eps=EPS, **RECIPE), optax.scale(1.0))
     losses = Run(plan_of(chain, 2))(STEPS)
     assert np.abs(losses - alone("adamw")).max() <= TOLERANCE

@@ -32,6 +32,7 @@ from benchmarks.gpu.subjects import (
 )
 from benchmarks.gpu.workloads import Workload, choose_workload
 from benchmarks.machine import load_average
+from benchmarks.recipe import ADAMW
 from benchmarks.recording import Goal, Record, add_arguments, write_record
 
 GIB = 2**30
@@ -200,7 +201,9 @@ def attempt(way: str, layers: int, folder: str, smoke: bool) -> dict[str, Any]:
             offload["opt_state"] = dict.fromkeys(chosen.tiers, 1 / len(chosen.tiers))
     if "nvme" in chosen.tiers:
         offload["folder"] = folder
-    optimizer = zerojax.adamw(3e-4, clip_norm=None) if chosen.in_backward else make_optimizer()
+    optimizer = make_optimizer()
+    if chosen.in_backward:
+        optimizer = zerojax.adamw(3e-4, **{**ADAMW, "clip_norm": None})
     source = make_source(workload, STEPS)
     plan = zerojax.make_plan(
         make_factory(workload),

@@ -22,6 +22,7 @@ from benchmarks.gpu.workloads import (
 from zerojax import adamw
 from zerojax.config import ModelConfig
 from zerojax.data import TokenSource, tokens_of_array
+from zerojax.optim import decay_mask
 from zerojax.zoo import build_model
 
 
@@ -61,7 +62,13 @@ def make_optimizer() -> Any:
     """AdamW with clipping, decay on matrices only, at a constant rate."""
     b1, b2 = BETAS
     return adamw(
-        LEARNING_RATE, b1=b1, b2=b2, eps=EPS, weight_decay=WEIGHT_DECAY, clip_norm=CLIP_NORM
+        LEARNING_RATE,
+        b1=b1,
+        b2=b2,
+        eps=EPS,
+        weight_decay=WEIGHT_DECAY,
+        mask=decay_mask,
+        clip_norm=CLIP_NORM,
     )
 
 

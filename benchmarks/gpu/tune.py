@@ -20,6 +20,7 @@ from benchmarks.gpu.collect import rows_of_cache
 from benchmarks.gpu.subjects import make_factory, make_source
 from benchmarks.gpu.workloads import LEARNING_RATE, Workload, choose_workload
 from benchmarks.machine import load_average
+from benchmarks.recipe import ADAMW, CLIPPED
 from benchmarks.recording import Goal, Record, parse_arguments, save_so_far, write_record
 from zerojax.plan.make import with_slices
 from zerojax.plan.open_choices import NO_MORE_MEMORY, SIZES, open_calls
@@ -38,11 +39,11 @@ from zerojax.training.tuning.slice_choices import slice_question
 from zerojax.training.tuning.tuned_plan import statistics_question, update_question
 
 OPTIMIZERS = {
-    "adamw": zerojax.adamw(LEARNING_RATE),
-    "lion": zerojax.lion(LEARNING_RATE),
-    "sgd": zerojax.sgd(LEARNING_RATE, momentum=0.9),
-    "lamb": zerojax.lamb(LEARNING_RATE),
-    "adam8bit": zerojax.adam8bit(LEARNING_RATE),
+    "adamw": zerojax.adamw(LEARNING_RATE, **ADAMW),
+    "lion": zerojax.lion(LEARNING_RATE, weight_decay=0.3, **CLIPPED),
+    "sgd": zerojax.sgd(LEARNING_RATE, momentum=0.9, **CLIPPED),
+    "lamb": zerojax.lamb(LEARNING_RATE, weight_decay=0.01, **CLIPPED),
+    "adam8bit": zerojax.adam8bit(LEARNING_RATE, **ADAMW),
 }
 NOTES = [
     "a choice by itself: 8 updates in a program, on at most 24 arrays and 2 % of free memory",

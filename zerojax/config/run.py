@@ -240,7 +240,10 @@ class ParameterGroup:
 @names_keywords()
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """The optimizer and its learning-rate schedule. The defaults are those of GPT-3."""
+    """The optimizer and its learning-rate schedule. The defaults are those of GPT-3.
+
+    A run that is given no optimizer has them.
+    """
 
     name: Literal["adamw", "lion", "sgd", "lamb", "adam8bit"] = "adamw"
     """Optimizer; adam8bit is AdamW with 8-bit moments."""

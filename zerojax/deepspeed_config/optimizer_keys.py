@@ -24,6 +24,7 @@ from zerojax.optim import (
     adamw,
     build_deepspeed_schedule,
     clip_by_global_norm,
+    decay_mask,
     lion,
     matrices_by_shape,
     muon,
@@ -31,6 +32,7 @@ from zerojax.optim import (
     one_bit_lamb,
     sgd,
 )
+from zerojax.optim.building import describe_numbers
 from zerojax.optim.schedules import as_schedule
 
 _EAGER = "how PyTorch runs the update; here it is one compiled program"
@@ -194,19 +196,21 @@ def update_of(file: File, given: CallerValues) -> Update:
 def _clipping(file: File, given: CallerValues) -> float:
     clip = max(0.0, file["gradient_clipping"])
     caller = given.optimizer
-    says = isinstance(caller, (Optimizer, OptimizerConfig))
+    own = caller.clip_norm if isinstance(caller, (Optimizer, OptimizerConfig)) else None
+    # An optimizer of ours that does not clip is treated as one of optax, which cannot say it.
+    says = isinstance(caller, OptimizerConfig) or own is not None
     if not file.has("gradient_clipping") and says:
-        return caller.clip_norm or 0.0
+        return own or 0.0
     if not file.has("gradient_clipping"):
         file.notes.warnings.append(
             "gradient_clipping is not in the file: 1.0 is taken, DeepSpeed's default since "
             "June 2026 (before it was 0, no clipping); write the one you mean"
         )
-    elif says and (caller.clip_norm or 0.0) != clip:
+    elif says and (own or 0.0) != clip:
         file.notes.refuse(
             "gradient_clipping",
             clip,
-            f"the optimizer's clip_norm is {caller.clip_norm}: give it clip_norm={clip or None}",
+            f"the optimizer's clip_norm is {own}: give it clip_norm={clip or None}",
         )
     return clip
 
@@ -222,12 +226,11 @@ def _without_section(file: File, given: CallerValues, clip: float) -> Update:
                 "an optimizer= brings its own learning rate; write an optimizer section, or take "
                 "the scheduler out",
             )
-        if isinstance(caller, Optimizer):
-            return Update(caller, caller.learning_rate, clip)
-        if clip:
-            caller = optax.chain(clip_by_global_norm(clip), caller)
+        rate = caller.learning_rate if isinstance(caller, Optimizer) else None
+        if clip and getattr(caller, "clip_norm", None) is None:
             file.notes.reasons.append(f"gradients are clipped to {clip:g} before optimizer=")
-        return Update(caller, None, clip)
+            caller = _clipped(caller, clip)
+        return Update(caller, rate, clip)
     config = dataclasses.replace(caller or OptimizerConfig(), clip_norm=clip or None)
     schedule = _schedule(file, config.learning_rate)
     if schedule is None:
@@ -239,12 +242,15 @@ def _without_section(file: File, given: CallerValues, clip: float) -> Update:
             "needs an optimizer section, or an OptimizerConfig of adamw",
         )
     file.notes.reasons.append("optimizer adamw: the file has a scheduler and no optimizer")
+    if schedule.b1 is None:
+        file.notes.reasons.append(describe_numbers(config))
     tx = adamw(
         schedule.learning_rate,
         b1=schedule.b1 or config.beta1,
         b2=schedule.b2 or config.beta2,
         eps=config.eps,
         weight_decay=config.weight_decay,
+        mask=decay_mask,
         clip_norm=clip or None,
         groups=config.groups,
         impl=config.impl,
@@ -421,4 +427,6 @@ def _corrections(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _clipped(tx: optax.GradientTransformation, clip: float) -> optax.GradientTransformation:
+    if clip and isinstance(tx, Optimizer):
+        return tx.with_clip_norm(clip)
     return optax.chain(clip_by_global_norm(clip), tx) if clip else tx

@@ -78,7 +78,7 @@ def check(
       batch: a global batch (tree of arrays, dimension 0 the rows) of real data, or a function
         `step -> batch`. Rows beyond a multiple of devices x 2 are left out.
       loss: `loss(model, batch)` as in `zerojax.train`; None: the model's method.
-      optimizer: an optax transformation, an `OptimizerConfig`, or None for AdamW.
+      optimizer: an optax transformation, an `OptimizerConfig`, or None for its defaults.
       freeze: regular expressions; parameters whose names match are not trained.
       devices: number of virtual devices, at least 2; fewer are used if there are not enough rows.
       steps: steps of each run.

@@ -19,7 +19,7 @@ from zerojax.config.checks import names_keywords
 from zerojax.optim import adam8bit_state as states
 from zerojax.optim.ema import Ema, around
 from zerojax.optim.fused import Method, Numbers, Options, make_optimizer, one_pass
-from zerojax.optim.groups import Decay, as_groups, decay_mask
+from zerojax.optim.groups import Decay, as_groups
 from zerojax.optim.methods import GroupsLike, adam_scalars, adamw, scale_by_adam
 from zerojax.optim.optimizer import (
     Arrays,
@@ -39,14 +39,14 @@ _WHOLE = Choice("xla", "an update of whole arrays, which cannot be split for a k
 
 @names_keywords()
 def adam8bit(
-    learning_rate: float | Schedule = 3e-4,
+    learning_rate: float | Schedule,
     *,
     b1: float | Schedule = 0.9,
-    b2: float = 0.95,
+    b2: float = 0.999,
     eps: float = 1e-8,
-    weight_decay: float = 0.1,
-    mask: Any = decay_mask,
-    clip_norm: float | None = 1.0,
+    weight_decay: float = 1e-4,
+    mask: Any = None,
+    clip_norm: float | None = None,
     groups: GroupsLike = None,
     impl: Impl = "auto",
 ) -> Optimizer:
@@ -64,7 +64,8 @@ def adam8bit(
     with the same bits.
 
     Args:
-      learning_rate, b1, b2, eps, weight_decay, mask, clip_norm, groups: as in `adamw`.
+      learning_rate, b1, b2, eps, weight_decay, mask, clip_norm, groups: as in `adamw`, with the
+        same defaults.
       impl: "auto", "xla", "mosaic_gpu" or "interpret", see `pallas_kernels.choice.choose`. Applies
         to the step only: `update` always uses plain XLA.
 
@@ -133,6 +134,10 @@ def _make(plain: Optimizer, method: Method, options: Options) -> Optimizer:
     def with_ema(ema: Ema) -> Optimizer:
         return _make(plain, method, dataclasses.replace(options, ema=ema))
 
+    def with_clip_norm(limit: float | None) -> Optimizer:
+        changed = dataclasses.replace(options, clip_norm=limit)
+        return _make(plain.with_clip_norm(limit), method, changed)
+
     return Optimizer(
         *around(init, update, options.ema),
         apply=apply,
@@ -153,6 +158,7 @@ def _make(plain: Optimizer, method: Method, options: Options) -> Optimizer:
         ),
         ema=options.ema,
         with_ema=with_ema,
+        with_clip_norm=with_clip_norm,
         with_tree=with_tree,
     )
 

@@ -20,6 +20,7 @@ from zerojax.config.checks import names_keywords
 from zerojax.config.display import quoted
 from zerojax.optim.adam8bit import adam8bit
 from zerojax.optim.ema import Ema, WithEma
+from zerojax.optim.groups import decay_mask
 from zerojax.optim.methods import adamw, lamb, lion, sgd
 from zerojax.optim.optimizer import Optimizer
 from zerojax.optim.parameter_tree import OnParameterTree, ParameterTree
@@ -78,7 +79,17 @@ def build_optimizer(
         tx = with_ema(tx, config.ema_decay, warmup=config.ema_warmup)
     origin = "default" if optimizer is None else "configured"
     named = f"optimizer {config.name} ({origin}), learning rate {config.learning_rate:g}: {reason}"
-    return BuiltOptimizer(tx, schedule, (named, *_describe_ema(tx)))
+    return BuiltOptimizer(tx, schedule, (named, describe_numbers(config), *_describe_ema(tx)))
+
+
+def describe_numbers(config: OptimizerConfig) -> str:
+    """Returns one line with the configured numbers that this optimizer reads."""
+    unread = {"sgd": ("beta2", "eps"), "lion": ("eps",)}.get(config.name, ())
+    names = (name for name in ("beta1", "beta2", "eps") if name not in unread)
+    numbers = ", ".join(f"{name} {getattr(config, name):g}" for name in names)
+    clip = "no clipping" if config.clip_norm is None else f"clip_norm {config.clip_norm:g}"
+    decay = f"weight_decay {config.weight_decay:g} on matrices"
+    return f"{config.name}'s {numbers}, {decay}, {clip}"
 
 
 def _describe_ema(tx: optax.GradientTransformation) -> tuple[str, ...]:
@@ -119,7 +130,7 @@ def _not_taken(optimizer: Any) -> str:
     return (
         f"optimizer={quoted(optimizer)} ({type(optimizer).__name__}) is not valid; use an "
         "optax.GradientTransformation such as optax.adamw(3e-4), a zerojax.OptimizerConfig such as "
-        "zerojax.OptimizerConfig(name='lion'), or None for AdamW with the defaults"
+        "zerojax.OptimizerConfig(name='lion'), or None for its defaults"
     )
 
 
@@ -176,6 +187,7 @@ def choose_update(
 def _configured(config: OptimizerConfig, schedule: Schedule) -> Optimizer:
     common = {
         "weight_decay": config.weight_decay,
+        "mask": decay_mask,
         "clip_norm": config.clip_norm,
         "groups": config.groups,
         "impl": config.impl,

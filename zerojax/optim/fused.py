@@ -276,6 +276,9 @@ def make_optimizer(method: Method, options: Options) -> Optimizer:
     def with_ema(ema: Ema) -> Optimizer:
         return make_optimizer(method, dataclasses.replace(options, ema=ema))
 
+    def with_clip_norm(limit: float | None) -> Optimizer:
+        return make_optimizer(method, dataclasses.replace(options, clip_norm=limit))
+
     moments = method.moments if ema is None else (*method.moments, EMA)
 
     return Optimizer(
@@ -293,6 +296,7 @@ def make_optimizer(method: Method, options: Options) -> Optimizer:
         settings=options.decay.settings,
         ema=ema,
         with_ema=with_ema,
+        with_clip_norm=with_clip_norm,
         with_tree=with_tree,
         one_bit=None if method.one_bit is None else method.one_bit(method, options),
     )

@@ -16,7 +16,7 @@ from pallas_kernels import optimizers
 from pallas_kernels.choice import Impl, choose
 from zerojax.config.checks import names_keywords
 from zerojax.optim.fused import Method, Numbers, Options, make_optimizer, one_pass
-from zerojax.optim.groups import Decay, as_groups, decay_mask
+from zerojax.optim.groups import Decay, as_groups
 from zerojax.optim.optimizer import Arrays, Optimizer, UpdateContext
 from zerojax.optim.schedules import Schedule
 from zerojax.optim.transforms import map_layers
@@ -26,28 +26,31 @@ GroupsLike = Mapping[str, Any] | Iterable[tuple[str, Any]] | None
 
 @names_keywords()
 def adamw(
-    learning_rate: float | Schedule = 3e-4,
+    learning_rate: float | Schedule,
     *,
     b1: float | Schedule = 0.9,
-    b2: float = 0.95,
+    b2: float = 0.999,
     eps: float = 1e-8,
-    weight_decay: float = 0.1,
-    mask: Any = decay_mask,
-    clip_norm: float | None = 1.0,
+    weight_decay: float = 1e-4,
+    mask: Any = None,
+    clip_norm: float | None = None,
     groups: GroupsLike = None,
     impl: Impl = "auto",
 ) -> Optimizer:
-    """Builds AdamW (arXiv:1711.05101) with global-norm clipping and decay on matrices only.
+    """Builds AdamW (arXiv:1711.05101), with the defaults and the state of `optax.adamw`.
 
-    Its state is that of `optax.adamw`, inside the state of an `optax.chain` when it clips.
+    With clipping the state is inside that of an `optax.chain`. The usual recipe of language models
+    is the default of `zerojax.OptimizerConfig`: b2 0.95, weight_decay 0.1 with mask
+    `zerojax.optim.decay_mask`, clip_norm 1.
 
     Args:
       learning_rate: a number, or a function of the number of updates applied.
-      b1, b2: decay of the first and second moment; 0.95 forgets faster than optax's 0.999. b1 may
-        also be a function of the number of updates applied.
+      b1, b2: decay of the first and second moment. b1 may also be a function of the number of
+        updates applied.
       eps: added to the root of the second moment.
       weight_decay: per unit of learning rate.
-      mask: which parameters decay, as in optax; None: all.
+      mask: which parameters decay, as in optax; None: all. `zerojax.optim.decay_mask`: matrices,
+        not biases, norms and scales.
       clip_norm: limit of the global gradient norm; None does not clip.
       groups: {regular expression on names: {"learning_rate_factor": 0.1, "weight_decay": 0.0}}; a
         parameter belongs to the first that matches. A group's learning rate is the optimizer's
@@ -74,21 +77,20 @@ def adamw(
 
 @names_keywords()
 def lion(
-    learning_rate: float | Schedule = 1e-4,
+    learning_rate: float | Schedule,
     *,
     b1: float | Schedule = 0.9,
     b2: float = 0.99,
-    weight_decay: float = 0.3,
-    mask: Any = decay_mask,
-    clip_norm: float | None = 1.0,
+    weight_decay: float = 1e-3,
+    mask: Any = None,
+    clip_norm: float | None = None,
     groups: GroupsLike = None,
     impl: Impl = "auto",
 ) -> Optimizer:
     """Builds Lion (arXiv:2302.06675): one moment, and updates by the sign of an average.
 
-    Its default rate is AdamW's divided by 3 and its default decay AdamW's times 3, the smallest
-    factor that the paper recommends. Its state is that of `optax.lion`; arguments and errors are
-    those of `adamw`.
+    Defaults and state are those of `optax.lion`, other arguments and errors those of `adamw`. The
+    paper recommends AdamW's learning rate divided by 3 to 10, and its decay times as much.
 
     Args:
       b1: weight of the moment in the sign.
@@ -120,16 +122,16 @@ def lamb(
     b1: float | Schedule = 0.9,
     b2: float = 0.999,
     eps: float = 1e-6,
-    weight_decay: float = 0.01,
-    mask: Any = decay_mask,
-    clip_norm: float | None = 1.0,
+    weight_decay: float = 0.0,
+    mask: Any = None,
+    clip_norm: float | None = None,
     groups: GroupsLike = None,
     impl: Impl = "auto",
     per_layer: bool = True,
 ) -> Optimizer:
     """Builds LAMB (arXiv:1904.00962): AdamW with each array's update scaled to the array's norm.
 
-    Its state is that of `optax.lamb`; arguments and errors not listed here are those of `adamw`.
+    Defaults and state are those of `optax.lamb`, other arguments and errors those of `adamw`.
     There is one ratio of norms per array, over all of its shards, as in optax. Layers stacked in
     arrays [layers, ...] for a loop get one ratio per layer within the step, as in the paper and as
     `optax.lamb` has for layers in separate arrays; the plan lists these arrays. Outside of the
@@ -166,15 +168,15 @@ def sgd(
     momentum: float | None = None,
     nesterov: bool = False,
     weight_decay: float = 0.0,
-    mask: Any = decay_mask,
-    clip_norm: float | None = 1.0,
+    mask: Any = None,
+    clip_norm: float | None = None,
     groups: GroupsLike = None,
     impl: Impl = "auto",
 ) -> Optimizer:
     """Builds stochastic gradient descent, optionally with momentum.
 
-    Its state is that of `optax.sgd`; with weight decay that of `optax.chain(add_decayed_weights,
-    sgd)`. Arguments and errors not listed here are those of `adamw`.
+    Defaults and state are those of `optax.sgd`; with weight decay the state is that of
+    `optax.chain(add_decayed_weights, sgd)`. Other arguments and errors are those of `adamw`.
 
     Args:
       momentum: decay of the sum of gradients; None keeps no sum.

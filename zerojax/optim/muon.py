@@ -68,7 +68,7 @@ class _Options:
 
 @names_keywords()
 def muon(
-    learning_rate: float | Schedule = 0.02,
+    learning_rate: float | Schedule,
     *,
     adam_learning_rate: float | Schedule | None = None,
     beta: float = 0.95,
@@ -81,7 +81,7 @@ def muon(
     eps: float = 1e-8,
     consistent_rms: float | None = None,
     dimensions: Dimensions = muon_dimensions,
-    clip_norm: float | None = 1.0,
+    clip_norm: float | None = None,
     impl: Impl = "auto",
     ns_eps: float | None = None,
     bias_correction: bool = True,
@@ -90,7 +90,8 @@ def muon(
     """Builds Muon (arXiv:2502.16982): orthogonalized updates for matrices, Adam for other
     parameters.
 
-    Its state is that of `optax.contrib.muon`, inside the state of an `optax.chain` when it clips.
+    Defaults and state are those of `optax.contrib.muon`, but for `dimensions`; with clipping the
+    state is inside that of an `optax.chain`.
     Elements are updated in place on shards. For the matrix products (Newton-Schulz) each matrix is
     gathered on one device: matrices of equal size, of all stacks of layers, are distributed over
     the devices that shard them, in float32. Replicated matrices are computed on every device. The
@@ -191,6 +192,9 @@ def _make(options: _Options) -> Optimizer:
     def with_ema(ema: Ema) -> Optimizer:
         return _make(dataclasses.replace(options, ema=ema))
 
+    def with_clip_norm(limit: float | None) -> Optimizer:
+        return _make(dataclasses.replace(options, clip_norm=limit))
+
     return Optimizer(
         *around(init, update, options.ema),
         apply=apply,
@@ -201,6 +205,7 @@ def _make(options: _Options) -> Optimizer:
         learning_rate=as_schedule(options.learning_rate),
         ema=options.ema,
         with_ema=with_ema,
+        with_clip_norm=with_clip_norm,
         with_tree=with_tree,
         matrices=lambda params: {n: dims for n, (dims, _) in _matrices(options, params).items()},
     )

@@ -22,7 +22,7 @@ from pallas_kernels import optimizers
 from pallas_kernels.choice import Impl, choose
 from zerojax.config.checks import names_keywords
 from zerojax.optim.fused import Method, Options, begin_update, make_optimizer, one_pass
-from zerojax.optim.groups import Decay, as_groups, decay_mask
+from zerojax.optim.groups import Decay, as_groups
 from zerojax.optim.methods import GroupsLike, adam_scalars, check_numbers, scale_by_adam
 from zerojax.optim.optimizer import Arrays, Optimizer, UpdateContext
 from zerojax.optim.schedules import Schedule, as_schedule
@@ -262,14 +262,14 @@ def scalars_with(corrected: Callable[..., Any], bias_correction: bool) -> Callab
 
 @names_keywords()
 def one_bit_adam(
-    learning_rate: float | Schedule = 3e-4,
+    learning_rate: float | Schedule,
     *,
     freeze_step: int,
     b1: float = 0.9,
     b2: float = 0.999,
     eps: float = 1e-8,
     weight_decay: float = 0.0,
-    mask: Any = decay_mask,
+    mask: Any = None,
     clip_norm: float | None = None,
     groups: GroupsLike = None,
     impl: Impl = "auto",

@@ -22,7 +22,7 @@ from pallas_kernels import optimizers
 from pallas_kernels.choice import Impl, choose
 from zerojax.config.checks import names_keywords
 from zerojax.optim.fused import Method, Options, begin_update, make_optimizer
-from zerojax.optim.groups import Decay, as_groups, decay_mask
+from zerojax.optim.groups import Decay, as_groups
 from zerojax.optim.methods import (
     GroupsLike,
     adam_scalars,
@@ -293,8 +293,8 @@ def one_bit_lamb(
     b1: float = 0.9,
     b2: float = 0.999,
     eps: float = 1e-6,
-    weight_decay: float = 0.01,
-    mask: Any = decay_mask,
+    weight_decay: float = 0.0,
+    mask: Any = None,
     clip_norm: float | None = None,
     groups: GroupsLike = None,
     impl: Impl = "auto",

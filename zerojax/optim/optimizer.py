@@ -229,6 +229,7 @@ class Optimizer(optax.GradientTransformationExtraArgs):
       ema: the average of the parameters in the state; None without an average.
       with_ema: `Ema` -> the same optimizer with an average, whose state is an `EmaState` around its
         own.
+      with_clip_norm: limit -> the same optimizer with this `clip_norm`.
       one_bit: `zerojax.optim.one_bit.OneBit`, which sends signs of momentum instead of gradients;
         None if gradients are summed.
     """
@@ -249,6 +250,7 @@ class Optimizer(optax.GradientTransformationExtraArgs):
     matrices: Callable[[Mapping[str, Any]], Mapping[str, MuonDimensionNumbers]] | None
     ema: Ema | None
     with_ema: Callable[[Ema], Optimizer]
+    with_clip_norm: Callable[[float | None], Optimizer]
     one_bit: Any
 
     def __new__(
@@ -262,6 +264,7 @@ class Optimizer(optax.GradientTransformationExtraArgs):
         clip_norm: float | None,
         with_dtypes: Callable[[Any, bool], Optimizer],
         with_ema: Callable[[Ema], Optimizer],
+        with_clip_norm: Callable[[float | None], Optimizer],
         with_tree: Callable[[ParameterTree], Optimizer],
         ema: Ema | None = None,
         coding: StateCoding | None = None,
@@ -280,7 +283,7 @@ class Optimizer(optax.GradientTransformationExtraArgs):
         self.coding, self.begin, self.moments = coding, begin, moments
         self.per_layer, self.with_stacks, self.settings = per_layer, with_stacks, settings
         self.matrices, self.ema, self.with_ema, self.one_bit = matrices, ema, with_ema, one_bit
-        self.with_tree = with_tree
+        self.with_tree, self.with_clip_norm = with_tree, with_clip_norm
         return self
 
 

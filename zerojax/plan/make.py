@@ -207,7 +207,7 @@ def make_plan(
         Others, as a plain `jnp.sum` or one that couples rows, depend on the number of pieces. A
         mapping `{name: metric}` may follow either, of means or pairs `(sum, weight)`. None takes
         the model's method `loss(batch)`.
-      optimizer: an optax transformation, an `OptimizerConfig`, or None for AdamW.
+      optimizer: an optax transformation, an `OptimizerConfig`, or None for its defaults.
       zero: ZeRO stage 0..3; None takes the mesh config's, or 1.
       precision: "bf16", "fp32" or a `Precision`. None: bf16, on CPU devices fp32.
       reduce_dtype, accumulate_dtype: "fp32" or "bf16"; None: see `as_precision`.

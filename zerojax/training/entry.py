@@ -138,7 +138,8 @@ def train(
         the number of pieces. A mapping `{name: metric}` may follow either, with means or pairs
         `(sum, weight)`: metrics are averaged in the same way and logged. None: the model's method
         `loss(batch)`; for text, next-token cross-entropy of `model(tokens)`.
-      optimizer: any optax transformation, or an `OptimizerConfig`. None: AdamW.
+      optimizer: any optax transformation, or an `OptimizerConfig`. None: `OptimizerConfig()`, which
+        is AdamW with clipping and decay on matrices.
       precision: "bf16", "fp32" or a `Precision`. None: bf16, on CPU fp32.
       reduce_dtype, accumulate_dtype: "bf16" or "fp32", see `zerojax.optim.precision.as_precision`.
       num_microbatches: number of pieces that each device's rows are split into so that activations
