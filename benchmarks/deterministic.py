@@ -1,7 +1,8 @@
 """What `deterministic="mesh"` costs: time, bytes on the wire and temporaries, beside plain.
 
 On 8 virtual CPU devices at every stage, and on one, which computes 8 small pieces in place of one
-large one. Both sides take turns. That bits are equal is what `tests/test_deterministic.py` shows.
+large one. Both sides take turns. That bits are equal is what
+`tests/parallel/test_deterministic.py` shows.
 """
 
 from __future__ import annotations

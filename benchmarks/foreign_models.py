@@ -3,8 +3,8 @@
     BONSAI_CHECKOUT=... TUNIX_CHECKOUT=... TRANSFORMERS_CHECKOUT=... FLAX_CHECKOUT=...
     python -m benchmarks.foreign_models
 
-A row for each model of `tests/foreign_checkouts.py` whose checkout the environment names. With
-`--smoke` the models are those of `tests/foreign_shapes.py`, which need none.
+A row for each model of `tests/support/foreign_checkouts.py` whose checkout the environment names.
+With `--smoke` the models are those of `tests/support/foreign_shapes.py`, which need none.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from flax import nnx
 
 from benchmarks.machine import load_average
 from benchmarks.recording import Goal, Record, parse_arguments, save_so_far, write_record
-from tests.foreign_checkouts import MODELS
-from tests.foreign_modules import in_64_bits, is_given, load
-from tests.foreign_shapes import SHAPES, ForeignModel
+from tests.support.foreign_checkouts import MODELS
+from tests.support.foreign_modules import in_64_bits, is_given, load
+from tests.support.foreign_shapes import SHAPES, ForeignModel
 from zerojax.config import MeshConfig
 from zerojax.models.adapt import as_model
 from zerojax.operators.marks import inner_programs

@@ -20,9 +20,9 @@ from typing import Any
 import jax
 import pytest
 
-from tests.cpu_times import CpuTimes
-from tests.journal import Journal
-from tests.kept_programs import KeptPrograms
+from tests.support.cpu_times import CpuTimes
+from tests.support.journal import Journal
+from tests.support.kept_programs import KeptPrograms
 from zerojax.runtime.memory import keep_freed_memory
 
 NUM_CPU_DEVICES = 8

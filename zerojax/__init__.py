@@ -105,7 +105,7 @@ __all__ = [
     "with_ema",
 ]
 
-# Name -> module: what the block above says to type checkers (tests/test_public_api.py).
+# Name -> module: what the block above says to type checkers (tests/repo/test_public_api.py).
 _HOME_OF_NAME = {
     "CheckResult": "equality",
     "CheckpointConfig": "config",

@@ -15,8 +15,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.journal import append, passed_tests
 from tests.mutations.table import MUTATIONS, Mutation
+from tests.support.journal import append, passed_tests
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("zerojax", "pallas_kernels")

@@ -16,7 +16,7 @@ import transformers
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tests import bert_weights as tiny  # noqa: E402
+from tests.support import bert_weights as tiny  # noqa: E402
 
 
 def reference(activation: str) -> dict[str, object]:

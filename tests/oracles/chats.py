@@ -1,4 +1,4 @@
-"""Chats rendered, tokenised and masked by transformers, for tests/test_chat_templates.py.
+"""Chats rendered, tokenised and masked by transformers, for tests/batches/test_chat_templates.py.
 
 Needs transformers, which no test imports; run with transformers 5.23.0, jinja2 3.1.6, tokenizers
 0.23.3:
@@ -20,7 +20,7 @@ from typing import Any
 import tokenizers
 import transformers
 
-from tests.chat_samples import BOS, CHATS, EOS, SPECIAL, TEMPLATES, unmarked
+from tests.support.chat_samples import BOS, CHATS, EOS, SPECIAL, TEMPLATES, unmarked
 
 TEXT = [
     "The sky is blue, of course. Are you there? Good day, and hello to all of you.",

@@ -1,4 +1,4 @@
-"""Logits and gradients of small random decoders by transformers, for tests/test_families.py.
+"""Logits and gradients of small random decoders by transformers, for tests/zoo/test_families.py.
 
 Needs torch and transformers, which no test imports; run with transformers 5.23.0, torch 2.13.0:
 
@@ -7,7 +7,7 @@ Needs torch and transformers, which no test imports; run with transformers 5.23.
 and again, after zerojax has written its own config.json of each (in zerojax's environment), to see
 that transformers computes the same with those:
 
-    python -m tests.hugging_face_folders written.json
+    python -m tests.support.hugging_face_folders written.json
     PYTHONPATH=. python tests/oracles/families.py tests/data/families.json written.json
 """
 
@@ -24,7 +24,7 @@ import torch
 import transformers
 from safetensors import safe_open
 
-from tests.hugging_face_weights import norms_near, probes, text_of, weights
+from tests.support.hugging_face_weights import norms_near, probes, text_of, weights
 
 CLASSES = transformers.models.auto.configuration_auto.CONFIG_MAPPING
 SIZES = {

@@ -1,4 +1,4 @@
-"""Logits of small random models by transformers, for tests/test_hugging_face.py.
+"""Logits of small random models by transformers, for tests/zoo/test_hugging_face.py.
 
 Needs torch and transformers, which no test imports; run with transformers 5.23.0, torch 2.13.0:
 
@@ -16,7 +16,7 @@ import torch
 import transformers
 from safetensors import safe_open
 
-from tests.hugging_face_weights import weights
+from tests.support.hugging_face_weights import weights
 
 LLAMA = {
     "vocab_size": 20,

@@ -1,4 +1,4 @@
-"""What peft and transformers make of adapters, for tests/test_peft.py; and of a GGUF file.
+"""What peft and transformers make of adapters, for tests/zoo/test_peft.py; and of a GGUF file.
 
 Needs torch, transformers and peft, which no test imports; run with peft 0.21.2, transformers
 5.23.0, torch 2.13.0:
@@ -18,8 +18,8 @@ import torch
 import transformers
 from safetensors import safe_open
 
-from tests.hugging_face_weights import weights
-from tests.peft_weights import ALPHA, CASES, RANK, adapter_tensor
+from tests.support.hugging_face_weights import weights
+from tests.support.peft_weights import ALPHA, CASES, RANK, adapter_tensor
 
 CONFIGS = {
     "gpt2": transformers.GPT2Config(vocab_size=19, n_embd=16, n_layer=2, n_head=4, n_positions=16),

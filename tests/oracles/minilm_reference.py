@@ -19,7 +19,7 @@ import transformers
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tests.bert_weights import SENTENCES, digest, find_minilm  # noqa: E402
+from tests.support.bert_weights import SENTENCES, digest, find_minilm  # noqa: E402
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ Needs torch and transformers, which no test imports; run with transformers 5.23.
 and again, after zerojax has written its own config.json of each (in zerojax's environment), to see
 that transformers computes the same with those:
 
-    python -m tests.moe_folders written.json
+    python -m tests.support.moe_folders written.json
     PYTHONPATH=. python tests/oracles/moe_families.py tests/data/moe_families.json written.json
 
 The values are put into files as they lie on a disk, one tensor for each expert, and read by
@@ -27,8 +27,8 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from tests.hugging_face_weights import probes, text_of, weights
 from tests.oracles.families import SEEN, SIZES, config_of, short
+from tests.support.hugging_face_weights import probes, text_of, weights
 
 MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2}
 QWEN3 = {**MIXTRAL, "num_experts": 4, "moe_intermediate_size": 12, "head_dim": 8}

@@ -1,4 +1,4 @@
-"""A folder that Hugging Face's `datasets` has saved, for tests/test_record_files.py.
+"""A folder that Hugging Face's `datasets` has saved, for tests/batches/test_record_files.py.
 
 Needs datasets, which no test imports; run with datasets 5.2.0:
 

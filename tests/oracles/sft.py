@@ -1,4 +1,4 @@
-"""Twenty steps of supervised fine-tuning by TRL, for tests/test_sft.py.
+"""Twenty steps of supervised fine-tuning by TRL, for tests/batches/test_sft.py.
 
 Needs torch, transformers, trl and peft, which no test imports; run with trl 1.16.0, transformers
 5.23.0, peft 0.21.2, torch 2.13.0:
@@ -29,8 +29,8 @@ import transformers
 import trl
 from safetensors import safe_open
 
-from tests.hugging_face_weights import probes, weights
-from tests.sft_cases import CASES, EPS, STEPS, Case, adapter_name, write_tokenizer
+from tests.support.hugging_face_weights import probes, weights
+from tests.support.sft_cases import CASES, EPS, STEPS, Case, adapter_name, write_tokenizer
 
 
 class Recording(trl.SFTTrainer):

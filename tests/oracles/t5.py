@@ -1,4 +1,4 @@
-"""Logits, gradients and targets of small random T5s by transformers, for tests/test_t5.py.
+"""Logits, gradients and targets of small random T5s by transformers, for tests/zoo/test_t5.py.
 
 Needs torch and transformers, which no test imports; run with transformers 5.23.0, torch 2.13.0:
 
@@ -16,7 +16,7 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from tests.hugging_face_weights import weights_of_t5
+from tests.support.hugging_face_weights import weights_of_t5
 
 SIZES = {
     "vocab_size": 21,

@@ -1,6 +1,7 @@
 """Distinguishes a DeepSpeed dict from the fields of a `MeshConfig`.
 
-`tests/test_deepspeed.py` compares the names with the table of the translation; no name is in both.
+`tests/deepspeed/test_deepspeed.py` compares the names with the table of the translation; no name
+is in both.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ NUM_REMEDIES = 3
 COMPILING = f"compiling {TRAINING_STEP}"
 _JAX_COMPILER = "jax._src.compiler"
 """JAX module whose frames are in the traceback of a failed compilation, unless JAX removes its own
-frames (tests/test_monitor_memory.py compiles one that fails)."""
+frames (tests/training/test_monitor_memory.py compiles one that fails)."""
 
 RunNow = Callable[[], tuple[Plan, Any, int, Any]]
 """() -> (the plan, the state or None, steps done, the jitted step or None)."""

@@ -180,7 +180,7 @@ def _copy_initial(plan: Plan, key_data: np.ndarray) -> TrainState:
 
     # This jitted function donates nothing: on CPU a placed array may share memory with the user's
     # array, and the first donated step would overwrite it
-    # (tests/test_arrays.py::test_users_own_arrays_survive).
+    # (tests/models/test_arrays.py::test_users_own_arrays_survive).
     def build(placed: dict, extras: dict, key_data: jax.Array) -> TrainState:
         return _offloaded(plan, _assemble(plan, placed, extras, key_data))
 

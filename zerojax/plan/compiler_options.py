@@ -1,4 +1,5 @@
-"""Chooses compiler options of a step, measured on GPU programs (`tests/test_gpu_programs.py`)."""
+"""Chooses compiler options of a step, measured on GPU programs
+(`tests/gpu_programs/test_gpu_programs.py`)."""
 
 from __future__ import annotations
 

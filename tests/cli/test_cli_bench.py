@@ -1,0 +1,218 @@
+"""`zerojax bench`: the form of its tables, what it leaves behind and keeps, and its mistakes."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.cli_complaints import fails
+from zerojax.checkpoint.store.rates import THREADS, DiskRates, measure_rates
+from zerojax.cli import machine_commands, main
+from zerojax.hardware import local_devices
+from zerojax.hardware.machine_rates import (
+    MeasuredDisk,
+    MeasuredLink,
+    disk_name,
+    keep_rates,
+    measured_disk,
+    measured_links,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch) -> Path:
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("ZEROJAX_CACHE", str(folder))
+    return folder
+
+
+@pytest.mark.thorough
+def test_a_line_for_each_number_of_threads(tmp_path, capsys):
+    assert main(["bench", "io", str(tmp_path), "--size", "64"]) == 0
+    title, head, *lines = capsys.readouterr().out.splitlines()
+    assert title == f"{tmp_path}: GB/s (10^9 bytes), best of three passes over 64 MiB"
+    assert head.split() == ["threads", "write", "read", "read", "+", "write"]
+    rows = [line.split() for line in lines[: len(THREADS)]]
+    assert [int(row[0]) for row in rows] == list(THREADS)
+    assert all(len(row) == 4 and min(map(float, row[1:])) > 0 for row in rows)
+    best = max(float(row[3]) for row in rows)
+    line = lines[len(THREADS)]
+    assert re.fullmatch(rf"best: {best:.2f} GB/s read \+ write, with \d threads?", line)
+    assert not list(tmp_path.iterdir())
+    kept = measured_disk(tmp_path)
+    assert kept is not None
+    assert round(kept.both / 1e9, 2) == best
+    assert lines[-1].startswith(f"kept for plans: {disk_name(tmp_path)}, in ")
+
+
+def test_rates_as_json_keep_every_number(tmp_path, capsys, monkeypatch):
+    rows = [DiskRates(1, True, 3.5, 2.5, 3.25), DiskRates(2, True, 3.0, 2.0, 4.75)]
+    monkeypatch.setattr("zerojax.checkpoint.store.rates.measure_rates", lambda *_, **__: iter(rows))
+    assert main(["bench", "io", str(tmp_path), "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert [row["num_threads"] for row in values["rates"]] == [1, 2]
+    assert (values["best"]["both"], values["is_direct"]) == (4.75, True)
+
+
+def test_rates_are_bytes_over_seconds(tmp_path, monkeypatch):
+    """Each sweep takes a second by this clock: 4 buckets of 16 MiB, moved once or twice."""
+    seconds = iter(range(1000))
+    monkeypatch.setattr(
+        "zerojax.checkpoint.store.rates.time.perf_counter", lambda: float(next(seconds))
+    )
+    (rates,) = measure_rates(tmp_path, num_bytes=1, threads=[2])
+    assert (rates.write, rates.read, rates.both) == (64 * 2**20, 64 * 2**20, 128 * 2**20)
+    assert rates.num_threads == 2
+
+
+@pytest.mark.thorough
+def test_a_file_system_without_direct_transfers_is_told_once(tmp_path, capsys, monkeypatch):
+    real = os.open
+
+    def refuse(path, flags, *mode, **options):
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(path, flags, *mode, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+    assert main(["bench", "io", str(tmp_path), "--size", "64"]) == 0
+    assert capsys.readouterr().out.count("refuses O_DIRECT") == 1
+    assert measured_disk(tmp_path) is None
+
+
+def test_mistakes(tmp_path, capsys):
+    missing, file = tmp_path / "missing", tmp_path / "file"
+    file.write_text("")
+    assert f"{missing}: no such folder" in fails(capsys, "bench", "io", str(missing))
+    assert f"{file}: not a folder" in fails(capsys, "bench", "io", str(file))
+    assert "--size 0: at least 1" in fails(capsys, "bench", "io", str(tmp_path), "--size", "0")
+    assert "--size 0: at least 1" in fails(capsys, "bench", "link", "--size", "0")
+
+
+def test_a_full_disk_is_no_mistake_of_the_words(tmp_path, capsys, monkeypatch):
+    class Disk:
+        f_bavail, f_frsize = 256, 4096  # 1 MiB
+
+    monkeypatch.setattr(os, "statvfs", lambda folder: Disk)
+    assert main(["bench", "io", str(tmp_path), "--size", "64"]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "needs 64.1 MiB of disk, 1.0 MiB are free" in err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("words", [["bench"], ["bench", "io"], ["bench", "link"]])
+def test_help_fits(words, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main([*words, "--help"])
+    assert exit_.value.code == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"usage: zerojax {' '.join(words)}")
+    assert all(len(line) <= 100 for line in out.splitlines())
+
+
+@pytest.mark.thorough
+def test_it_does_not_wait_for_jax(tmp_path):
+    program = (
+        "import sys; from zerojax.cli import main\n"
+        f"main(['bench', 'io', {str(tmp_path)!r}, '--size', '64'])\n"
+        "sys.exit('jax' in sys.modules)"
+    )
+    subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, cwd=ROOT, timeout=60
+    )
+
+
+# The link between host and device
+
+
+@pytest.fixture
+def thousandths(monkeypatch):
+    """Each look at the clock is a thousandth of a second after the one before."""
+    looks = itertools.count()
+    monkeypatch.setattr(
+        "zerojax.hardware.local_devices.time.perf_counter", lambda: next(looks) / 1000
+    )
+
+
+@pytest.mark.usefixtures("thousandths")
+def test_on_a_cpu_the_link_is_said_to_be_none(capsys):
+    assert main(["bench", "link", "--size", "1"]) == 0
+    title, head, row, remark = capsys.readouterr().out.splitlines()
+    assert title.startswith("cpu and pinned host memory: GB/s")
+    assert head.split()[:3] == ["MiB", "to", "device"]
+    assert row.split()[0] == "1"
+    assert min(map(float, row.split()[1:])) > 0
+    assert remark == machine_commands.REMARK
+    assert measured_links() == []
+
+
+@pytest.mark.usefixtures("thousandths")
+def test_a_link_is_kept_for_plans(capsys, monkeypatch):
+    monkeypatch.setattr(local_devices, "shares_host_memory", lambda device: False)
+    assert main(["bench", "link", "--size", "1", "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    (link,) = measured_links()
+    assert (link.device_kind, link.both) == ("cpu", values["best"]["both"])
+    assert values["is_one_memory"] is False
+
+
+def test_a_link_is_bytes_over_the_best_time(monkeypatch):
+    """By this clock the passes of each direction take 3, 2 and 1 seconds."""
+    ends = iter([0, 3, 0, 2, 0, 1] * 3)
+    monkeypatch.setattr(
+        "zerojax.hardware.local_devices.time.perf_counter", lambda: float(next(ends))
+    )
+    rates = local_devices.measure_link(num_bytes=4096, repeats=3)
+    assert (rates.to_device, rates.to_host, rates.both) == (4096, 4096, 8192)
+    assert rates.num_bytes == 4096
+
+
+def test_a_device_without_pinned_memory_is_refused():
+    class Device:
+        def addressable_memories(self):
+            return []
+
+    with pytest.raises(RuntimeError, match="no pinned host memory"):
+        local_devices.measure_link(num_bytes=4, device=Device())
+
+
+# What is kept
+
+
+def test_what_is_kept_comes_back_newest_last(tmp_path, cache):
+    old = MeasuredLink(device_kind="NVIDIA H200", to_device=1.0, to_host=2.0, both=3.0)
+    new = MeasuredLink(device_kind="NVIDIA H200", to_device=5.0, to_host=6.0, both=7.0)
+    disk = MeasuredDisk(disk=disk_name(tmp_path), write=1.0, read=2.0, both=3.0)
+    for rates in (old, disk, new):
+        assert keep_rates(rates) == cache / "rates.json"
+    (link,) = measured_links()
+    assert link.to_host == 6.0
+    found = measured_disk(tmp_path / "not" / "there")
+    assert found is not None
+    assert (found.read, len(found.date)) == (2.0, 10)
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"NODE": []}', '{"NODE": {"links": {"a": {"x": 1}}}}'])
+def test_a_damaged_file_is_no_measurement(text, cache):
+    file = cache / "rates.json"
+    file.write_text(text.replace("NODE", os.uname().nodename))
+    assert measured_links() == []
+    assert measured_disk("/") is None
+
+
+def test_without_a_cache_nothing_is_kept(monkeypatch):
+    monkeypatch.setenv("ZEROJAX_CACHE", "off")
+    disk = MeasuredDisk(disk="a", write=1.0, read=1.0, both=1.0)
+    assert keep_rates(disk) is None
+    assert measured_disk("/") is None

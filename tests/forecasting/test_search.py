@@ -1,0 +1,654 @@
+"""The search: what is listed, in which order it is compiled, what is ruled out, and the choice."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+import random
+import re
+
+import jax
+import pytest
+
+import zerojax
+from tests.support.forecast_samples import GIB, sample_card, sample_forecast, sample_plan
+from zerojax.config import ModelConfig, MoEConfig
+from zerojax.forecasting.forecast_numbers import FORMULA, RoleBytes
+from zerojax.forecasting.search import (
+    Candidate,
+    chosen_words,
+    list_candidates,
+    search,
+    search_dict,
+    search_page,
+)
+from zerojax.forecasting.search.candidates import REMATS, Bounds, bounds_of, bounds_on, repeated
+from zerojax.forecasting.search.search_result import (
+    BEATEN,
+    CHOSEN,
+    FAILED,
+    FITS,
+    IMPOSSIBLE,
+    NOT_TRIED,
+    TOO_LARGE,
+)
+from zerojax.hardware import compile_client
+from zerojax.hardware.compile_client import CompileError
+from zerojax.plan import pipeline_costs as costs
+from zerojax.plan.counts import role_bytes, shard_bytes
+from zerojax.plan.device_mesh import make_abstract_mesh
+from zerojax.plan.expert_costs import exchange_bytes
+from zerojax.plan.make import make_plan
+from zerojax.plan.wire import wire_bytes
+from zerojax.zoo import build_model
+
+CARD = sample_card()
+LIMIT = 60 * GIB
+RECOMPUTE = {"none": 1.0, "dots": 1.05, "attention": 1.25, "full": 4 / 3}
+KEPT = {"none": 1.0, "dots": 0.5, "attention": 0.15, "full": 0.1}
+
+
+any_forecast = functools.cache(sample_forecast)
+"""One for all: a world replaces what differs, some thousand times."""
+
+
+@dataclasses.dataclass
+class World:
+    """A model on 8 cards in numbers: what formulas say of a candidate, and what compiling shows.
+
+    Attributes:
+      activations: GiB with one microbatch and no remat, whatever `model` is: what it splits comes
+        back as rows.
+      state, weights, gradients: GiB, unsharded; compute: seconds; compile_seconds: on the clock.
+    """
+
+    activations: float = 80.0
+    state: float = 36.0
+    weights: float = 6.0
+    gradients: float = 6.0
+    compute: float = 1.0
+    wire: float = 0.2
+    compile_seconds: float = 10.0
+    broken: tuple = ()
+    compiled: list = dataclasses.field(default_factory=list)
+    now: float = 0.0
+
+    def peak(self, c: Candidate) -> float:
+        split = [1, 8, 8, 8][c.zero]
+        accumulated = 2 if c.num_microbatches > 1 else 1
+        gradients = self.gradients * accumulated / (8 if c.zero >= 2 else 1)
+        weights = self.weights / (8 if c.zero == 3 else 1)
+        return (self.state / split + gradients + weights) / c.model / c.stage
+
+    def busy(self, c: Candidate) -> float:
+        """Seconds of products, empty slots of a pipeline included."""
+        idle = (c.stage - 1) / c.num_microbatches
+        return self.compute * RECOMPUTE[c.remat] * (1 + idle)
+
+    def bounds(self, c: Candidate) -> Bounds:
+        self.plan(c)
+        wire = self.wire * (1.5 * c.num_microbatches if c.zero == 3 else 1.0) / c.stage
+        return Bounds(
+            seconds=max(self.busy(c), wire),
+            wire_seconds=wire,
+            state=int(self.state / [1, 8, 8, 8][c.zero] / c.model / c.stage * GIB),
+            peak=int(self.peak(c) * GIB),
+            limit=LIMIT,
+        )
+
+    def plan(self, c: Candidate) -> Candidate:
+        """A plan is only handed on; the candidate stands for it."""
+        if c.model == 8:
+            raise ValueError("num_kv_heads=4 is not divisible by model=8; use 4\nand more")
+        return c
+
+    def forecast(self, c: Candidate):
+        self.compiled.append(c)
+        self.now += self.compile_seconds
+        if c in self.broken:
+            raise CompileError("INTERNAL: a pass failed\nmore")
+        in_flight = min(c.num_microbatches, 2 * c.stage - 1)
+        activations = self.activations * KEPT[c.remat] * in_flight / c.num_microbatches
+        peak = int((self.peak(c) + activations) * GIB)
+        bounds = self.bounds(c)
+        forecast = any_forecast()
+        roles = (
+            RoleBytes(role="activations", bytes=int(activations * GIB), formula=None),
+            RoleBytes(role="rest", bytes=peak - int(activations * GIB), formula=None),
+        )
+        return dataclasses.replace(
+            forecast,
+            memory=dataclasses.replace(forecast.memory, peak=peak, roles=roles),
+            estimate=dataclasses.replace(
+                forecast.estimate,
+                compute_seconds=self.busy(c),
+                memory_seconds=0.0,
+                step_seconds=bounds.seconds + 0.1 * bounds.wire_seconds,
+            ),
+            verdict=dataclasses.replace(
+                forecast.verdict, fits=peak <= LIMIT, needed=peak, headroom=LIMIT - peak
+            ),
+        )
+
+
+def run(world: World, candidates=None, **options):
+    candidates = candidates or list_candidates(8, 64, node_devices=8)
+    return search(
+        world.plan,
+        candidates,
+        CARD,
+        forecast_of=world.forecast,
+        find_bounds=world.bounds,
+        clock=lambda: world.now,
+        **options,
+    )
+
+
+def cheapest_of_all(world: World, candidates=None) -> float:
+    """By compiling every candidate."""
+    fitting = []
+    for candidate in candidates or list_candidates(8, 64, node_devices=8):
+        if candidate.model != 8:
+            forecast = world.forecast(candidate)
+            if forecast.verdict.fits:
+                fitting.append(forecast.estimate.step_seconds)
+    return min(fitting)
+
+
+# Candidates
+
+
+def test_every_even_cut_is_listed_once():
+    found = list_candidates(8, 32, node_devices=8)
+    assert len(found) == len(set(found))
+    assert {c.model for c in found} == {1, 2, 4, 8}
+    assert {c.num_microbatches for c in found if c.model == 1} == {1, 2, 4}
+    assert {c.num_microbatches for c in found if c.model == 8} == {1, 2, 4, 8, 16, 32}
+    assert {c.zero for c in found if c.model == 4} == {0, 1, 2, 3}
+    assert {c.zero for c in found if c.model == 8} == {0}, "one data shard: nothing to split"
+
+
+@pytest.mark.parametrize(
+    ("devices", "batch", "options", "models"),
+    [
+        (6, 24, {"node_devices": 8}, {1, 2}),
+        (8, 12, {"node_devices": 8}, {2, 4, 8}),
+        (16, 64, {"node_devices": 2}, {1, 2}),
+        (16, 64, {"node_devices": 1}, {1}),
+        (8, 64, {"node_devices": 8, "replicas": 4}, {1, 2}),
+        (8, 7, {"node_devices": 8}, {8}),
+    ],
+)
+def test_only_even_cuts_within_a_node(devices, batch, options, models):
+    assert {c.model for c in list_candidates(devices, batch, **options)} == models
+
+
+def test_a_split_of_sequences_stays_as_it_is():
+    """It shares the rows of a data shard, as tensor parallelism does, and ZeRO shards over it."""
+    found = list_candidates(8, 2, node_devices=8, context=4, num_layers=12)
+    assert {(c.model, c.stage) for c in found} == {(1, 1), (2, 1)}
+    assert {c.zero for c in found if c.model == 2} == {0, 1, 2, 3}
+
+
+def test_loops_are_unrolled_where_no_layer_is_gathered_or_computed_again():
+    """And what a loop needs says nothing of straight code."""
+    found = list_candidates(8, 64, node_devices=8, num_layers=12, unrolls=True)
+    assert {c.unroll for c in found if c.zero < 3 and c.stage == 1 and c.remat == "none"} == {True}
+    assert not any(c.unroll for c in found if c.zero == 3 or c.stage > 1 or c.remat != "none")
+    assert not any(c.unroll for c in list_candidates(8, 64, node_devices=8, num_layers=12))
+    straight = Candidate(zero=1, model=1, num_microbatches=4, remat="none", unroll=True)
+    assert "mesh.unroll=true" in straight.words()
+
+
+class Unrolled(World):
+    """One in which straight code holds half of what a loop does."""
+
+    def forecast(self, c: Candidate):
+        share = 0.5 if c.unroll else 1.0
+        return dataclasses.replace(self, activations=share * self.activations).alone(self, c)
+
+    def alone(self, whole: World, c: Candidate):
+        found = World.forecast(self, c)
+        whole.compiled.append(c)
+        whole.now += whole.compile_seconds
+        return found
+
+
+@pytest.mark.parametrize("activations", [40.0, 160.0, 640.0])
+def test_what_a_loop_holds_says_nothing_of_straight_code(activations):
+    found = list_candidates(8, 64, node_devices=8, num_layers=12, unrolls=True)
+    result = run(Unrolled(activations=activations), found)
+    best = cheapest_of_all(Unrolled(activations=activations), found)
+    assert result.chosen.seconds <= 1.05 * best
+    chosen = result.chosen.candidate
+    assert chosen.unroll == ("mesh.unroll=true" in chosen_words(result))
+    assert chosen.unroll != ("mesh.unroll=false" in chosen_words(result))
+
+
+def test_words_set_it():
+    words = Candidate(zero=3, model=2, num_microbatches=4, remat="full").words()
+    assert words == (
+        "mesh.data=-1",
+        "mesh.zero=3",
+        "mesh.model=2",
+        "mesh.stage=1",
+        "num_microbatches=4",
+        "model.remat=full",
+    )
+
+
+def test_pipelines_that_cut_the_layers_and_have_enough_microbatches_are_listed():
+    found = list_candidates(8, 64, node_devices=8, num_layers=12)
+    piped = [c for c in found if c.stage > 1]
+    assert [c for c in found if c.stage == 1] == list_candidates(8, 64, node_devices=8)
+    assert {c.stage for c in piped} == {2, 4}, "8 does not divide 12 layers"
+    by_mesh = {(c.stage, c.model): set() for c in piped}
+    for c in piped:
+        by_mesh[c.stage, c.model].add(c.num_microbatches)
+    assert by_mesh == {
+        (2, 1): {8, 16},  # 64 rows on 4 data shards
+        (2, 2): {16, 32},
+        (2, 4): {32, 64},
+        (4, 1): {16, 32},
+        (4, 2): {32, 64},
+    }
+    assert {c.zero for c in piped if c.stage * c.model < 8} == {1, 2, 3}
+    assert {c.zero for c in piped if c.stage * c.model == 8} == {0}
+    few = list_candidates(8, 8, node_devices=8, num_layers=12)
+    assert {(c.stage, c.model, c.num_microbatches) for c in few if c.stage > 1} == {
+        (2, 2, 4),
+        (2, 4, 4),
+        (2, 4, 8),
+        (4, 2, 8),
+    }
+
+
+def test_experts_are_split_over_what_divides_them_and_the_devices():
+    found = list_candidates(8, 64, node_devices=8, num_layers=4, num_experts=12)
+    assert [c for c in found if c.expert == 1] == list_candidates(
+        8, 64, node_devices=8, num_layers=4
+    )
+    split = [c for c in found if c.expert > 1]
+    assert {(c.model, c.expert) for c in split} == {(1, 2), (1, 4), (2, 2), (2, 4), (4, 2)}
+    assert {c.stage for c in split} == {1}
+    assert {c.zero for c in split} == {0, 1, 2, 3}
+    assert {c.expert for c in list_candidates(64, 64, node_devices=8, num_experts=64)} == {
+        *(1, 2, 4, 8, 16, 32, 64)
+    }
+    replicas = list_candidates(8, 64, node_devices=8, num_experts=8, replicas=4)
+    assert {c.expert for c in replicas} == {1, 2}
+    sequences = list_candidates(8, 64, node_devices=8, num_experts=8, context=2)
+    assert {c.expert for c in sequences} == {1}
+
+
+# Order and pruning
+
+
+@pytest.mark.sampled(13)
+@pytest.mark.parametrize("activations", [1, 30, 80, 200, 400, 1500])
+@pytest.mark.parametrize("state", [10, 60, 300])
+@pytest.mark.parametrize("wire", [0.01, 0.5, 3.0])
+@pytest.mark.parametrize(
+    ("remats", "most"),
+    [pytest.param(("none", "dots", "full"), 16, id="201"), pytest.param(REMATS, 17, id="268")],
+)
+def test_the_choice_is_the_cheapest_of_all_and_costs_few_compilations(
+    activations, state, wire, remats, most
+):
+    world = World(activations=activations, state=state, wire=wire)
+    candidates = list_candidates(8, 64, node_devices=8, remats=remats)
+    result = run(world, candidates, budget=10**9)
+    few = len(world.compiled)
+    best = cheapest_of_all(world, candidates)
+    assert result.certain
+    assert result.chosen is not None
+    assert result.chosen.seconds <= best / (1 - 0.05)
+    assert result.chosen.peak <= LIMIT
+    assert few <= most, f"of {len(candidates)} candidates"
+    assert sum(trial.status == CHOSEN for trial in result.trials) == 1
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("activations", [1, 80, 400])
+@pytest.mark.parametrize("state", [10, 300])
+@pytest.mark.parametrize("wire", [0.01, 3.0])
+def test_pipelines_are_chosen_where_they_are_the_cheapest(activations, state, wire):
+    candidates = list_candidates(8, 64, node_devices=8, num_layers=8)
+    world = World(activations=activations, state=state, wire=wire)
+    result = run(world, candidates, budget=10**9)
+    few = len(world.compiled)
+    assert result.chosen.seconds <= cheapest_of_all(world, candidates) / (1 - 0.05)
+    assert few <= 24, f"of {len(candidates)} candidates"
+    if wire < 1 and activations == 1:
+        assert result.chosen.candidate.stage == 1, "a bubble for nothing"
+    if wire > 1:
+        assert result.chosen.candidate.stage > 1, "of this wire less is sent"
+
+
+def test_nothing_depends_on_the_order_of_the_candidates():
+    candidates = list_candidates(8, 64, node_devices=8)
+    first = run(World(), candidates)
+    shuffled = random.Random(0).sample(candidates, len(candidates))
+    assert run(World(), shuffled) == first
+    assert len(first.trials) == len(candidates)
+
+
+def test_what_fits_at_once_is_tried_in_its_simplest_form():
+    world = World(activations=1, state=8)
+    result = run(world)
+    assert [c.num_microbatches for c in world.compiled] == [8, 1], "the likeliest, the simplest"
+    assert result.chosen.candidate == Candidate(
+        zero=2, model=1, num_microbatches=1, remat="none"
+    ), "stages 0 and 1 need more memory and send as much; stage 3 sends more"
+    reasons = {t.candidate: t for t in result.trials}
+    other = reasons[Candidate(zero=0, model=1, num_microbatches=1, remat="none")]
+    assert (other.status, other.number) == (BEATEN, None)
+    assert "needs no more memory and sends no more" in other.reason
+
+
+def test_state_that_cannot_fit_is_not_even_planned_again():
+    world = World(state=500.0)
+    planned = []
+
+    def bounds(c):
+        planned.append(c)
+        return world.bounds(c)
+
+    result = search(
+        world.plan,
+        list_candidates(8, 64, node_devices=8),
+        CARD,
+        forecast_of=world.forecast,
+        find_bounds=bounds,
+        clock=lambda: world.now,
+    )
+    whole = [t for t in result.trials if (t.candidate.zero, t.candidate.model) == (0, 1)]
+    assert {t.status for t in whole} == {TOO_LARGE}
+    assert "without activations already 512.0 GiB of 60.0 GiB" in whole[0].reason
+    assert len([c for c in planned if (c.zero, c.model) == (0, 1)]) == 1
+
+
+def test_activations_of_one_compiled_plan_rule_out_others():
+    world = World(activations=300)
+    result = run(world)
+    for trial in result.trials:
+        if trial.status == TOO_LARGE and trial.number is None:
+            forecast = World(activations=300).forecast(trial.candidate)
+            assert not forecast.verdict.fits, trial
+    reasons = [t.reason for t in result.trials if t.status == TOO_LARGE and t.number is None]
+    assert any("by the activations of #" in reason for reason in reasons)
+
+
+def test_the_sentence_says_how_many_faster_ones_do_not_fit():
+    result = run(World(activations=15_000))
+    assert result.chosen.candidate.remat == "full"
+    assert "that might be faster do not fit" in result.sentence
+
+
+def test_impossible_settings_are_listed_with_their_reason():
+    trials = [t for t in run(World()).trials if t.candidate.model == 8]
+    assert {t.status for t in trials} == {IMPOSSIBLE}
+    assert {t.reason for t in trials} == {"num_kv_heads=4 is not divisible by model=8; use 4"}
+
+
+def test_the_budget_ends_the_search_and_is_said():
+    world = World(activations=1500, compile_seconds=100.0)
+    result = run(world, budget=50.0)
+    assert len(world.compiled) == 1
+    assert not result.certain
+    assert "budget was spent" in result.sentence
+    assert NOT_TRIED in {t.status for t in result.trials}
+    assert result.elapsed == 100.0
+
+
+def test_a_compilation_that_fails_does_not_end_the_search():
+    first = run(World(activations=1)).chosen.candidate
+    world = World(activations=1, broken=(first,))
+    result = run(world)
+    failed = next(trial for trial in result.trials if trial.candidate == first)
+    assert (failed.status, failed.reason) == (FAILED, "INTERNAL: a pass failed")
+    assert failed.number is not None
+    assert result.chosen.status == CHOSEN
+    assert result.chosen.candidate != first
+
+
+def test_nothing_fits():
+    result = run(World(activations=10**6))
+    assert result.certain
+    assert result.chosen is None
+    assert result.forecast is None
+    assert result.sentence == f"None of the candidates fits on {CARD.title}."
+
+
+def test_without_a_compiler_nothing_is_chosen():
+    world = World()
+
+    def formula(candidate):
+        return sample_forecast(source=FORMULA, why_formula="pip install 'zerojax[plan]'")
+
+    result = search(
+        world.plan,
+        list_candidates(8, 64, node_devices=8),
+        CARD,
+        forecast_of=formula,
+        find_bounds=world.bounds,
+    )
+    assert result.chosen is None
+    assert not result.certain
+    assert "Nothing was chosen: pip install 'zerojax[plan]'" in result.sentence
+    assert {t.status for t in result.trials} >= {NOT_TRIED}
+
+
+# Experts
+
+
+@dataclasses.dataclass
+class Mixtures(World):
+    """A model of experts on 16 cards, 8 in a node.
+
+    Attributes:
+      experts: GiB of weights of all experts in two bytes; rows: seconds on the wire if every row
+        leaves, inside a node; slower: of the link between nodes.
+    """
+
+    experts: float = 8.0
+    rows: float = 0.1
+    slower: float = 9.0
+
+    def peak(self, c: Candidate) -> float:
+        state = 6 * self.experts / (c.expert if c.zero == 0 else 16)
+        weights = self.experts / (c.expert if c.zero < 3 else 16)
+        return super().peak(c) + (state + 2 * weights) / c.model
+
+    def bounds(self, c: Candidate) -> Bounds:
+        bounds = super().bounds(c)
+        data = 16 // c.model // c.expert
+        gathered = 0.05 * self.experts * (data - 1) / data / c.expert
+        sent = self.rows * (c.expert - 1) / c.expert * (self.slower if c.expert > 8 else 1)
+        wire = bounds.wire_seconds + gathered + sent
+        return dataclasses.replace(
+            bounds, wire_seconds=wire, seconds=max(self.busy(c), wire), peak=int(self.peak(c) * GIB)
+        )
+
+    def plan(self, c: Candidate) -> Candidate:
+        if c.expert > 1 and c.model > 1:
+            raise ValueError(f"expert={c.expert} with model={c.model} is not supported")
+        return super().plan(c)
+
+
+MIXTURES = list_candidates(16, 64, node_devices=8, num_experts=16)
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("experts", [0.5, 8, 30])
+@pytest.mark.parametrize("rows", [0.01, 1.0, 10.0])
+@pytest.mark.parametrize("slower", [1.0, 9.0])
+def test_the_degree_of_experts_is_the_cheapest_of_all(experts, rows, slower):
+    world = Mixtures(experts=experts, rows=rows, slower=slower, compute=0.5)
+    result = run(world, MIXTURES, budget=10**9)
+    best = cheapest_of_all(world, [c for c in MIXTURES if c.model == 1 or c.expert == 1])
+    assert result.certain
+    assert result.chosen.seconds <= best / (1 - 0.05)
+    assert {c.expert for c in (t.candidate for t in result.trials)} == {1, 2, 4, 8, 16}
+    reasons = {t.candidate: t.status for t in result.trials if t.candidate.model > 1}
+    assert all(status == IMPOSSIBLE for c, status in reasons.items() if c.expert > 1)
+
+
+def test_experts_lie_in_several_nodes_where_that_pays_and_the_sentence_says_so():
+    large = {"experts": 60.0, "compute": 0.1, "activations": 1.0}
+    near = run(Mixtures(rows=1.0, slower=9.0, **large), MIXTURES, budget=10**9)
+    assert near.chosen.candidate.expert == 8
+    assert "nodes" not in near.sentence
+    far = run(Mixtures(rows=0.01, slower=1.0, **large), MIXTURES, budget=10**9)
+    assert far.chosen.candidate.expert == 16
+    assert "Its experts are on several nodes" in far.sentence
+    page = search_page(far)
+    assert "  expert  " in page
+    assert max(map(len, page.splitlines())) <= 100
+    assert "mesh.expert=16" in chosen_words(far)
+
+
+def test_the_words_set_experts_on_one_device_too():
+    result = run(Mixtures(rows=50.0, experts=0.1), MIXTURES, budget=10**9)
+    assert result.chosen.candidate.expert == 1
+    assert chosen_words(result)[-1] == "mesh.expert=1"
+    assert not any("expert" in word for word in chosen_words(run(World())))
+
+
+@functools.cache
+def mixture_plan(expert: int):
+    moe = MoEConfig(num_experts=16, experts_per_token=2, expert_dim=128)
+    sizes = {"num_layers": 2, "num_heads": 8, "embed_dim": 256, "max_seq_len": 128}
+    tokens = jax.ShapeDtypeStruct((64, 128), jax.numpy.int32)
+    return make_plan(
+        build_model(ModelConfig(name="llama", moe=moe, **sizes), 256),
+        make_abstract_mesh({"expert": expert}, 16),
+        example_batch={"tokens": tokens, "targets": tokens},
+        precision="bf16",
+        zero=1,
+    )
+
+
+@pytest.mark.parametrize(("expert", "speed"), [(1, 1), (8, 450e9), (16, 50e9 * 15 / 8)])
+def test_the_bound_counts_rows_at_the_speed_of_their_link(expert, speed):
+    """Of 16 devices on two nodes each sends 8 of 15 parts through its network card."""
+    plan = mixture_plan(expert)
+    found = bounds_of(plan, CARD, 1.0)
+    weights = wire_bytes(plan) / 400e9  # a ring over two nodes, through 8 cards
+    assert found.wire_seconds == pytest.approx(weights + exchange_bytes(plan) / speed)
+    assert (exchange_bytes(plan) > 0) == (expert > 1)
+
+
+# What is shown
+
+
+def test_the_page_shows_what_was_tried_and_the_words():
+    page = search_page(run(World()))
+    lines = page.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert page.isascii()
+    assert sum("*" in line for line in lines) == 1
+    assert lines[-1].startswith("  mesh.data=-1 mesh.zero=")
+    assert re.search(r"not compiled: \d+ \(--json lists them\)", page)
+    assert re.search(r"- \d+ beaten, such as zero=", page)
+
+
+def test_json_lists_every_candidate():
+    result = run(World())
+    values = json.loads(json.dumps(search_dict(result)))
+    assert len(values["trials"]) == len(result.trials)
+    assert values["chosen"]["status"] == CHOSEN
+    assert values["words"] == list(result.chosen.candidate.words())
+    assert values["forecast"]["memory"]["peak"] == result.chosen.peak
+    assert values["certain"] is True
+
+
+# Bounds of real plans
+
+
+def candidate(**changes) -> Candidate:
+    values = {"zero": 1, "model": 1, "num_microbatches": 1, "remat": "none"}
+    return Candidate(**{**values, **changes})
+
+
+def plan_for(c: Candidate):
+    return sample_plan(
+        zero=c.zero, num_microbatches=c.num_microbatches, remat=c.remat, stage=c.stage
+    )
+
+
+@pytest.mark.thorough
+def test_bounds_are_those_of_the_plan():
+    find = bounds_on(CARD, plan_for)
+    plain, full = find(candidate()), find(candidate(remat="full"))
+    assert plain.limit == int(CARD.memory_bytes * 0.75)
+    assert plain.state == shard_bytes(plan_for(candidate()).abstract_state)
+    assert plain.peak == sum(role_bytes(plan_for(candidate())).values()) > plain.state
+    assert repeated(sample_plan()) == pytest.approx(1.0, abs=1e-6)
+    assert 1.2 < repeated(sample_plan(remat="full")) <= 4 / 3
+    assert (full.state, full.peak, full.wire_seconds) == (
+        plain.state,
+        plain.peak,
+        plain.wire_seconds,
+    )
+    more = find(candidate(zero=3, num_microbatches=4))
+    assert more.wire_seconds > find(candidate(zero=2)).wire_seconds
+    assert more.peak < plain.peak
+
+
+@pytest.mark.thorough
+def test_bounds_of_every_remat_are_those_of_its_own_plan():
+    find = bounds_on(CARD, plan_for)
+    for remat in REMATS:
+        own = candidate(zero=3, num_microbatches=2, remat=remat)
+        assert find(own) == bounds_of(plan_for(own), CARD, repeated(plan_for(own)))
+
+
+@pytest.mark.thorough
+def test_bounds_of_a_pipeline_count_its_bubble_and_its_least_buffers():
+    find = bounds_on(
+        dataclasses.replace(CARD, node_bandwidth=1e15), plan_for
+    )  # no wire to wait for
+    whole = find(candidate(num_microbatches=8))
+    piped = {remat: find(candidate(num_microbatches=8, stage=2, remat=remat)) for remat in REMATS}
+    plan = plan_for(candidate(num_microbatches=8, stage=2))
+    assert plan.pipeline is not None
+    slower = piped["none"].seconds / whole.seconds
+    assert slower == pytest.approx(
+        costs.executed_flops(plan.pipeline) / costs.useful_flops(plan.pipeline)
+    )
+    # Idle in 1 of 9 ticks, and the head makes one of two stages slower; the other waits.
+    assert 9 / 8 < slower < 1.25
+    assert len({bounds.peak for bounds in piped.values()}) == 1
+    for remat, bounds in piped.items():
+        own = plan_for(candidate(num_microbatches=8, stage=2, remat=remat))
+        assert bounds.peak <= sum(role_bytes(own).values())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(compile_client.missing() is not None, reason=str(compile_client.missing()))
+def test_a_small_search_with_the_compiler():
+    compiled = []
+
+    def forecast(plan):
+        compiled.append(plan)
+        return zerojax.forecast(plan, gpu="h200", devices=8, fast=True)
+
+    candidates = [
+        candidate(zero=zero, num_microbatches=number)
+        for zero, number in itertools.product((1, 3), (1, 2))
+    ]
+    result = search(
+        plan_for,
+        candidates,
+        CARD,
+        forecast_of=forecast,
+    )
+    assert result.certain
+    assert result.chosen.candidate.num_microbatches in (1, 2)
+    assert result.forecast.source == "compiled"
+    assert result.chosen.peak == result.forecast.memory.peak > result.chosen.formula_peak * 0.5
+    assert len(compiled) <= len(candidates)
+    assert {t.status for t in result.trials} <= {CHOSEN, FITS, BEATEN}

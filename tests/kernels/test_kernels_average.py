@@ -1,0 +1,183 @@
+"""The moving average in the pass of an update: every rule that updates parameters, and 8-bit AdamW.
+
+The reference against NumPy, and the kernels, in interpret mode, against the reference.
+"""
+
+from __future__ import annotations
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import choice, muon, optimizers
+from pallas_kernels.adam8bit import init_moments
+from pallas_kernels.adam8bit_kernel import AVERAGING, update_adam8bit
+from pallas_kernels.adam8bit_many import update_adam8bit_many
+from pallas_kernels.elementwise import averaging, averaging_scalars
+from pallas_kernels.many import update_many
+from pallas_kernels.update import update
+from tests.kernels.test_kernels_elementwise import arrays_of, check_equal, normal, scalars_of
+
+needs_kernels = pytest.mark.skipif(choice.missing() is not None, reason=str(choice.missing()))
+XLA = choice.Choice("xla", "the oracle")
+BF16, F32 = jnp.bfloat16, jnp.float32
+RATE = 0.25
+"""A power of two, by which no product is rounded: see `tests.support.ema_runs.DECAY`."""
+PLAIN = [
+    optimizers.ADAMW,
+    optimizers.LION,
+    optimizers.SGD,
+    optimizers.SGD_PLAIN,
+    optimizers.LAMB_APPLY,
+    muon.MUON_DESCENT,
+    muon.NESTEROV_ADAM,
+]
+by_name = pytest.mark.parametrize("plain", PLAIN, ids=lambda rule: rule.name)
+# Less than a tile; a tile and a tail; whole tiles.
+SHAPES = [(5,), (33, 25), (2, 512)]
+SEED = jnp.array([3, 5], jnp.uint32)
+
+
+def with_rate(scalars):
+    return averaging_scalars(type(scalars))(*scalars, RATE)
+
+
+def leaf_of(plain, shape, dtype=F32):
+    updated, read = arrays_of(plain, shape, dtype)
+    return (*updated, normal(20, shape)), read
+
+
+def moved_in_numpy(average, param):
+    average, param = (np.asarray(x.astype(F32)) for x in (average, param))
+    return average + np.float32(RATE) * (param - average)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@by_name
+def test_the_reference_moves_it_to_what_is_stored(plain, dtype):
+    """Bit for bit, also of parameters that are rounded stochastically; the others stay as they
+    are without it."""
+    updated, read = leaf_of(plain, (33, 25), dtype)
+    seed = SEED if dtype == BF16 else None
+    scalars = scalars_of(plain)
+    more = {"seed": seed, "impl": XLA}
+    found = update(averaging(plain), updated, read, scalars=with_rate(scalars), **more).updated
+    alone = update(plain, updated[:-1], read, scalars=scalars, **more).updated
+    chex.assert_trees_all_equal(found[:-1], alone, strict=True)
+    assert found[-1].dtype == F32
+    np.testing.assert_array_equal(found[-1], moved_in_numpy(updated[-1], found[0]))
+
+
+@by_name
+def test_a_skipped_step_does_not_move_it(plain):
+    updated, read = leaf_of(plain, (33, 25))
+    bad = (*read[:-1], jnp.full_like(read[-1], jnp.nan))
+    scalars = with_rate(scalars_of(plain, skip=True))
+    found = update(averaging(plain), updated, bad, scalars=scalars, impl=XLA).updated
+    chex.assert_trees_all_equal(found, updated, strict=True)
+
+
+@pytest.mark.sampled(2)
+@needs_kernels
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@by_name
+def test_the_kernel_moves_it_as_the_reference_does(plain, shape, dtype):
+    updated, read = leaf_of(plain, shape, dtype)
+    seed = SEED if dtype == BF16 else None
+    scalars = with_rate(scalars_of(plain))
+    pair = [
+        update(averaging(plain), updated, read, scalars=scalars, seed=seed, impl=impl).updated
+        for impl in ("interpret", XLA)
+    ]
+    check_equal(*pair)
+    # Whatever a kernel's division makes of a parameter, its average follows what it has stored; one
+    # product and one sum may be contracted.
+    expected = moved_in_numpy(updated[-1], pair[0][0])
+    np.testing.assert_allclose(pair[0][-1], expected, rtol=0, atol=2**-23)
+
+
+@needs_kernels
+@pytest.mark.thorough
+@pytest.mark.parametrize("plain", [optimizers.ADAMW, muon.MUON_DESCENT], ids=lambda rule: rule.name)
+def test_leaves_share_a_kernel(plain):
+    """Bit for bit as alone, but for the leaf with a tail, which is alone in both."""
+    rule = averaging(plain)
+    leaves = [leaf_of(plain, shape) for shape in SHAPES]
+    updated = tuple(list(column) for column in zip(*(one[0] for one in leaves), strict=True))
+    read = tuple(list(column) for column in zip(*(one[1] for one in leaves), strict=True))
+    scalars = with_rate(scalars_of(plain))
+    found = update_many(rule, updated, read, scalars=scalars, impl="interpret").updated
+    for number, (old, others) in enumerate(leaves):
+        alone = update(rule, old, others, scalars=scalars, impl="interpret").updated
+        ours = [column[number] for column in found]
+        check_equal(ours, list(alone))
+        if old[0].size % 128 == 0:
+            chex.assert_trees_all_equal(ours, list(alone), strict=True)
+
+
+# --- moments of one byte --------------------------------------------------------------------------
+
+
+def of_one_byte(shape, dtype, impl, *, skip=False):
+    param, average, grad = normal(0, shape, dtype), normal(1, shape), normal(2, shape, BF16)
+    plain = optimizers.adam_scalars(1e-2, count=3, weight_decay=0.1, skip=skip)
+    more = {"seed": SEED, "impl": impl}
+    given = param, init_moments(shape), grad
+    scalars = AVERAGING(*plain, jnp.float32(RATE))
+    found = update_adam8bit(*given, scalars=scalars, average=average, **more)
+    return found, update_adam8bit(*given, scalars=plain, **more), average
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("impl", [XLA, pytest.param("interpret", marks=needs_kernels)])
+@pytest.mark.parametrize("shape", [(5,), (1300,), (3, 512)], ids=str)
+def test_beside_codes_it_follows_what_is_stored(shape, impl, dtype):
+    found, alone, average = of_one_byte(shape, dtype, impl)
+    chex.assert_trees_all_equal(found[:3], alone[:3])
+    expected = moved_in_numpy(average, found.param)
+    np.testing.assert_allclose(found.average, expected, rtol=0, atol=0 if impl is XLA else 2**-23)
+    skipped, _, average = of_one_byte(shape, dtype, impl, skip=True)
+    np.testing.assert_array_equal(skipped.average, average)
+
+
+@needs_kernels
+@pytest.mark.thorough
+def test_leaves_with_codes_share_a_kernel():
+    shapes = [(2, 512), (3, 128), (33, 25)]
+    given = [
+        [normal(10 * column + k, shape) for k, shape in enumerate(shapes)] for column in range(3)
+    ]
+    moments = [init_moments(shape) for shape in shapes]
+    scalars = AVERAGING(*optimizers.adam_scalars(1e-2, count=3), jnp.float32(RATE))
+    seeds = jax.random.bits(jax.random.key(3), (len(shapes), 2), jnp.uint32)
+    params, averages, grads = given
+    more = {"scalars": [scalars] * 3, "seeds": seeds, "averages": averages}
+    found = update_adam8bit_many(params, moments, grads, **more, impl="interpret")
+    for number, leaf in enumerate(found):
+        alone = update_adam8bit(
+            params[number],
+            moments[number],
+            grads[number],
+            scalars=scalars,
+            seed=seeds[number],
+            average=averages[number],
+            impl="interpret",
+        )
+        np.testing.assert_allclose(leaf.average, alone.average, rtol=0, atol=2**-22)
+        if leaf.param.size % 128 == 0:
+            chex.assert_trees_all_equal(leaf, alone, strict=True)
+
+
+def test_what_does_not_fit_is_refused():
+    x, moments = jnp.zeros((512,)), init_moments((512,))
+    plain = optimizers.adam_scalars(1e-2, count=1)
+    more = {"seed": SEED, "impl": XLA}
+    with pytest.raises(ValueError, match=r"average is bfloat16\[512\] and has to be float32"):
+        update_adam8bit(x, moments, x, scalars=plain, average=x.astype(BF16), **more)
+    with pytest.raises(TypeError, match="AdamScalars in place of AdamScalarsAndAverage"):
+        update_adam8bit(x, moments, x, scalars=plain, average=x, **more)

@@ -1,0 +1,119 @@
+"""The kernels lower for CUDA on a JAX that has only a CPU: which kernels, and what they write into.
+
+Runs Pallas' tracing and Mosaic's layout inference; machine code is the business of
+test_kernels_gpu_programs.py.
+"""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import choice, optimizers
+from pallas_kernels.choice import Choice
+from pallas_kernels.many import update_many
+from pallas_kernels.table import MAX_PARAMETERS
+from pallas_kernels.update import update, update_trees
+from tests.support.kernel_rules import RULES
+
+pytestmark = pytest.mark.skipif(choice.missing() is not None, reason=str(choice.missing()))
+KERNEL, XLA = Choice("mosaic_gpu", "lowered only"), Choice("xla", "lowered only")
+F32, BF16 = jnp.float32, jnp.bfloat16
+CALL = "mosaic_gpu_v2"
+
+
+def abstract(shape, dtype=F32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def lowered_for_cuda(function, *args):
+    return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def aliases_of(text):
+    """How many operands each kernel writes into, in the order of the program."""
+    calls = [line for line in text.splitlines() if f"@{CALL}" in line]
+    return [line.count("output_operand_alias<") for line in calls]
+
+
+def arrays(rule, shape):
+    updated = tuple(abstract(shape) for _ in range(rule.num_updated))
+    read = tuple(abstract(shape, BF16) for _ in range(rule.num_read))
+    return updated, read, tuple(abstract(()) for _ in rule.scalars._fields)
+
+
+def program_of(rule, impl=KERNEL):
+    def program(updated, read, scalars):
+        more = {"scalars": rule.scalars(*scalars), "out_dtypes": (BF16,) * rule.num_outputs}
+        return update(rule, updated, read, impl=impl, **more)
+
+    return program
+
+
+@pytest.mark.parametrize("shape", [(1024, 512), (1003, 7)], ids=["whole tiles", "a tail"])
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_one_kernel_that_writes_into_every_updated_array(rule, shape):
+    text = lowered_for_cuda(program_of(rule), *arrays(rule, shape))
+    # An output of a leaf with a tail is written into an array that ends with it.
+    outputs = rule.num_outputs if shape[1] == 7 else 0
+    assert aliases_of(text) == [rule.num_updated + outputs]
+    reference = lowered_for_cuda(program_of(rule, XLA), *arrays(rule, shape))
+    assert aliases_of(reference) == []
+
+
+def test_equal_leaves_are_lowered_once():
+    rule, leaves = optimizers.LION, 12
+
+    def program(params, mus, grads, scalars):
+        leaf = lambda updated, read: update(  # noqa: E731
+            rule, updated, read, scalars=rule.scalars(*scalars), impl=KERNEL
+        )
+        return update_trees(leaf, (params, mus), (grads,))
+
+    trees = [[abstract((64, 128), dtype)] * leaves for dtype in (F32, F32, BF16)]
+    text = lowered_for_cuda(program, *trees, tuple(abstract(()) for _ in rule.scalars._fields))
+    assert aliases_of(text) == [rule.num_updated]
+    assert len(re.findall(r"call @_update\(", text)) == leaves
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_one_kernel_for_many_leaves_writes_into_all_of_them(rule):
+    shapes = [(1024, 512), (384,), (2, 256)]
+    leaves = [arrays(rule, shape) for shape in shapes]
+    updated, read = (
+        tuple(map(list, zip(*[leaf[part] for leaf in leaves], strict=True))) for part in (0, 1)
+    )
+
+    def program(updated, read, scalars):
+        more = {"scalars": rule.scalars(*scalars), "out_dtypes": (BF16,) * rule.num_outputs}
+        return update_many(rule, updated, read, impl=KERNEL, **more)
+
+    text = lowered_for_cuda(program, updated, read, leaves[0][2])
+    totals = [0] if rule.num_sums else []  # a kernel of its own adds up what programs left
+    assert aliases_of(text) == [len(shapes) * rule.num_updated, *totals]
+    assert f"{rule.name}_many" in text
+
+
+@pytest.mark.thorough
+def test_leaves_are_dealt_out_to_kernels_whose_addresses_fit():
+    """3 arrays a leaf, so 160 leaves in one kernel; their scalars and seeds are two more."""
+    rule, leaves = optimizers.LION, MAX_PARAMETERS // 3 + 1
+
+    def program(params, mus, grads, scalars):
+        return update_many(
+            rule, (params, mus), (grads,), scalars=rule.scalars(*scalars), impl=KERNEL
+        )
+
+    trees = [[abstract((128,), dtype)] * leaves for dtype in (F32, F32, BF16)]
+    text = lowered_for_cuda(program, *trees, tuple(abstract(()) for _ in rule.scalars._fields))
+    assert aliases_of(text) == [2 * (leaves - 1), 2]
+
+
+def test_a_leaf_beyond_32_bit_offsets_is_refused_and_not_computed_wrongly():
+    rule = optimizers.SGD
+    lowered_for_cuda(program_of(rule), *arrays(rule, (2**25, 128)))
+    with pytest.raises(ValueError, match="2147483647, the limit of 32-bit offsets"):
+        lowered_for_cuda(program_of(rule), *arrays(rule, (2**31 + 1,)))

@@ -1,0 +1,113 @@
+"""What a durable store keeps beside its buckets, and what it refuses."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.support.offload_disk_runs import (
+    SHARES,
+    Regression,
+    canonical,
+    close,
+    differing,
+    offload,
+    plan_of,
+    train,
+)
+from tests.support.trajectories import regression_batch
+from zerojax.checkpoint.store import StoreError
+from zerojax.config import MeshConfig
+from zerojax.optim import adamw
+from zerojax.optim.precision import Precision, as_precision
+from zerojax.parallel.offload.disk_durable import resume, resume_step
+from zerojax.plan.offload_tiers import check_durable
+from zerojax.training.checkpointing import first_state
+from zerojax.training.entry import train as train_run
+
+
+@pytest.fixture(scope="module")
+def left(tmp_path_factory):
+    """(folder of a durable store after two steps, the state's canonical form)."""
+    folder = tmp_path_factory.mktemp("durable")
+    plan = plan_of(offload(folder, durable=True), data=2, zero=3, freeze=("down/bias",))
+    state, _ = train(plan, 2)
+    expected = canonical(plan, state)
+    close(state)
+    return folder, expected
+
+
+@pytest.mark.thorough
+def test_everything_comes_back(left):
+    folder, expected = left
+    plan = plan_of(offload(folder, durable=True), data=2, zero=3, freeze=("down/bias",))
+    assert resume_step(plan) == 2
+    state, _ = resume(plan)
+    assert differing(canonical(plan, state), expected) == []
+    assert {n: x.dtype for n, x in state["params"].items()} == {
+        n: x.dtype for n, x in plan.abstract_state["params"].items()
+    }
+    close(state)
+
+
+@pytest.mark.thorough
+def test_the_newer_of_store_and_checkpoint_wins(left):
+    folder, _ = left
+    plan = plan_of(offload(folder, durable=True), data=2, zero=3, freeze=("down/bias",))
+    assert first_state(plan, 0, 3) is None
+    state, _ = first_state(plan, 0, 2)
+    assert int(state["step"]) == 2
+    close(state)
+
+
+def test_another_slicing_is_refused(left):
+    folder, _ = left
+    config = type(offload(folder))(
+        opt_state="nvme", folder=str(folder), slice_elements=50, min_elements=100, durable=True
+    )
+    with pytest.raises(StoreError, match=r"another model, .* or slicing than .*delete"):
+        resume(plan_of(config, data=2, zero=3, freeze=("down/bias",)))
+
+
+@pytest.mark.thorough
+def test_a_scratch_store_is_never_gone_on_from(tmp_path):
+    plan = plan_of(offload(tmp_path), data=2)
+    state, _ = train(plan, 1)
+    close(state)
+    assert resume_step(plan) is None
+    assert resume_step(plan_of(offload(tmp_path, durable=True), data=2)) is None
+    assert not list((tmp_path / "process_0").glob("*.npz"))
+
+
+@pytest.mark.parametrize(
+    ("shares", "precision", "processes", "match"),
+    [
+        (SHARES, Precision(), 1, "is in device and host memory is lost with the process"),
+        ("nvme", as_precision("bf16", param_dtype="bf16"), 1, "rebuilt from float32 masters"),
+        ("nvme", Precision(), 2, "durable with 2 processes: killed between"),
+    ],
+)
+def test_what_a_killed_run_could_not_go_on_from(tmp_path, shares, precision, processes, match):
+    config = offload(tmp_path, shares, durable=True)
+    with pytest.raises(ValueError, match=rf"{match}.*leave durable out"):
+        check_durable(config, precision, processes)
+    check_durable(offload(tmp_path, shares), precision, processes)
+    assert np.isclose(sum(config.shares.values()), 1)
+
+
+@pytest.mark.thorough
+def test_a_run_that_is_over_says_so_and_saves_nothing_twice(tmp_path):
+    """Its store and its checkpoint are of the same step."""
+    settings = MeshConfig(data=-1, offload=offload(tmp_path / "store", durable=True))
+    for _ in range(2):
+        trainer = train_run(
+            Regression,
+            settings,
+            [regression_batch(index) for index in range(4)],
+            optimizer=adamw(1e-2),
+            steps=2,
+            checkpoint=str(tmp_path / "run"),
+            run_dir=None,
+        )
+        trainer.close()
+        assert trainer.num_steps == 2

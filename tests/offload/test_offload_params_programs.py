@@ -1,0 +1,217 @@
+"""What programs with layers in host memory move, and that their device memory is flat in depth.
+
+The first tests read what is handed to a compiler for CUDA, on any machine. The others (marker
+`gpu_programs`) read programs compiled for H200s.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zerojax
+from tests.support.program_claims import Claims
+from zerojax.config import OffloadConfig
+from zerojax.forecasting import hlo
+from zerojax.hardware import compile_client, gpus
+from zerojax.parallel.offload import streaming
+from zerojax.parallel.step import build_step, pass_config
+from zerojax.plan.compiler_options import choose_options
+from zerojax.plan.device_mesh import make_abstract_mesh, make_mesh
+from zerojax.plan.make import Plan, make_plan
+from zerojax.zoo import GPT2, GPT2Config
+
+WIDTH, SEQ, ROWS = 256, 128, 2
+MIB = 2**20
+MATRICES = 6
+"""Stacked matrices of a GPT-2; its biases and norms are small and stay on the device."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A step of a GPT-2 whose weights, masters, moments and layers' inputs are on the host."""
+
+    devices: int
+    zero: int
+    microbatches: int = 1
+    in_backward: bool = False
+
+    @property
+    def name(self) -> str:
+        parts = [f"zero{self.zero}", f"{self.devices}gpus", f"m{self.microbatches}"]
+        return "-".join(parts + ["in_backward"] * self.in_backward)
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """Numbers of layers to compile with."""
+        return (4, 16) if self.in_backward or self.microbatches > 1 else (4, 8, 16)
+
+
+def plan_of(case: Case, layers: int) -> Plan:
+    """Slices are small, so that every matrix has several."""
+    config = GPT2Config(
+        vocab_size=512, max_seq_len=SEQ, num_layers=layers, num_heads=4, embed_dim=WIDTH
+    )
+    tokens = jax.ShapeDtypeStruct((case.devices * case.microbatches * ROWS, SEQ), np.int32)
+    return make_plan(
+        lambda rngs: GPT2(config, rngs=rngs),
+        make_abstract_mesh({}, case.devices),
+        example_batch={"tokens": tokens, "targets": tokens},
+        zero=case.zero,
+        num_microbatches=case.microbatches,
+        optimizer=zerojax.adamw(1e-3, clip_norm=None),
+        persistence_threshold=1000,
+        offload=OffloadConfig(
+            opt_state="host",
+            params="host",
+            activations="host",
+            update_in_backward=case.in_backward,
+            min_elements=layers * WIDTH * WIDTH // case.devices,
+            slice_elements=WIDTH * WIDTH // case.devices,
+        ),
+    )
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_what_is_placed_where_is_in_the_program_for_cuda(microbatches):
+    """Each matrix: twice a first row and one in the loop forward, one in the loop backward.
+
+    The backward pass begins with the row that the forward pass ended with. Each gradient: where it
+    is made, one in the loop and the last one behind it; with several microbatches each is read
+    before it is written. The layers' inputs: made, written in a loop, and read in a loop.
+    """
+    plan = plan_of(Case(2, 3, microbatches), 4)
+    assert plan.offload is not None
+    assert len(plan.offload.streamed) == MATRICES
+    gradients = jax.jit(streaming.build_gradients(pass_config(plan)))
+    state = plan.abstract_state
+    key_data = jax.ShapeDtypeStruct((2,), jnp.uint32)
+    traced = gradients.trace(
+        state["params"], state["frozen"], state["extras"], key_data, plan.abstract_batch
+    )
+    text = compile_client.lower_for_gpus(traced).as_text()
+    placed = re.findall(r'_xla_buffer_placement = "(\w+)"', text)
+    weights, read = 3 * MATRICES, 2 * MATRICES * (microbatches > 1)
+    assert placed.count("device") == weights + read + 1
+    assert placed.count("pinned_host") == 3 * MATRICES + 2
+    assert len(placed) == placed.count("device") + placed.count("pinned_host")
+
+
+# --- compiled for GPUs ----------------------------------------------------------
+
+MISSING = compile_client.missing()
+CASES = [
+    Case(1, 1),
+    Case(8, 3),
+    Case(8, 1, 2),
+    Case(1, 1, in_backward=True),
+    Case(8, 3, in_backward=True),
+]
+SLOW = CASES[1:3] + CASES[4:]
+claim = Claims()
+
+
+@dataclasses.dataclass(frozen=True)
+class Built:
+    """The same step at several depths: {layers: ...}."""
+
+    case: Case
+    plans: dict[int, Plan]
+    memory: dict[int, compile_client.MemoryUse]
+    copies: dict[int, list[hlo.HostCopy]]
+
+    def in_loops(self, layers: int) -> list[hlo.HostCopy]:
+        return [copy for copy in self.copies[layers] if copy.loop_depth]
+
+
+@pytest.mark.gpu_programs
+@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.name, marks=[pytest.mark.slow] if case in SLOW else [])
+        for case in CASES
+    ],
+)
+def test_a_program_with_layers_on_the_host_keeps_every_promise(case):
+    plans = {layers: plan_of(case, layers) for layers in case.depths}
+    memory, copies = {}, {}
+    devices = compile_client.gpu_devices(gpus.find_gpu("h200"), case.devices)
+    mesh = make_mesh({}, devices=devices)
+    for layers, plan in plans.items():
+        traced = build_step(plan).trace(plan.abstract_state, plan.abstract_batch)
+        compiled = compile_client.compile_for_gpus(
+            compile_client.lower_for_gpus(traced),
+            devices=devices,
+            options=choose_options(mesh, plan.program.regather, on_host=True)[0],
+            sketch=True,
+        )
+        memory[layers] = compiled.memory
+        copies[layers] = hlo.find_host_copies(hlo.read_program(compiled.text))
+    claim.check(case, Built(case, plans, memory, copies))
+
+
+def matrices(plan: Plan) -> int:
+    """Elements of the streamed parameters on one device."""
+    return sum(
+        leaf.num_slices * leaf.slice_elements
+        for name, leaf in plan.offload.leaves.items()
+        if name in plan.offload.streamed
+    )
+
+
+@claim()
+def device_temporaries_do_not_grow_with_depth(built):
+    """But for the small stacks, of which forward and backward hold a few copies."""
+    small = lambda layers: sum(  # noqa: E731
+        x.size * 4
+        for name, x in built.plans[layers].abstract_stored["params"].items()
+        if name.startswith("blocks/") and name not in built.plans[layers].offload.streamed
+    )
+    first, last = built.case.depths[0], built.case.depths[-1]
+    grown = built.memory[last].temporary - built.memory[first].temporary
+    assert grown <= 4 * (small(last) - small(first)), f"{grown / MIB:.2f} MiB"
+    gathered = built.case.devices * (matrices(built.plans[last]) - matrices(built.plans[first]))
+    assert grown < 0.05 * 2 * gathered, f"{grown / MIB:.2f} MiB"
+
+
+@claim()
+def nothing_on_the_host_is_copied(built):
+    """Beside the state there are gradients, in bfloat16 or added up in float32, and inputs."""
+    for layers in built.case.depths:
+        plan, memory = built.plans[layers], built.memory[layers]
+        inputs = (layers - 1) * ROWS * SEQ * WIDTH * 2
+        size = 4 if built.case.microbatches > 1 else 2
+        gradients = 0 if built.case.in_backward else size * matrices(plan)
+        assert memory.host_temporary == pytest.approx(inputs + gradients, rel=0.01)
+        assert memory.host_aliased == memory.host_arguments == memory.host_outputs
+
+
+@claim()
+def copies_in_loops_are_done_by_the_copy_engine(built):
+    for layers in built.case.depths:
+        found = built.in_loops(layers)
+        # Of the first and the last layer of a microbatch, outside of the loops over layers.
+        peeled = 1 if built.case.microbatches > 1 else 0
+        inner = [copy for copy in found if copy.loop_depth > peeled or copy.is_linear]
+        assert len(inner) >= 3 * MATRICES
+        assert [copy.name for copy in inner if not copy.is_linear] == []
+        assert [copy.name for copy in inner if not copy.is_async] == []
+
+
+@claim()
+def weights_are_on_their_way_beside_products(built):
+    """In the loop backward, and on one device also forward; where a row is gathered before use, its
+    copy ends where gathering begins, and in the forward loop of a small model that is soon."""
+    beside = [
+        copy
+        for copy in built.in_loops(built.case.depths[-1])
+        if copy.direction == "to device" and copy.overlap.matmuls
+    ]
+    assert len(beside) >= MATRICES * (2 if built.case.devices == 1 else 1)

@@ -1,0 +1,423 @@
+"""The mesh axis `expert`: the numbers of one device, with experts and their rows on several."""
+
+from __future__ import annotations
+
+import functools
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import zerojax
+from tests.operators.test_experts import arrays, plain, result_and_slopes, routing
+from tests.processes.test_processes import losses_of
+from tests.support.recipe import RECIPE
+from tests.support.small_models import VOCAB
+from tests.support.trajectories import TOLERANCE, advance, plan_for, text_batch, train_for
+from tests.zoo.test_moe import llama, of_microbatches
+from zerojax.cli import main
+from zerojax.config import MoEConfig
+from zerojax.models.losses import mean_squared_error, next_token
+from zerojax.operators.routed_experts import experts_split_over
+from zerojax.optim.precision import Precision
+from zerojax.parallel import zero as passes
+from zerojax.parallel.initialization import init_state
+from zerojax.parallel.reshard import reshard_state, to_canonical
+from zerojax.parallel.step import build_evaluation, pass_config
+from zerojax.zoo import MoE, Routing, balance_losses
+
+STEPS = 6
+MESHES = ({"data": 8}, {"data": 4, "expert": 2}, {"data": 2, "expert": 4}, {"data": 1, "expert": 8})
+OF_A_LEAF = {"float32": 2e-6, "float64": 1e-12}
+"""Of a leaf's largest entry: both ways sum the same products in other orders."""
+
+
+class Mixture(nnx.Module):
+    """A user's own model: a list of mixtures, a few wide, and their balance."""
+
+    expert_parameters: ClassVar[tuple[str, ...]] = MoE.expert_parameters
+    pull_to: int | None = None
+    """Expert of all tokens; None: as routers choose."""
+
+    def __init__(
+        self, rngs, *, number=8, pull_to=None, width=16, layers=2, hidden=12, products="batched"
+    ):
+        self.config = MoEConfig(
+            num_experts=number,
+            expert_dim=hidden,
+            balance_weight=0.1,
+            z_weight=0.01,
+            products=products,
+        )
+        self.pull_to = pull_to
+        self.embed = nnx.Embed(VOCAB, width, rngs=rngs)
+        self.layers = nnx.List(
+            [MoE(width, self.config, rngs=rngs, stddev=0.3) for _ in range(layers)]
+        )
+        self.head = nnx.Linear(width, VOCAB, rngs=rngs)
+
+    def loss(self, batch):
+        x = self.embed(batch["tokens"])
+        seen = Routing.empty(len(self.layers), self.config.num_experts)
+        for layer in self.layers:
+            gates, ids, routing = layer.router(x)
+            if self.pull_to is not None:
+                ids = jnp.full_like(ids, self.pull_to)
+            x = x + layer.experts(x, gates, ids, products=self.config.products)
+            seen = seen.push(routing)
+        added, metrics = balance_losses(seen, self.config)
+        total, weight = next_token(self.head(x), batch["targets"])
+        return total + added * weight, weight, metrics
+
+
+def mixture(**changes):
+    return lambda rngs: Mixture(rngs, **changes)
+
+
+def run_of(model, *, steps=STEPS, **options):
+    """Fast enough that six steps learn something."""
+    return train_for(model, steps=steps, **{"optimizer": fast(), **options})
+
+
+def fast():
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2, eps=1e-5))
+
+
+@functools.cache
+def on_one_device(**changes):
+    return run_of(mixture(**changes), devices=1)
+
+
+def assert_same_run(many, one):
+    assert np.abs(many.losses - one.losses).max() <= TOLERANCE
+    assert np.abs(many.norms - one.norms).max() <= TOLERANCE
+
+
+# --- equality with one device ---------------------------------------------------------------------
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_losses_and_norms_are_those_of_one_device(mesh, stage):
+    """With balance and z-loss; all that can be sharded is."""
+    one = on_one_device()
+    many = run_of(mixture(), mesh=mesh, zero=stage, persistence_threshold=1)
+    assert one.losses[0] - one.losses[4] > 0.02  # of the same batch
+    assert_same_run(many, one)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mesh": {"replica": 2, "data": 2, "expert": 2}, "zero": 2},
+        {
+            "mesh": {"data": 2, "expert": 4},
+            "zero": 1,
+            "optimizer": zerojax.adamw(1e-2, eps=1e-5, **RECIPE),
+        },
+    ],
+    ids=["replicas", "update in place"],
+)
+def test_combinations_too(options):
+    one = train_for(mixture(), devices=1, steps=STEPS, **{**options, "mesh": {}, "zero": 0})
+    assert_same_run(train_for(mixture(), steps=STEPS, **options), one)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_decoder_whose_layers_run_in_one_loop(stage):
+    one = train_for(llama(), devices=1, steps=STEPS)
+    mesh = {"data": 2, "expert": 4}
+    many = train_for(llama(), mesh=mesh, zero=stage, steps=STEPS, persistence_threshold=1)
+    assert_same_run(many, one)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("stage", [1, 3])
+def test_layers_of_a_list_that_are_rolled(stage):
+    model = mixture(layers=4)
+    options = {"mesh": {"data": 2, "expert": 4}, "zero": stage, "persistence_threshold": 1}
+    many = train_for(model, steps=STEPS, **options)
+    assert bool(many.plan.stacks) == (stage == 3)
+    assert_same_run(many, train_for(model, devices=1, steps=STEPS))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("stage", [2, 3])
+def test_accumulated_gradients(stage):
+    options = {"mesh": {"data": 2, "expert": 4}, "zero": stage, "persistence_threshold": 1}
+    many = train_for(mixture(), num_microbatches=4, steps=STEPS, **options)
+    batch = of_microbatches(8, 4)
+    one = train_for(mixture(), devices=1, num_microbatches=4, batch=batch, steps=STEPS)
+    assert_same_run(many, one)
+
+
+@pytest.mark.thorough  # the quick one: a call, below
+@pytest.mark.parametrize("expert", [0, 7])
+def test_all_tokens_to_one_expert_take_more_rounds(expert):
+    """Of 128 choices of each device 20 are in a round, so there are seven."""
+    one = on_one_device(pull_to=expert)
+    mesh = {"data": 2, "expert": 4}
+    many = run_of(mixture(pull_to=expert), mesh=mesh, zero=3)
+    assert_same_run(many, one)
+
+
+@functools.cache
+def gradients(devices, stage, expert, **changes):
+    """{name: the summed gradient at the state of seed 0, in true shape}."""
+    mesh = {"data": devices // expert, "expert": expert}
+    plan = plan_for(
+        mixture(**changes), devices=devices, mesh=mesh, zero=stage, persistence_threshold=1
+    )
+    state = init_state(plan, 0)
+    given = state["params"], state["frozen"], state["extras"], jax.random.key_data(state["rng"])
+    batch = jax.device_put(text_batch(0), plan.batch_sharding)
+    grads = jax.jit(passes.build_gradients(pass_config(plan)))(*given, batch, None)[1]
+    leaves = plan.placement.leaves
+    return {
+        name: np.asarray(grad)[tuple(map(slice, leaves[name].shape))]
+        for name, grad in grads.items()
+    }
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("stage", "expert"), [(0, 2), (1, 8), (2, 4), (3, 4)])
+def test_gradients_are_those_of_one_device(stage, expert):
+    assert_same_gradients(gradients(8, stage, expert), gradients(1, 0, 1))
+
+
+def assert_same_gradients(many, one):
+    assert one.keys() == many.keys()
+    for name, grad in one.items():
+        largest = np.abs(grad).max()
+        assert largest > 0
+        np.testing.assert_allclose(
+            many[name], grad, rtol=0, atol=OF_A_LEAF["float32"] * largest, err_msg=name
+        )
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("kind", ["balanced", "all to one", "random"])
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_a_call_on_several_devices_in_float64(devices, kind):
+    """Values and all gradients, against every expert on every token."""
+    with jax.enable_x64(True):
+        given, ids = arrays("float64"), routing(kind)
+        mesh = Mesh(np.array(jax.devices()[:devices]), "expert")
+
+        def split(x, gates, ids, weights, apply, **options):
+            def local(x, gates, ids, weights):
+                with experts_split_over("expert"):
+                    return zerojax.experts(x, gates, ids, weights, apply, **options)
+
+            rows = P("expert")
+            specs = {"in_specs": (rows, rows, rows, rows), "out_specs": rows}
+            return jax.shard_map(local, mesh=mesh, check_vma=False, **specs)(x, gates, ids, weights)
+
+        wanted = result_and_slopes(plain, given, ids)
+        found = result_and_slopes(split, given, ids)
+        for one, other in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
+            largest = float(jnp.abs(one).max())
+            np.testing.assert_allclose(other, one, rtol=0, atol=OF_A_LEAF["float64"] * largest)
+
+
+@pytest.mark.thorough
+def test_evaluation_is_that_of_one_device():
+    def sums(devices, **options):
+        plan = plan_for(mixture(), devices=devices, **options)
+        batch = jax.device_put(text_batch(0), plan.batch_sharding)
+        found = build_evaluation(plan)(init_state(plan, 0), batch)
+        return float(found["loss"]) / float(found["weight"])
+
+    options = {"mesh": {"data": 2, "expert": 4}, "zero": 3, "persistence_threshold": 1}
+    assert abs(sums(8, **options) - sums(1)) <= TOLERANCE
+
+
+# --- where things lie -----------------------------------------------------------------------------
+
+
+def test_experts_are_sharded_over_data_and_all_else_over_both():
+    """Each device has 1 / 8 of every parameter at stage 1, and own experts only where it reads."""
+    plan = plan_for(mixture(), mesh={"data": 2, "expert": 4}, zero=3, persistence_threshold=1)
+    leaves = plan.placement.leaves
+    gate = leaves["layers/0/experts/gate"]
+    assert gate.stored_spec == P("expert", "data", None)
+    assert gate.zero_axes == ("data",)
+    assert leaves["layers/0/router/kernel"].stored_spec == P(("data", "expert"), None)
+    for name, leaf in leaves.items():
+        assert plan.placement.shard_elements(leaf) * 8 == np.prod(leaf.stored_shape), name
+    shown = "\n".join(plan.reasons)
+    assert "expert=4: each device has 2 of 8 experts, of 6 parameters" in shown
+
+
+@pytest.mark.thorough
+def test_a_state_goes_to_another_degree_bit_by_bit():
+    """Canonical arrays have all experts, whatever the degree; the run goes on as it would have."""
+    options = {"zero": 3, "persistence_threshold": 1, "optimizer": fast()}
+    run = run_of(mixture(), mesh={"data": 1, "expert": 8}, steps=3, **options)
+    expected = jax.tree.map(np.asarray, to_canonical(run.plan, run.state))
+    assert expected["params"]["layers/0/experts/gate"].shape == (8, 16, 12)
+    plan, state = run.plan, run.state
+    for mesh in {"data": 4, "expert": 2}, {"data": 8}, {"data": 2, "expert": 4}:
+        old, plan = plan, plan_for(mixture(), mesh=mesh, **options)
+        state = reshard_state(old, plan, state)
+        found = to_canonical(plan, state)
+        assert jax.tree.all(jax.tree.map(np.array_equal, found, expected))
+    rest = advance(plan, state, range(3, STEPS))
+    assert np.abs(rest.losses - on_one_device().losses[3:]).max() <= TOLERANCE
+
+
+@pytest.mark.thorough
+def test_a_run_goes_on_at_another_degree(tmp_path):
+    """By command, from files: steps 1 and 2 with expert=8, 3 and 4 with expert=2."""
+
+    def train(run, steps, data, expert):
+        sizes = ("num_layers=2", "embed_dim=32", "num_heads=4", "max_seq_len=16", "name=llama")
+        moe = ("moe.num_experts=8", "moe.expert_dim=24", "moe.balance_weight=0.1")
+        options = [
+            *(f"model.{each}" for each in (*sizes, *moe)),
+            *("data.seq_len=16", "global_batch_size=8", f"steps={steps}", "checkpoint.every=2"),
+            *(f"mesh.data={data}", f"mesh.expert={expert}", "mesh.zero=3", "precision=fp32"),
+            *(
+                f"run_dir={tmp_path / run}",
+                "log.every=1",
+                "optimizer.schedule=constant",
+                "optimizer.warmup_steps=0",
+            ),
+        ]
+        assert main(["train", *options]) == 0
+        return losses_of(tmp_path / run)
+
+    train("changed", 2, 1, 8)
+    changed, alone = train("changed", 4, 4, 2), train("alone", 4, 8, 1)
+    assert len(changed) == 4
+    assert np.abs(np.array(changed) - np.array(alone)).max() <= TOLERANCE
+
+
+# --- mistakes that these tests see ----------------------------------------------------------------
+
+
+@pytest.mark.thorough
+def test_gradients_that_are_summed_over_expert_too_are_seen(monkeypatch):
+    one = on_one_device()
+    monkeypatch.setattr(passes.parameters, "_AXES_OF_EXPERTS", passes.parameters.PASS_AXES)
+    many = run_of(mixture(), mesh={"data": 2, "expert": 4}, zero=0)
+    assert np.abs(many.norms - one.norms).max() > 100 * TOLERANCE
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+def refused(words, model=None, expert=2, **options):
+    mesh = {"expert": expert, **options.pop("mesh", {})}
+    with pytest.raises(ValueError, match=words) as caught:
+        plan_for(model or mixture(), mesh=mesh, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_settings_that_are_not_proven_are_refused():
+    refused("expert=3 .*does not divide the 8 devices", expert=3)
+    refused("expert=4 does not divide the 6 experts", mixture(number=6), expert=4)
+    for axis in ("stage", "context"):
+        refused(f"expert=2 with {axis}=2 is not supported; use {axis}=1", mesh={axis: 2})
+    refused("expert=2 with deterministic='mesh'", deterministic="mesh")
+    refused("expert=2 with wire.weights=fp8", wire={"weights": "fp8"}, zero=3)
+    coded = Precision(freeze_codes="int8")
+    refused("expert=2 with freeze_codes='int8'", precision=coded)
+
+
+def loss_of(change):
+    def loss(model, batch):
+        total, weight, _ = model.loss(batch)
+        return total + change(model.layers[0].experts) * weight, weight
+
+    return loss
+
+
+class Undeclared(Mixture):
+    expert_parameters = None
+
+
+class DeclaresARouter(Mixture):
+    expert_parameters = (*MoE.expert_parameters, "router/kernel$")
+
+
+class DeclaresTwoOfThree(Mixture):
+    expert_parameters = (r"experts/(gate|up)$",)
+
+
+class Regression(nnx.Module):
+    """Experts of one matrix each, called in ways that are refused."""
+
+    expert_parameters = ("kernel$",)
+
+    def __init__(self, rngs, way):
+        self.way = way
+        self.kernel = nnx.Param(rngs.params.normal((8, 12, 5)))
+        self.other_kernel = nnx.Param(jnp.ones((8, 12, 5))) if way == "idle" else None
+
+    def loss(self, batch):
+        x = batch["tokens"][:, :12] * 0.1
+        ids = batch["targets"][:, :2] % 8
+        kernel = self.kernel[...]
+
+        def run(x, kernel=kernel):
+            apply = lambda w, rows: jnp.einsum("ecd,edf->ecf", rows, w)  # noqa: E731
+            return zerojax.experts(x, jnp.ones(ids.shape), ids, kernel, apply)
+
+        if self.way == "scaled":
+            y = run(x, kernel * 2)
+        elif self.way == "conditional":
+            y = jax.lax.cond(x[0, 0] > 0, run, lambda x: x[:, :5], x)
+        elif self.way == "mapped":
+            y = jax.vmap(run, in_axes=(None, 0))(x, jnp.stack([kernel, kernel])).sum(0)
+        else:
+            y = run(x)
+        if self.way == "constant":
+            y = y + run(x, jnp.ones((8, 12, 5)))
+        if self.other_kernel is not None:
+            y = y + self.other_kernel[...].sum()
+        return mean_squared_error(y, x[:, :5])
+
+
+@pytest.mark.thorough
+def test_what_a_program_does_besides_is_refused():
+    """From the traced loss, not from names."""
+    refused("has no attribute expert_parameters", lambda rngs: Undeclared(rngs))
+    refused(
+        "layers/0/router/kernel is declared in expert_parameters and goes into `",
+        lambda rngs: DeclaresARouter(rngs),
+    )
+    refused(
+        "layers/0/experts/down reaches zerojax.experts as weights and is not declared",
+        lambda rngs: DeclaresTwoOfThree(rngs),
+    )
+    norm = loss_of(lambda experts: jnp.sum(experts.up[...] ** 2))
+    refused("layers/0/experts/up is declared .* alone, or use expert=1", loss=norm)
+    for way, words in {
+        "scaled": "goes into `mul`",
+        "conditional": "called inside `cond`",
+        "constant": "computed weights",
+        "mapped": "kernel is declared in expert_parameters and ",
+        "idle": "other_kernel is declared in expert_parameters and ",
+    }.items():
+        refused(words, lambda rngs, way=way: Regression(rngs, way))
+    assert plan_for(lambda rngs: Regression(rngs, "plain"), mesh={"expert": 2}).placement
+    refused("calls no zerojax.experts", llama(MoEConfig()))
+
+
+@pytest.mark.thorough
+def test_an_evaluation_that_looks_at_all_experts_is_refused():
+    plan = plan_for(mixture(), mesh={"expert": 2})
+    norm = loss_of(lambda experts: jnp.sum(experts.up[...] ** 2))
+    batch = jax.device_put(text_batch(0), plan.batch_sharding)
+    with pytest.raises(ValueError, match="has its own experts only"):
+        build_evaluation(plan, norm)(init_state(plan, 0), batch)

@@ -1,0 +1,130 @@
+"""Short runs with `deterministic="mesh"`, and what of two runs differs in bits.
+
+python -m tests.support.mesh_free_runs ZERO DEVICES DEVICES
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from tests.support.trajectories import regression_batch
+from zerojax.config import MeshConfig
+from zerojax.models.losses import mean_squared_error
+from zerojax.optim import adamw
+from zerojax.parallel.initialization import init_state
+from zerojax.parallel.reshard import to_canonical
+from zerojax.parallel.step import build_step
+from zerojax.plan.device_mesh import make_mesh
+from zerojax.plan.make import Plan, make_plan
+
+STEPS = 20
+SMALL = 40
+"""persistence_threshold: far below the default, so that stage 3 gathers where it reads."""
+
+
+class Layers(nnx.Module):
+    """Scanned layers with dropout and batch statistics, sizes that 8 does not divide, and a scale
+    of 3 elements that is read twice."""
+
+    def __init__(self, rngs: nnx.Rngs, num_layers: int = 2, width: int = 24):
+        self.first = nnx.Linear(12, width, rngs=rngs)
+        self.norm = nnx.BatchNorm(width, momentum=0.9, rngs=rngs)
+        self.blocks = nnx.vmap(lambda r: Layer(width, r), in_axes=0, out_axes=0)(
+            rngs.split(num_layers)
+        )
+        self.scale = nnx.Param(jnp.ones((3,)))
+        self.out = nnx.Linear(width, 5, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+        def apply(layer: Layer, x: jax.Array) -> jax.Array:
+            return layer(x)
+
+        x = apply(self.blocks, self.norm(self.first(x) * jnp.mean(self.scale[...])))
+        return self.out(x) * jnp.sum(self.scale[...] ** 2)
+
+    def loss(self, batch: dict) -> Any:
+        return mean_squared_error(self(batch["x"]), batch["y"])
+
+
+class Layer(nnx.Module):
+    def __init__(self, width: int, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(width, width, rngs=rngs)
+        self.dropout = nnx.Dropout(0.2, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.dropout(jnp.tanh(self.linear(x)))
+
+
+def plan_on(
+    devices: int,
+    model: Any = Layers,
+    *,
+    batch: Callable[[int], Any] = regression_batch,
+    **options: Any,
+) -> Plan:
+    """A plan of clipped AdamW with a schedule, deterministic over meshes, on so many devices."""
+    mesh = make_mesh(MeshConfig(), devices=jax.devices()[:devices])
+    given = {
+        "optimizer": adamw(optax.warmup_cosine_decay_schedule(0.0, 1e-2, 3, STEPS), clip_norm=0.5),
+        "precision": "fp32",
+        "persistence_threshold": SMALL,
+        "deterministic": "mesh",
+    }
+    return make_plan(model, mesh, example_batch=batch(0), **{**given, **options})
+
+
+def run(
+    plan: Plan,
+    *,
+    steps: int = STEPS,
+    batch: Callable[[int], Any] = regression_batch,
+) -> dict[str, np.ndarray]:
+    """{name: every metric of every step, and every array of the last state in its true shape}."""
+    state, step = init_state(plan, 0), build_step(plan)
+    metrics: dict[str, list[Any]] = {}
+    for index in range(steps):
+        state, now = step(state, jax.device_put(batch(index), plan.batch_sharding))
+        for name, value in now.items():
+            metrics.setdefault(name, []).append(np.asarray(value))
+    found = {f"metrics/{name}": np.stack(values) for name, values in metrics.items()}
+    return found | arrays_of(to_canonical(plan, state))
+
+
+def arrays_of(state: Any) -> dict[str, np.ndarray]:
+    """{path: array on the host}."""
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    plain = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x  # noqa: E731
+    return {jax.tree_util.keystr(path): np.asarray(plain(leaf)) for path, leaf in leaves}
+
+
+def differences(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> list[str]:
+    """Names of arrays of which any bit, the shape or the dtype differs."""
+    assert one.keys() == other.keys()
+    return [
+        name
+        for name, value in one.items()
+        if value.dtype != other[name].dtype
+        or value.shape != other[name].shape
+        or value.tobytes() != other[name].tobytes()
+    ]
+
+
+def main(zero: str, first: str, second: str) -> None:
+    """Prints what differs in bits between two numbers of devices."""
+    jax.config.update("jax_num_cpu_devices", 8)
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+    one, other = (run(plan_on(int(count), zero=int(zero)), steps=6) for count in (first, second))
+    print("differences:", differences(one, other))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,57 @@
+"""One of several processes that train over pipeline stages: what `test_pipeline_processes` starts.
+
+    python -m tests.support.pipeline_process OUT.json ORDER ZERO
+
+ORDER is a permutation of all devices, such as 0,2,1,3: neighbours in it are on neighbouring stages.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+
+STEPS = 8
+
+
+def main(out: str, order: str, zero: str) -> None:
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 2)
+    jax.config.update("jax_disable_most_optimizations", True)
+    # What starts XLA must come after the process has joined the others.
+    from zerojax.runtime import distributed
+
+    distributed.join_processes()
+    from tests.support.pipeline_runs import THRESHOLD, small
+    from tests.support.trajectories import optimizer, text_batch
+    from zerojax import build_step, init_state, make_mesh, make_plan, shard_batch
+    from zerojax.data import local_rows
+
+    devices = [jax.devices()[int(place)] for place in order.split(",")]
+    plan = make_plan(
+        small(layers=4, rate=0.1),
+        make_mesh({"data": 2, "stage": 2}, devices),
+        example_batch=text_batch(0),
+        optimizer=optimizer(),
+        precision="fp32",
+        zero=int(zero),
+        num_microbatches=4,
+        partition=(3, 1),
+        persistence_threshold=THRESHOLD,
+    )
+    sizes = plan.mesh.shape["data"], plan.mesh.shape["stage"]  # the other axes have one device
+    owners = [[device.process_index for device in row] for row in plan.mesh.devices.reshape(sizes)]
+    step, state, losses = build_step(plan), init_state(plan, 0), []
+    low, high = local_rows(plan)
+    for index in range(STEPS):
+        batch = {name: x[low:high] for name, x in text_batch(index).items()}
+        state, metrics = step(state, shard_batch(plan, batch))
+        losses.append(float(metrics["loss"]))
+    if jax.process_index() == 0:
+        Path(out).write_text(json.dumps({"owners": owners, "losses": losses}), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,64 @@
+"""Processes of a test that form a group over the loopback interface, bounded in time."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def run_group(
+    words: Sequence[Sequence[str]],
+    *,
+    folder: Path | None = None,
+    variables: Mapping[str, str] | None = None,
+    join: bool = False,
+    seconds: float = 240,
+) -> list[str]:
+    """What each of several Python processes has printed, all of which have to end with 0.
+
+    Args:
+      words: of each process, what stands behind `python`.
+      folder: they run in.
+      variables: of the environment of all of them.
+      join: also the variables that make a group of them for zerojax.
+      seconds: until they are killed.
+    """
+    address, started = f"127.0.0.1:{free_port()}", []
+    common = {**os.environ, "PYTHONPATH": str(ROOT), **(variables or {})}
+    try:
+        for index, own in enumerate(words):
+            group = {
+                "ZEROJAX_COORDINATOR": address,
+                "ZEROJAX_NUM_PROCESSES": str(len(words)),
+                "ZEROJAX_PROCESS_ID": str(index),
+            }
+            started.append(
+                subprocess.Popen(
+                    [sys.executable, *own],
+                    cwd=folder,
+                    env=common | (group if join else {}),
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+            )
+        outputs = [process.communicate(timeout=seconds)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    codes = [process.returncode for process in started]
+    assert codes == [0] * len(codes), "\n".join([str(codes), *outputs])
+    return outputs

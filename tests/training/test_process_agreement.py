@@ -1,0 +1,159 @@
+"""Processes that are about to start different runs end with the first difference."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import zerojax
+from tests.support.offload_disk_runs import Regression
+from tests.support.process_groups import run_group
+from tests.support.trajectories import TOLERANCE, plan_for, regression_batch
+from zerojax.data import as_feed, shard_batch
+from zerojax.parallel.initialization import init_state
+from zerojax.parallel.step import build_step
+from zerojax.training import process_agreement
+from zerojax.training.process_agreement import check_same_run, describe_run
+
+OPTIMIZERS = {
+    "optax": lambda rate: optax.adamw(rate),
+    "schedule": lambda rate: optax.sgd(optax.cosine_decay_schedule(rate, 100)),
+    "zerojax": lambda rate: zerojax.adamw(rate),
+    "8 bits": lambda rate: zerojax.adam8bit(rate),
+    "muon": lambda rate: zerojax.muon(rate, dimensions=None),
+}
+
+
+def described(optimizer=None, *, zero=1, seed=0, steps=5):
+    optimizer = optimizer or optax.sgd(0.1)
+    plan = plan_for(Regression, batch=regression_batch, optimizer=optimizer, zero=zero)
+    loop = {"eval_every": 10}
+    return describe_run(plan, as_feed(regression_batch), seed=seed, steps=steps, loop=loop)
+
+
+def compare(monkeypatch, *runs):
+    """Checks the last of several runs, as the last process of a group would."""
+    values = [{**run} for run in runs]
+
+    def gather(own):
+        if own.dtype == np.uint32:
+            digest = process_agreement._digest
+            return np.array([[digest(x.encode()) for x in v.values()] for v in values], np.uint32)
+        return np.stack([own] * len(runs))
+
+    monkeypatch.setattr(jax, "process_count", lambda: len(runs))
+    monkeypatch.setattr(process_agreement, "gather", gather)
+    check_same_run(values[-1])
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_another_learning_rate_is_found(name, monkeypatch):
+    first, same, other = (described(OPTIMIZERS[name](rate)) for rate in (0.01, 0.01, 0.02))
+    compare(monkeypatch, first, same)
+    with pytest.raises(ValueError, match="process 0 and process 1"):
+        compare(monkeypatch, first, other)
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [({"seed": 1}, "seed"), ({"steps": 6}, "steps"), ({"zero": 2}, "the mesh settings")],
+)
+def test_the_difference_is_named(change, what, monkeypatch):
+    with pytest.raises(ValueError, match=f"^{what} differs between process 0 and process 2"):
+        compare(monkeypatch, described(), described(), described(**change))
+
+
+ROWS = np.arange(8, dtype=np.float32)
+PARTS = {
+    "the global batch": ([(0, 4), (4, 8)], [ROWS, ROWS], True),
+    "own rows": ([(0, 4), (4, 8)], [ROWS[:4], ROWS[4:]], False),
+    "stages of one pipeline": ([(0, 8), (0, 8)], [ROWS, ROWS], False),
+    "pipelines, own rows": (
+        [(0, 4), (0, 4), (4, 8), (4, 8)],
+        [ROWS[:4], ROWS[:4], ROWS[4:], ROWS[4:]],
+        False,
+    ),
+    "some have the same": ([(0, 2), (2, 4), (4, 6)], [ROWS, ROWS, ROWS + 1], None),
+    "stages that differ": ([(0, 8), (0, 8)], [ROWS, ROWS + 1], None),
+}
+
+
+@pytest.mark.parametrize("case", PARTS)
+def test_the_first_batches_tell_whose_rows_they_are(case, monkeypatch):
+    places, batches, expected = PARTS[case]
+    mesh, sent = zerojax.make_mesh({"data": 8}), []
+    monkeypatch.setattr(process_agreement, "gather", lambda own: sent.append(own) or own[None])
+    for place, batch in zip(places, batches, strict=True):
+        rows = lambda *_, place=place: place  # noqa: E731
+        monkeypatch.setattr(process_agreement, "local_rows_of_mesh", rows)
+        process_agreement._is_global({"x": batch}, mesh)
+    monkeypatch.setattr(process_agreement, "gather", lambda own: np.stack(sent))
+    if expected is None:
+        with pytest.raises(ValueError, match=r"first batch of process 1|first batch of process 2"):
+            process_agreement._is_global({"x": batches[0]}, mesh)
+    else:
+        assert process_agreement._is_global({"x": batches[0]}, mesh) == expected
+
+
+def test_a_feed_takes_its_rows_of_batches_given_back_and_to_come():
+    feed = as_feed(lambda step: {"x": np.arange(8) + 10 * step, "weight": 2})
+    before, first = feed.state(), next(feed)
+    feed.give_back([(first, feed.state())], before)
+    feed.take_rows(4, 6)
+    assert [next(feed)["x"].tolist() for _ in range(2)] == [[4, 5], [14, 15]]
+    assert feed.state()["position"] == 2
+
+
+SCRIPT = """
+import jax, numpy as np, optax, zerojax
+from tests.support.offload_disk_runs import Regression
+from tests.support.trajectories import regression_batch
+zerojax.join_processes()
+process = jax.process_index()
+low, high = (0, 16) if process == 0 else (16, 32)
+def whole(step):
+    return regression_batch(step)
+def own(step):
+    return {{name: x[low:high] for name, x in regression_batch(step).items()}}
+losses = []
+try:
+    zerojax.train(Regression, {{"zero": 1}}, {batches}, optimizer=optax.sgd({rate}), steps={steps},
+                  precision="fp32", run_dir=None, log=zerojax.LogConfig(every=1),
+                  callbacks=[lambda trainer, metrics: losses.append(metrics["loss"])])
+except ValueError as error:
+    print("REFUSED", error)
+else:
+    print("TRAINED", *losses)
+"""
+
+
+@pytest.mark.multihost
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("batches", "rate", "steps", "expected"),
+    [
+        ("whole", "0.1", "3", "TRAINED"),
+        ("own", "0.1", "3", "TRAINED"),
+        ("[own(0), own(1), own(2)]", "0.1", "3", "TRAINED"),
+        ("whole", "0.1 + 0.1 * process", "3", "REFUSED the optimizer"),
+        ("whole", "0.1", "3 + process", "REFUSED steps differs"),
+    ],
+)
+def test_two_processes_start_one_run_or_none(batches, rate, steps, expected, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(batches=batches, rate=rate, steps=steps))
+    variables = {"JAX_NUM_CPU_DEVICES": "2"}
+    outputs = run_group([[str(script)]] * 2, folder=tmp_path, variables=variables, join=True)
+    assert all(expected in output for output in outputs), outputs
+    if expected != "TRAINED":
+        return
+    plan = plan_for(Regression, batch=regression_batch, optimizer=optax.sgd(0.1), zero=1)
+    state, step, losses = init_state(plan, seed=0), build_step(plan), []
+    for number in range(3):
+        state, metrics = step(state, shard_batch(plan, regression_batch(number)))
+        losses.append(float(metrics["loss"]))
+    for output in outputs:
+        found = output.partition("TRAINED")[2].split()
+        np.testing.assert_allclose([float(x) for x in found], losses, rtol=0, atol=TOLERANCE)

@@ -1,0 +1,151 @@
+"""The run files of configs/ are what their names say, on devices that need not be here."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import zerojax
+from zerojax.config import RunConfig, load
+from zerojax.plan.inputs import plan_options
+from zerojax.runtime.memory import Room
+from zerojax.training import run_file
+
+ROOT = Path(__file__).resolve().parents[2]
+H100, H200 = 80 * 2**30, 139 * 2**30
+# File -> devices, bytes of one device, parameters in millions.
+EXPECTED = {
+    "tiny_shakespeare": (8, 2**30, 1.9),
+    "gpt2_124m_zero1_1xh200": (1, H200, 124),
+    "llama_1b_zero1_8xh100": (8, H100, 1126),
+    "llama_7b_zero3_8xh100": (8, H100, 6738),
+    "llama_8b_zero3_8xh100": (8, H100, 8030),
+    "llama_8b_1m_tokens_8xh100": (8, H100, 8030),
+    "llama_13b_host_offload_1xh200": (1, H200, 13_016),
+    "llama_70b_zero3_64xh200": (64, H200, 70_554),
+    "llama_70b_pipeline_64xh200": (64, H200, 70_554),
+    "llama_405b_zero3_512xh200": (512, H200, 405_853),
+    "olmoe_7b_expert_8xh100": (8, H100, 6919),
+    "mixtral_8x22b_expert_64xh200": (64, H200, 140_630),
+}
+# Parameters of the published weights, and the base of their rotary positions.
+PUBLISHED = {
+    "llama_7b_zero3_8xh100": (6_738_415_616, 10_000),
+    "llama_8b_zero3_8xh100": (8_030_261_248, 500_000),
+    "llama_8b_1m_tokens_8xh100": (8_030_261_248, 500_000),
+    "llama_13b_host_offload_1xh200": (13_015_864_320, 10_000),
+    "llama_70b_zero3_64xh200": (70_553_706_496, 500_000),
+    "llama_70b_pipeline_64xh200": (70_553_706_496, 500_000),
+    "llama_405b_zero3_512xh200": (405_853_388_800, 500_000),
+    # Less 16 layers' norms of queries and keys, 2 x 2048.
+    "olmoe_7b_expert_8xh100": (6_919_161_856 - 65_536, 10_000),
+    "mixtral_8x22b_expert_64xh200": (140_630_071_296, 1_000_000),
+}
+# Those that only `data` splits, so that any number of devices will do.
+LARGE = [name for name in PUBLISHED if "_zero3_" in name and "_7b_" not in name]
+
+
+def read(name):
+    return load(RunConfig, ROOT / "configs" / f"{name}.yaml")
+
+
+def plan_on(config, devices, **changes):
+    config = dataclasses.replace(config, **changes)
+    shape = config.global_batch_size, config.data.seq_len
+    tokens = jax.ShapeDtypeStruct(shape, np.int32)
+    return zerojax.make_plan(
+        zerojax.zoo.build_model(config.model, config.model.vocab_size or 256),
+        zerojax.make_abstract_mesh(config.mesh, devices),
+        example_batch={"tokens": tokens, "targets": tokens},
+        optimizer=config.optimizer,
+        precision=config.precision,
+        num_microbatches=config.num_microbatches,
+        zero=config.mesh.zero,
+        steps=config.steps,
+        **plan_options(config.mesh),
+    )
+
+
+def count_parameters(plan):
+    return sum(leaf.size for leaf in jax.tree.leaves(plan.abstract_canonical["params"]))
+
+
+def state_bytes(plan, kind="device"):
+    """Of one device, in its own memory or in another kind."""
+    return sum(
+        np.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(plan.abstract_state)
+        if (leaf.sharding.memory_kind or "device") == kind
+    )
+
+
+def test_every_run_file_is_looked_at():
+    assert {file.stem for file in (ROOT / "configs").glob("*.yaml")} == set(EXPECTED)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", EXPECTED)
+def test_the_plan_of_a_run_file_fits_its_devices(name):
+    devices, memory, millions = EXPECTED[name]
+    plan = plan_on(read(name), devices)
+    parameters = count_parameters(plan)
+    assert parameters == pytest.approx(millions * 1e6, rel=0.02)
+    if name in PUBLISHED:
+        assert parameters == PUBLISHED[name][0]
+    held, on_host = state_bytes(plan), state_bytes(plan, "pinned_host")
+    share = 0 if plan.offload is None else plan.settings.offload.shares.get("host", 0)
+    weights = 2 * parameters / devices if share else 0
+    # Masters and two moments in float32, split over the devices; small leaves may stay whole. Where
+    # some are on the host, bfloat16 weights are kept beside them.
+    assert held + on_host - weights == pytest.approx(12 * parameters / devices, rel=0.02)
+    assert on_host == pytest.approx(share * 12 * parameters / devices, rel=0.02)
+    assert held - weights < memory / 2, "the rest is for activations, gradients and weights"
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", [name for name in EXPECTED if "llama" in name or "expert" in name])
+def test_devices_that_are_not_here_are_told_before_data_is_opened(name, monkeypatch):
+    """As on a machine without GPUs and with 8 GiB of memory."""
+    room = Room(limit=8 * 2**30, free=8 * 2**30, source="a test")
+    monkeypatch.setattr(run_file, "least_room", lambda: room)
+    monkeypatch.setattr(run_file, "as_source", lambda *_, **__: pytest.fail("data was opened"))
+    with pytest.raises(ValueError, match=r"\d+ (devices|data shards)|[\d.]+ GiB") as raised:
+        zerojax.run_from_config(read(name))
+    if read(name).mesh.offload.is_off:  # else what helps an offloaded run
+        assert "no GPU" in str(raised.value)
+        assert "zerojax plan FILE --gpu" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "needed"),
+    [({"expert": 16}, "16 devices or a multiple"), ({"data": 4, "stage": 16}, "64")],
+)
+def test_a_mesh_of_more_devices_says_how_many(mesh, needed):
+    with pytest.raises(ValueError, match=f"needs {needed}.*found 8 devices; use as many"):
+        zerojax.make_mesh(mesh)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_what_parameters_do_not_show_is_as_published(name):
+    model = read(name).model
+    assert model.rope_theta == PUBLISHED[name][1]
+    assert model.embed_dim / model.num_heads == 128
+    assert model.norm_eps == 1e-5
+    assert not model.tie_embeddings
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("devices", [8, 64, 512])
+@pytest.mark.parametrize("name", LARGE)
+def test_a_large_model_is_planned_on_other_device_counts(name, devices):
+    """The same rows per device at a time; whether that fits is then read off the plan."""
+    config = read(name)
+    parts = max(1, config.num_microbatches * EXPECTED[name][0] // devices)
+    plan = plan_on(config, devices, num_microbatches=parts)
+    assert count_parameters(plan) == PUBLISHED[name][0]
+    assert state_bytes(plan) == pytest.approx(12 * PUBLISHED[name][0] / devices, rel=0.02)
+    assert not any(leaf.is_padded for leaf in plan.placement.leaves.values())
