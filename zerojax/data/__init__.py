@@ -9,6 +9,7 @@ from zerojax.data.batch_sharding import (
 )
 from zerojax.data.chats import PreparedChats, prepare_chats
 from zerojax.data.corpus import read_text
+from zerojax.data.dataset_source import DatasetSource, as_dataset_source
 from zerojax.data.feed import Feed, as_feed, has_no_end, one_pass
 from zerojax.data.masking import MaskedSource, as_masked_source
 from zerojax.data.mixture import MixtureSource
@@ -31,6 +32,7 @@ __all__ = [
     "Boundary",
     "BpeTokenizer",
     "ByteTokenizer",
+    "DatasetSource",
     "Feed",
     "HuggingFaceTokenizer",
     "MaskedSource",
@@ -44,6 +46,7 @@ __all__ = [
     "Tokens",
     "abstract_global",
     "array_names",
+    "as_dataset_source",
     "as_feed",
     "as_masked_source",
     "as_source",

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import datetime
 import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -26,8 +27,10 @@ from zerojax.config import (
 from zerojax.config.checks import check_folder, names_keywords
 from zerojax.config.loader import user_path
 from zerojax.data import (
+    DatasetSource,
     RowSource,
     TokenSource,
+    as_dataset_source,
     as_feed,
     as_source,
     has_no_end,
@@ -126,7 +129,9 @@ def train(
         decide which of the two it is (they have no key in common). None: all devices on `data`,
         zero=1.
       batches: an iterable of batches (trees of arrays, dimension 0 is the global batch; torch CPU
-        tensors are accepted), a function `step -> batch`, or a `TokenSource`. With several
+        tensors are accepted), a function `step -> batch`, a `TokenSource`, or a dataset of rows (a
+        `datasets.Dataset` or a `torch.utils.data.Dataset` with a length; `global_batch_size` rows
+        make a batch, shuffled by `seed`). With several
         processes, each gives either the global batch, of which it takes its rows, or only its own
         rows; the first batches show which, and the run logs it. None: the text in `data`.
       data: instead of `batches`: a text file, a folder of text files, token files, a folder of
@@ -149,7 +154,8 @@ def train(
       steps: batches of the whole run, including those before a resume; a list or another
         re-iterable is repeated as often as needed. None: each batch once; 200 for text and for a
         function of the step.
-      global_batch_size, seq_len: of text data.
+      global_batch_size: rows of a batch of text data, or of a dataset of rows.
+      seq_len: of text data.
       freeze: regular expressions; parameters whose names match are not trained.
       checkpoint: folder for checkpoints; the run resumes if it already holds one.
       run_dir: folder of metrics, plan and events. "auto": the checkpoint's folder, or
@@ -215,7 +221,7 @@ def spec_of(arguments: Arguments, mesh: Mesh | AbstractMesh | None = None) -> Ru
       ValueError, TypeError: an argument is invalid, or arguments contradict each other.
     """
     arguments = dataclasses.replace(arguments, model=models.as_model(arguments.model))
-    arguments = checked(arguments)
+    arguments = _with_datasets(checked(arguments))
     default_steps, why_steps = None, ""
     if arguments.steps is None:
         batches, default_steps, why_steps = _default_steps(arguments.batches)
@@ -240,7 +246,8 @@ def spec_of(arguments: Arguments, mesh: Mesh | AbstractMesh | None = None) -> Ru
     check_validation(arguments.validation)
     feed = as_feed(arguments.batches, rows=rows_of_process(arguments.batches, mesh))
     example, why_rows = divide_batches(feed, mesh)
-    arguments = dataclasses.replace(arguments, reasons=(*arguments.reasons, *why_rows))
+    about = [arguments.batches.describe()] if isinstance(arguments.batches, DatasetSource) else []
+    arguments = dataclasses.replace(arguments, reasons=(*arguments.reasons, *about, *why_rows))
     if ds_config is not None:
         rows = [leaf.shape[0] for leaf in jax.tree.leaves(example) if leaf.shape]
         arguments = ds_config.with_rows(arguments, rows[0] if rows else None)
@@ -411,8 +418,25 @@ def _loss(
     return with_layout, kind if with_layout is loss else "own"
 
 
+def _with_datasets(arguments: Arguments) -> Arguments:
+    """Returns the arguments with sources in place of datasets of rows."""
+    size = arguments.global_batch_size
+    if size is None:  # a ds_config may have it
+        num_devices = jax.device_count()
+        says = DsConfigArguments.of(arguments, default_steps=None, num_devices=num_devices)
+        size = None if says is None else says.translation.train_batch_size
+    make = functools.partial(as_dataset_source, global_batch_size=size, seed=arguments.seed)
+    return dataclasses.replace(
+        arguments,
+        batches=make(arguments.batches),
+        validation=make(arguments.validation, shuffle=False),
+    )
+
+
 def _default_steps(batches: Any) -> tuple[Any, int | None, str]:
     """Returns (batches, default steps, reason); steps are None for an iterator: until its end."""
+    if isinstance(batches, DatasetSource):
+        return batches, math.ceil(batches.steps_per_epoch), "every row of the dataset once"
     if has_no_end(batches):
         return batches, DEFAULT_STEPS, "the default where batches have no end"
     batches, count = one_pass(batches)
