@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 
 import jax
@@ -429,3 +430,11 @@ def test_what_is_kept_in_more_bits_than_the_model_has_is_said(precision):
         f"computed with in {computed}"
     ) in plan.reasons
     assert not any("in the model, kept" in reason for reason in plain_plan().reasons)
+
+
+def test_in_a_notebook_a_plan_is_a_line_that_opens():
+    plan = plan_for(lambda rngs: Plain(rngs), zero=1, **USER)
+    page = plan._repr_html_()
+    assert page.startswith("<details><summary>")
+    assert plan.describe() in html.unescape(page)
+    assert plan.table() in html.unescape(page)

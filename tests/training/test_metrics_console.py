@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import math
+import sys
+import types
 
 import pytest
 from rich.console import Console
@@ -225,3 +227,48 @@ def test_a_narrow_terminal_and_one_without_unicode():
     text = page.file.getvalue()
     text.encode("ascii")
     assert "loss 3.1416" in text
+
+
+class Shell:
+    """What IPython has in the kernel of a notebook."""
+
+    kernel = object()
+
+
+@pytest.fixture
+def notebook(monkeypatch):
+    """A notebook that records what it shows: [(number of the place, text)]."""
+    shown = []
+
+    class Handle:
+        def __init__(self, place):
+            self.place = place
+
+        def update(self, text):
+            shown.append((self.place, text))
+
+    def display(text, *, display_id):
+        assert display_id is True
+        handle = Handle(len({place for place, _ in shown}))
+        handle.update(text)
+        return handle
+
+    theirs = types.SimpleNamespace(HTML=str, display=display)
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=Shell))
+    monkeypatch.setitem(sys.modules, "IPython.display", theirs)
+    return shown
+
+
+def test_in_a_notebook_the_report_is_a_line_that_is_replaced(notebook, capsys):
+    display = make_display("auto", sys.stdout, total_steps=30, start_step=0)
+    for step in (10, 20):
+        display.update(step, {"loss": 1.0 / step}, None)
+    display.message("a <message>")
+    display.update(30, {"loss": 0.01}, None)
+    display.close()
+    assert capsys.readouterr().out == "a <message>\n"
+    assert [place for place, _ in notebook] == [0, 0, 1]
+    assert "step 20/30" in notebook[1][1]
+    lines = make_display("lines", sys.stdout, total_steps=30, start_step=0)
+    lines.update(10, {"loss": 0.1}, None)
+    assert "step 10/30" in capsys.readouterr().out

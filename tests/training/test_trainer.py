@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import signal
 
@@ -250,6 +251,22 @@ def test_ctrl_c_saves_and_says_how_to_resume(tmp_path):
     assert handler is signal.default_int_handler, "the user's own handler has to be back"
     with zerojax.train(reference_model("gpt2"), None, BATCHES, **options(**common)) as trainer:
         assert trainer.num_steps == 6
+
+
+@pytest.mark.thorough
+def test_after_ctrl_c_without_checkpoints_the_trainer_goes_on():
+    def interrupt(trainer, values):
+        if values["step"] == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    common = options(log=LogConfig(every=1, tensorboard=False))
+    train = functools.partial(zerojax.train, reference_model("gpt2"), None, BATCHES)
+    with pytest.raises(Interrupted, match="trainer") as caught:
+        train(callbacks=[interrupt], **common)
+    trainer = caught.value.trainer
+    assert 3 <= trainer.num_steps < 6
+    trainer.fit(BATCHES, 6)
+    assert losses_of(trainer.history) == losses_of(train(**common).history)
 
 
 @pytest.mark.slow

@@ -115,3 +115,11 @@ def _repr(value: Any) -> str:
         return repr(value)
     except Exception:  # of a foreign class
         return f"<{type(value).__name__}>"
+
+
+def as_details(title: str, page: str) -> str:
+    """Returns a page of text as HTML for notebooks: one line that opens to the whole page."""
+    return (
+        f"<details><summary><code>{as_html(title)}</code></summary><pre>{as_html(page)}</pre>"
+        "</details>"
+    )

@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.config.checks import names_keywords
+from zerojax.config.display import as_details
 from zerojax.config.mesh import HOST
 from zerojax.forecasting import forecast_cache
 from zerojax.forecasting.forecast_numbers import (
@@ -22,7 +23,7 @@ from zerojax.forecasting.forecast_numbers import (
     Memory,
     RoleBytes,
 )
-from zerojax.forecasting.forecast_page import forecast_dict, forecast_page
+from zerojax.forecasting.forecast_page import VERDICTS, forecast_dict, forecast_page
 from zerojax.forecasting.hlo.communication import Collective, find_collectives
 from zerojax.forecasting.hlo.costs import hbm_bytes
 from zerojax.forecasting.hlo.host_copies import HostCopy, find_host_copies
@@ -75,6 +76,11 @@ STATE_ROLES = (
 
 class Forecast(ForecastNumbers):
     """The memory, traffic and time of one step; `print(forecast.page())`."""
+
+    def _repr_html_(self) -> str:
+        page = self.page()
+        verdict = next(line for line in page.splitlines() if line.startswith(VERDICTS))
+        return as_details(verdict, page)
 
     def page(self) -> str:
         """Returns one page of text, at most 100 columns."""

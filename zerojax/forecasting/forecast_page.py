@@ -26,6 +26,9 @@ BYTE_UNITS = (("GiB", 2**30, 2), ("MiB", 2**20, 2), ("KiB", 2**10, 2), ("B", 1, 
 TIME_UNITS = (("s", 1.0, 2), ("ms", 1e-3, 2), ("us", 1e-6, 2))
 Rows = list[Sequence[str]]
 
+VERDICTS = ("FITS", "DOES NOT FIT", "NOT DECIDED")
+"""First words of the line that says whether a run fits."""
+
 
 def forecast_page(forecast: ForecastNumbers) -> str:
     """Returns one page of plain characters, at most 100 columns; each table's numbers add up."""
@@ -103,7 +106,7 @@ def _origin(forecast: ForecastNumbers) -> list[str]:
 
 def _verdict(forecast: ForecastNumbers) -> list[str]:
     verdict = forecast.verdict
-    word = {True: "FITS", False: "DOES NOT FIT", None: "NOT DECIDED"}[verdict.fits]
+    word = dict(zip((True, False, None), VERDICTS, strict=True))[verdict.fits]
     more = " + activations" if verdict.fits is None else ""
     lines = [
         f"{word}: {format_bytes(verdict.needed)}{more} of {format_bytes(verdict.limit)} available "

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from zerojax import models, optim, tracing
 from zerojax.config import MeshConfig
 from zerojax.config.checks import as_patterns, names_keywords
+from zerojax.config.display import as_details
 from zerojax.models.losses import split_result
 from zerojax.operators.attention_choice import attention_planned_for
 from zerojax.optim.precision import Precision, as_precision, default_precision
@@ -128,6 +129,9 @@ class Plan(Decisions):
 
     def __repr__(self) -> str:
         return f"Plan({plan_line(self)}; plan.table() has every parameter and reason)"
+
+    def _repr_html_(self) -> str:
+        return as_details(plan_line(self), plan_table(self))
 
     def table(self) -> str:
         """Returns the plan as text: bytes per device by role, each parameter, every exception."""

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from types import FrameType, TracebackType
-from typing import Self
+from typing import Any, Self
 
 import jax
 from jax.experimental import multihost_utils
@@ -46,10 +46,13 @@ class Interrupted(KeyboardInterrupt):
       signal_name: "SIGINT" (Ctrl-C) or "SIGTERM".
       saved: whether the state of that step is on disk.
       exit_code: exit code of a process that ends with this exception.
+      trainer: the `Trainer` whose `fit` was stopped, with its state; its `fit` continues. In an
+        interactive interpreter it is `sys.last_value.trainer`.
     """
 
     def __init__(self, message: str, signal_name: str, *, saved: bool = False):
         super().__init__(message)
+        self.trainer: Any = None
         self.signal_name = signal_name
         self.saved = saved
         number = signal.Signals[signal_name]

@@ -157,7 +157,9 @@ class Trainer(StepRunner):
                 if self.loop_settings.save_on_exit or self._is_due("save_every"):
                     self.save()
                 if stop.is_due:
-                    raise self._interrupted(stop)
+                    error = self._interrupted(stop)
+                    error.trainer = self
+                    raise error
         return self
 
     @contextlib.contextmanager
@@ -545,7 +547,11 @@ class Trainer(StepRunner):
 
     def _interrupted(self, stop: StopRequest) -> Interrupted:
         if self._checkpointer is None:
-            return stop.interrupted(self.num_steps, "not saved, since the run has no checkpoints")
+            return stop.interrupted(
+                self.num_steps,
+                "not saved, since the run has no checkpoints; "
+                "the exception's attribute `trainer` still holds the state",
+            )
         if not self.loop_settings.save_on_exit and self._saved_step != self.num_steps:
             text = "not saved, since checkpoint.save_on_exit is off"
             return stop.interrupted(self.num_steps, text)

@@ -3,8 +3,10 @@
 No information is shown by colour alone.
 """
 
+import importlib
 import itertools
 import math
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TextIO
@@ -15,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from zerojax.config.display import printable, show
+from zerojax.config.display import as_html, printable, show
 
 GIB = 2**30
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -42,6 +44,8 @@ def make_display(kind: str, stream: TextIO, *, total_steps: int, start_step: int
     """Returns the display for `LogConfig.console`: "auto", "live", "lines" or "quiet"."""
     if kind == "quiet":
         return QuietDisplay()
+    if kind == "auto" and stream is sys.stdout and is_notebook():
+        return NotebookDisplay(stream, total_steps=total_steps)
     console = Console(file=stream)
     if kind == "live" or (kind == "auto" and console.is_terminal and not console.is_dumb_terminal):
         return LiveDisplay(console, total_steps=total_steps, start_step=start_step)
@@ -211,6 +215,36 @@ class LineDisplay:
 
     def close(self) -> None:
         self._stream.flush()
+
+
+class NotebookDisplay(LineDisplay):
+    """A display for Jupyter: messages are lines, and the report is one line that is replaced."""
+
+    def __init__(self, stream: TextIO, *, total_steps: int) -> None:
+        super().__init__(stream, total_steps=total_steps)
+        self._handle: Any = None
+
+    def update(self, step: int, values: Mapping[str, Any], eta: float | None) -> None:
+        text = format_line(step, values, total_steps=self._total_steps, eta=eta)
+        self._show(f"<pre>{as_html(text)}</pre>")
+
+    def message(self, text: str) -> None:
+        super().message(text)
+        self._handle = None  # the next report stands below this line
+
+    def _show(self, text: str) -> None:
+        theirs = importlib.import_module("IPython.display")  # is there where a notebook runs
+        if self._handle is None:
+            self._handle = theirs.display(theirs.HTML(text), display_id=True)
+        else:
+            self._handle.update(theirs.HTML(text))
+
+
+def is_notebook() -> bool:
+    """Returns whether this process is the kernel of a Jupyter notebook."""
+    interpreter = sys.modules.get("IPython")
+    shell = None if interpreter is None else interpreter.get_ipython()
+    return shell is not None and hasattr(shell, "kernel")
 
 
 class LiveDisplay:
