@@ -10,12 +10,15 @@ from html.parser import HTMLParser
 
 import pytest
 
+from tests.support.small_models import reference_model
 from zerojax.config import LogConfig, RunConfig, to_dict
-from zerojax.models.losses import NATS_PER_TOKEN
+from zerojax.models.adapt import as_loss, as_model
+from zerojax.models.losses import NATS_PER_TOKEN, loss_unit
 from zerojax.plan.schedules import make_schedule
 from zerojax.plan.schedules.schedule_table import format_cell
 from zerojax.training.metrics import RunLog, read_metrics, write_report
 from zerojax.training.metrics.charts import Chart, Series, draw, log_ticks, nice_ticks, smooth, thin
+from zerojax.training.metrics.comparison import write_comparison
 from zerojax.training.metrics.report import make_charts
 
 MEMORY = {"source": "host RSS", "in_use": 2**30, "peak": 2**31, "limit": 2**33}
@@ -182,7 +185,7 @@ def test_only_a_loss_in_nats_per_token_has_a_perplexity(tmp_path):
 
 def test_a_small_loss_keeps_its_digits(tmp_path):
     page = write_report(make_run(tmp_path, steps=60, losses=[3e-5] * 60)).read_text()
-    assert "<dt>Training loss</dt><dd>3.000e-05<small>from 3.000e-05" in page
+    assert re.search("<dt>Training loss</dt><dd>3.000e-05<small>[^<]*3.000e-05", page)
 
 
 def test_a_single_validation_value_is_a_dot(tmp_path):
@@ -308,3 +311,37 @@ def test_smoothing_does_not_lag():
     assert [value for _, value in smooth(line, half_width=3)] == [value for _, value in line]
     assert smooth(points(1, None, 3), half_width=1)[1] == (1.0, 2.0)
     assert smooth(points(None, None), half_width=1) == points(None, None)
+
+
+def test_several_runs_are_compared_on_one_page(tmp_path):
+    for name, rate, losses in (("a", 0.1, None), ("b", 0.2, [3.0] * 100)):
+        make_run(tmp_path / name, steps=100, losses=losses, loss_unit=NATS_PER_TOKEN)
+        settings = to_dict(RunConfig()) | {"seed": 3}
+        settings["optimizer"]["learning_rate"] = rate
+        (tmp_path / name / "config.json").write_text(json.dumps(settings))
+    path = write_comparison([tmp_path / "a", tmp_path / "b"])
+    assert path == tmp_path / "comparison.html"
+    page = path.read_text()
+    assert Tags(page).loads == []
+    assert NATS_PER_TOKEN in page
+    rows = re.findall(r"<tr><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td></tr>", page)
+    found = {label: values for label, *values in rows}
+    assert found["optimizer.learning_rate"] == ["0.1", "0.2"]
+    assert found["last training loss"][1] == "3.0000"
+    assert found["steps"] == ["100", "100"]
+    assert "seed" not in found, "settings that are the same are left out"
+    assert page.count('class="curve c1"') == page.count('class="curve c0"') >= 4
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [("a", "2 to 6"), ("aa", "twice"), ("abcdefg", "2 to 6"), ("ax", "no such|metrics")],
+)
+def test_runs_that_cannot_be_compared_are_refused(names, words, tmp_path):
+    make_run(tmp_path / "a", steps=2)
+    with pytest.raises((ValueError, FileNotFoundError), match=words):
+        write_comparison([tmp_path / name for name in names])
+
+
+def test_the_loss_of_a_reference_model_has_its_unit():
+    assert loss_unit(as_loss(None, as_model(reference_model("gpt2")))) == NATS_PER_TOKEN

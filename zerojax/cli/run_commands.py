@@ -42,6 +42,14 @@ examples:
   zerojax eval runs/mine --weights ema
   zerojax eval runs/tiny_shakespeare mesh.zero=3 mesh.data=4 --batches 20"""
 
+_REPORT = """\
+With one RUN: writes report.html into its folder. With several: one page with their curves on common
+axes, their results, and the settings that differ (comparison.html beside the first folder).
+
+examples:
+  zerojax report runs/a
+  zerojax report runs/a runs/b runs/c --out comparison.html"""
+
 
 def add_generate(commands) -> None:
     """Declares `zerojax generate`."""
@@ -85,8 +93,12 @@ def add_eval(commands) -> None:
 
 def add_report(commands) -> None:
     """Declares `zerojax report`."""
-    parser = add_command(commands, "report", report, "write the HTML report of a run")
+    parser = add_command(
+        commands, "report", report, "write the HTML report of a run, or compare runs", _REPORT
+    )
     add_run(parser)
+    parser.add_argument("others", metavar="RUN", nargs="*", help="runs to compare it with")
+    parser.add_argument("--out", metavar="FILE", help="the page that compares runs")
 
 
 def generate(args: argparse.Namespace) -> int:
@@ -120,9 +132,13 @@ def evaluate(args: argparse.Namespace) -> int:
 
 def report(args: argparse.Namespace) -> int:
     """Writes the page and prints its path."""
+    from zerojax.training.metrics.comparison import write_comparison
     from zerojax.training.metrics.report import write_report
 
-    show(write_report(args.run))
+    if args.out is not None and not args.others:
+        raise ValueError(f"--out {args.out} is for several runs; a single report is in its folder")
+    runs = [args.run, *args.others]
+    show(write_comparison(runs, args.out) if args.others else write_report(args.run))
     return 0
 
 

@@ -139,6 +139,8 @@ def as_loss(loss: Any, model: Model, batch: Any = None) -> Loss:
 def default_loss(model: Model, batch: Any = None) -> Loss:
     """Returns a loss that calls the model's own method `loss(batch)`.
 
+    Its unit is the model's attribute `loss_unit`, if it has one.
+
     Args:
       batch: an example batch; its keys appear in the remedy of the error message.
 
@@ -147,7 +149,8 @@ def default_loss(model: Model, batch: Any = None) -> Loss:
     """
     target = getattr(model, "template", None) or model.source
     if callable(getattr(target, "loss", None)):
-        return lambda bound, batch: bound.loss(batch)
+        unit = bound_attribute(model, "loss_unit")
+        return losses.LossWithUnit(lambda bound, batch: bound.loss(batch), unit)
     raise ValueError(
         f"no loss: the {model.kind} {_name_of(model.source)} has no method loss(batch). Pass a "
         f"loss that returns a scalar or (sum, weight), such as {_example(batch)}"

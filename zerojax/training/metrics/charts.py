@@ -134,7 +134,7 @@ def draw(chart: Chart, steps: tuple[float, float]) -> str:
 <div class="plot"><svg viewBox="0 0 {BOX} {BOX}" preserveAspectRatio="none" role="img"
  aria-label="{as_html(chart.title)} over steps"><g class="grid">{grid}</g>{curves}
 <path class="lost" d="{lost}"/></svg>
-<div class="cursor"></div></div><div class="below">{below}</div></div>
+<div class="cursor"></div></div><div class="below">{below}</div><div class="axis">step</div></div>
 </figure>
 """
 

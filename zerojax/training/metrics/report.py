@@ -35,12 +35,13 @@ MAX_BOXES = 5000
 MAX_EVENTS = 200
 _REMEDY = "remove it, or train on in the folder, which writes it anew"
 ACTIVITY_NAMES = {
-    "data": "waiting for data",
-    "step": "training steps",
-    "save": "saving",
-    "eval": "evaluating",
-    "host": "start-up, callbacks, reports",
+    "data": ("waiting for data", "no batch was ready, and the loop could not go on"),
+    "step": ("training steps", "devices computed, or the step was compiled"),
+    "save": ("saving", "a checkpoint was copied from the devices; it is written meanwhile"),
+    "eval": ("evaluating", "validation data, with their compilation"),
+    "host": ("host", "start-up, callbacks and reports, while no step was awaited"),
 }
+"""{activity: (name, meaning)}"""
 EVENT_NAMES = {
     "loss_spike": "loss spike",
     "not_finite": "not finite",
@@ -82,7 +83,7 @@ def _page(run_dir: Path, metrics: Metrics) -> str:
         "Events": redact(_events(metrics.events)),
         "Time by activity": _times(metrics),
         "Plan": _schedule(run_dir / "plan.json") + text,
-        "Configuration": _settings(redact(_object(run_dir / "config.json"))),
+        "Configuration": _settings(redact(object_in(run_dir / "config.json"))),
     }
     parts = {
         "name": as_html(run_dir.resolve().name),
@@ -99,11 +100,15 @@ def _page(run_dir: Path, metrics: Metrics) -> str:
         "time": time.strftime("%Y-%m-%d at %H:%M"),
         "folder": as_html(str(run_dir)),
         "unreadable": f" {lost} half-written lines of metrics.jsonl were left out." if lost else "",
-        "data": _embedded(charts, ends),
+        "data": embedded(charts, ends),
     }
-    template = _text(Path(__file__).with_name("report.html"))
     # In one pass, since inserted text may contain braces.
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template())
+
+
+def template() -> str:
+    """Returns the page with `{{name}}` in place of its parts."""
+    return _text(Path(__file__).with_name("report.html"))
 
 
 # --- charts ---------------------------------------------------------------------------------------
@@ -115,9 +120,9 @@ def make_charts(metrics: Metrics) -> list[Chart]:
     loss = [*_loss(train), *_series("validation", evals, "loss", "second")]
     # Metrics that the user's loss returns, training and validation together.
     own = sorted({name for row in [*train, *evals] for name in row})
-    size: dict[str, Any] = {"text": _short, "from_zero": True}
+    size: dict[str, Any] = {"text": short, "from_zero": True}
     charts = [
-        Chart(title="Loss", unit="", series=loss, wide=True, log_above=2.5),
+        Chart(title="Loss", unit=loss_unit(metrics), series=loss, wide=True, log_above=2.5),
         *(
             _chart(name, "", ("training", train, name), ("validation", evals, name))
             for name in own
@@ -148,7 +153,12 @@ def make_charts(metrics: Metrics) -> list[Chart]:
             **size,
         ),
     ]
-    return [chart for chart in charts if any(_finite(s.points) for s in chart.series)]
+    return [chart for chart in charts if any(finite(s.points) for s in chart.series)]
+
+
+def loss_unit(metrics: Metrics) -> str:
+    """Returns the unit of a run's loss; "" if it is not known."""
+    return str(_start(metrics).get("loss_unit") or "")
 
 
 def _chart(
@@ -164,12 +174,12 @@ def _chart(
 
 
 def _series(label: str, records: Records, key: str, style: str, scale: float = 1) -> list[Series]:
-    points = _points(records, key, scale)
+    points = points_of(records, key, scale)
     return [Series(label=label, points=thin(points), style=style)] if points else []
 
 
 def _loss(train: Records) -> list[Series]:
-    points = _points(train, "loss")
+    points = points_of(train, "loss")
     if len(points) < SMOOTHED_FROM:
         return [Series(label="training", points=thin(points), style="first")]
     smoothed = smooth(points, half_width=max(2, len(points) // 60))
@@ -179,15 +189,17 @@ def _loss(train: Records) -> list[Series]:
     ]
 
 
-def _points(records: Records, key: str, scale: float = 1) -> Points:
+def points_of(records: Records, key: str, scale: float = 1) -> Points:
+    """Returns (step, value / scale) of the records that have a value of this name."""
     return [(r["step"], None if r[key] is None else r[key] / scale) for r in records if key in r]
 
 
-def _finite(points: Points) -> list[float]:
+def finite(points: Points) -> list[float]:
+    """Returns the finite values of a curve."""
     return [value for _, value in points if value is not None]
 
 
-def _embedded(charts: Iterable[Chart], ends: tuple[float, float]) -> str:
+def embedded(charts: Iterable[Chart], ends: tuple[float, float]) -> str:
     """Returns the data for the page's script: the points, with values formatted as text."""
     curves = [
         [
@@ -199,7 +211,7 @@ def _embedded(charts: Iterable[Chart], ends: tuple[float, float]) -> str:
                 ],
             }
             for series in chart.series
-            if _finite(series.points)
+            if finite(series.points)
         ]
         for chart in charts
     ]
@@ -233,9 +245,11 @@ def _tiles(metrics: Metrics) -> Iterable[str]:
 
 
 def _learning(metrics: Metrics) -> Rows:
-    if losses := _finite(_points(metrics.train, "loss")):
+    if losses := finite(points_of(metrics.train, "loss")):
         recent = losses[-max(1, min(10, len(losses) // 10)) :]
-        note = f"from {format_loss(losses[0])}"
+        count = min(len(losses), max(1, min(10, len(losses) // 10)))
+        over = f"mean of the last {count} reports" if count > 1 else "of the last report"
+        note = f"{over}; {format_loss(losses[0])} at first"
         yield "Training loss", format_loss(statistics.mean(recent)), note
     if evals := [e for e in metrics.evals if e.get("loss") is not None]:
         best = min(evals, key=lambda e: e["loss"])
@@ -256,18 +270,18 @@ def _learning(metrics: Metrics) -> Rows:
     if spikes := sum(event["event"] == "loss_spike" for event in metrics.events):
         yield "Loss spikes", f"{spikes:,}", "listed under Events"
     if tokens := _start(metrics).get("tokens_per_step"):
-        yield "Tokens seen", _short(tokens * last["step"]), f"{_short(tokens)} per step"
+        yield "Tokens seen", short(tokens * last["step"]), f"{short(tokens)} per step"
 
 
 def _machine(metrics: Metrics) -> Rows:
     for label, key, text in [
-        ("Tokens/s per device", "tokens_per_second_per_device", _short),
+        ("Tokens/s per device", "tokens_per_second_per_device", short),
         ("TFLOP/s per device", "tflops_per_device", format_number),
         ("MFU", "mfu", "{:.1%}".format),
     ]:
-        if values := _finite(_points(metrics.train, key)):
+        if values := finite(points_of(metrics.train, key)):
             yield label, text(statistics.median(values)), "median"
-    if peaks := _finite(_points(metrics.train, "memory_peak")):
+    if peaks := finite(points_of(metrics.train, "memory_peak")):
         limit = metrics.train[-1].get("memory_limit")
         note = _memory_source(metrics.train) + (f", of {limit / GIB:.1f}" if limit else "")
         yield "Peak memory", f"{max(peaks) / GIB:.2f} GiB", note
@@ -318,11 +332,15 @@ def _times(metrics: Metrics) -> str:
     spent = breakdown(metrics)
     total = sum(spent.values())
     rows = [
-        (ACTIVITY_NAMES[activity], format_seconds(seconds), f"{seconds / total:.1%}")
+        (
+            f"{ACTIVITY_NAMES[activity][0]}: {ACTIVITY_NAMES[activity][1]}",
+            format_seconds(seconds),
+            f"{seconds / total:.1%}",
+        )
         for activity, seconds in sorted(spent.items(), key=lambda item: -item[1])
         if seconds
     ]
-    table = f"<table>{_cells(('', 'time', 'share'), 'th')}{_lines(rows)}</table>"
+    table = f"<table>{cells(('', 'time', 'share'), 'th')}{_lines(rows)}</table>"
     return f'<div class="settings"><div>{table}</div></div>' if rows else ""
 
 
@@ -347,7 +365,7 @@ def _events(events: Records) -> str:
         return ""
     more = len(groups) - len(rows)
     note = f"<p>and {more:,} earlier ones in metrics.jsonl</p>" if more else ""
-    head = _cells(("step", "event", "where", "message"), "th")
+    head = cells(("step", "event", "where", "message"), "th")
     return f'<table class="events">{head}{_lines(rows)}</table>{note}'
 
 
@@ -376,11 +394,12 @@ def _setting(value: Any) -> str:
 
 
 def _lines(rows: Rows) -> str:
-    return "".join(_cells(row, "td") for row in rows)
+    return "".join(cells(row, "td") for row in rows)
 
 
-def _cells(cells: Sequence[str], tag: str) -> str:
-    return f"<tr>{''.join(f'<{tag}>{as_html(cell)}</{tag}>' for cell in cells)}</tr>"
+def cells(texts: Sequence[str], tag: str) -> str:
+    """Returns a row of a table; `tag` is "td" or "th"."""
+    return f"<tr>{''.join(f'<{tag}>{as_html(text)}</{tag}>' for text in texts)}</tr>"
 
 
 def _schedule(path: Path) -> str:
@@ -389,7 +408,7 @@ def _schedule(path: Path) -> str:
     Args:
       path: of plan.json.
     """
-    pipeline = _object(path).get("pipeline")
+    pipeline = object_in(path).get("pipeline")
     try:
         if not pipeline or not pipeline["table"]:
             return ""
@@ -407,7 +426,7 @@ def _schedule(path: Path) -> str:
     return picture.replace(' xmlns="http://www.w3.org/2000/svg"', "", 1)
 
 
-def _short(value: float) -> str:
+def short(value: float) -> str:
     """Formats a number with a unit letter, such as 12.3k or 4.5M."""
     for limit, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= limit:
@@ -425,7 +444,7 @@ def _text(path: Path) -> str:
         raise ValueError(f"{path} is not UTF-8 at byte {error.start}; {_REMEDY}") from error
 
 
-def _object(path: Path) -> dict[str, Any]:
+def object_in(path: Path) -> dict[str, Any]:
     """Returns the JSON object in a file; an empty one if the file does not exist."""
     try:
         value = bounded_json.loads(_text(path) or "{}", finite=False)
