@@ -12,7 +12,7 @@ PYTEST := $(RUN) -m pytest -n auto --dist worksteal
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test train test test-all test-programs test-gpu lint format types upgrade bench wheel clean
+.PHONY: help setup setup-test train test test-all test-programs test-gpu lint format types upgrade bench docs wheel clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | \
@@ -56,6 +56,12 @@ types: setup-test ## pyrefly
 
 bench: setup-test ## the benchmarks of this machine (benchmarks/README.md)
 	@$(RUN) -m benchmarks $(ARGS)
+
+# The theme's makers announce the end of its life in May 2027, at every build unless this is set.
+docs: export NO_MKDOCS_2_WARNING = 1
+docs: ## the site of docs/ and the reference, in build/site/; a broken link or a missing docstring fails
+	@sh tools/setup.sh "$(VENV)" docs
+	@$(RUN) -m mkdocs build --strict $(ARGS)
 
 wheel: setup-test ## dist/: wheel and sdist
 	@$(RUN) -m build --no-isolation

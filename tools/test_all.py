@@ -105,7 +105,7 @@ def _prepare(run: Path, commit: str, journal: Path, *, goes_on: bool) -> None:
         subprocess.run(["git", "clone", "-q", str(ROOT), str(tree)], check=True)
         subprocess.run(["git", "checkout", "-q", "--detach", commit], cwd=tree, check=True)
     for venv, versions in VERSIONS.items():
-        command = ["sh", "tools/setup.sh", venv, "test,plan", versions]
+        command = ["sh", "tools/setup.sh", venv, "test,plan,docs", versions]
         subprocess.run(command, cwd=tree, check=True)
 
 

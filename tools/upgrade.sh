@@ -11,7 +11,7 @@ trap 'rm -rf "$folder"' EXIT
 "$folder/venv/bin/python" -m pip install --quiet --disable-pip-version-check uv
 {
   echo "# Versions that development and CI install (tools/setup.sh). Written by \`make upgrade\`; do not edit."
-  "$folder/venv/bin/uv" pip compile pyproject.toml --extra test --extra plan \
+  "$folder/venv/bin/uv" pip compile pyproject.toml --extra test --extra plan --extra docs \
     --universal --python-version 3.11 --strip-extras \
     --quiet --no-header --no-annotate
 } >"$folder/constraints.txt"

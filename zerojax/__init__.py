@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from zerojax.zoo.hugging_face import Pretrained, from_hugging_face
 
 __version__ = "0.1.0"
+"""Version of the package, as in CHANGELOG.md."""
 
 __all__ = [
     "CheckResult",

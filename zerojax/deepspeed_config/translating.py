@@ -35,6 +35,7 @@ from zerojax.deepspeed_config.precision_keys import precision_of
 from zerojax.deepspeed_config.translation import CallerValues, Line, Translation
 
 Source = str | Path | Mapping[str, Any]
+"""A ds_config: its path, its JSON in base64, or its content."""
 _TAGS = ("WARN", "IGNORE", "FAIL")
 _SHOWN = 3
 _MAX_KEY = 200

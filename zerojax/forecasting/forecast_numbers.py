@@ -9,7 +9,9 @@ from zerojax.hardware.gpus import Gpu
 from zerojax.plan.offload_costs import Hiding, Moved
 
 COMPILED = "compiled"
+"""Origin of a number that was read from the compiled program."""
 FORMULA = "formula"
+"""Origin of a number that was computed from the plan, without a compiler."""
 
 MEMORY_FRACTION = 0.75
 """Share of a GPU's memory that JAX uses unless XLA_PYTHON_CLIENT_MEM_FRACTION is set."""

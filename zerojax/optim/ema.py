@@ -24,6 +24,7 @@ Weights = Literal["trained", "ema"]
 EMA = "ema"
 """Name of the average among an optimizer's moments and in checkpoints: "opt_state/ema/NAME"."""
 COUNT = "ema_count"
+"""Name of the number of updates in the average, beside `EMA` in the optimizer state."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -29,6 +29,7 @@ from zerojax.config.checks import (
 from zerojax.config.loader import ConfigError, coerce_fields, from_dict
 
 Schedule = Callable[[Any], Any]
+"""Updates applied so far -> learning rate, as in optax."""
 _ONE_CYCLE_B2 = 0.99
 WarmupType = Literal["log", "linear"]
 

@@ -10,9 +10,13 @@ import jax
 import numpy as np
 
 Arrays = dict[str, Any]
+"""{name: array}, abstract or concrete."""
 OnRead = Mapping[str, Callable[[Any], jax.Array]]
+"""{name of a parameter: function of its stored form, called wherever the model reads it}."""
 Loss = Callable[[Any, Any], Any]
+"""`loss(model, batch)`; `zerojax.train` says what it may return."""
 ModelLike = Any
+"""An `nnx.Module`, a factory `rngs -> nnx.Module`, a `linen.Module`, or a pair `(init, apply)`."""
 Rule = Callable[[jax.Array, jax.Array], jax.Array]
 
 
