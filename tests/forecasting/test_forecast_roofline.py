@@ -328,6 +328,13 @@ def test_what_is_known_to_be_enough_is_said():
     assert "(saves about 5.3 GiB)" in by_words["mesh.zero=3"]  # (4 + 2) GiB x 7/8
 
 
+def test_formulas_do_not_know_what_is_enough():
+    """They leave out activations, so what they call enough may still not fit."""
+    lines = remedies(sample_plan(), sample_memory(compiled=False, scale=4))
+    assert any("mesh.zero=3" in line and ", enough without activations)" in line for line in lines)
+    assert not [line for line in lines if "enough)" in line]
+
+
 def test_formulas_propose_nothing_about_activations():
     lines = words(remedies(sample_plan(), sample_memory(compiled=False, scale=10)))
     assert "mesh.zero=3" in lines

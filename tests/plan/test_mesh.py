@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 from zerojax.config import MeshConfig
+from zerojax.hardware.gpus import find_gpu
 from zerojax.plan import device_mesh as meshes
 from zerojax.plan.device_mesh import (
     AXES,
@@ -81,6 +82,13 @@ def test_an_abstract_mesh_needs_no_devices():
     mesh = make_abstract_mesh({"model": 8}, 4096)
     assert mesh.shape["data"] == 512
     assert mesh.axis_names == AXES
+
+
+def test_sizes_tell_the_number_of_devices_and_a_name_the_gpu():
+    mesh = make_abstract_mesh({"data": 4, "model": 2}, gpu="h100")
+    assert mesh == make_abstract_mesh({"data": -1, "model": 2}, 8, gpu=find_gpu("h100"))
+    with pytest.raises(ValueError, match=r"make_abstract_mesh\(config, 8\)"):
+        make_abstract_mesh({"model": 2})
 
 
 def test_every_list_of_axes_is_read_from_the_table():

@@ -17,6 +17,7 @@ import pytest
 from flax import linen, nnx
 
 import zerojax
+from zerojax.forecasting import remedies
 from zerojax.models.adapt import as_loss, as_model
 from zerojax.tracing.rolling import RolledModel, find_loops, finding, stack_name
 from zerojax.tracing.rolling.equality import Equality
@@ -377,3 +378,15 @@ def test_a_loop_that_does_so_needs_no_more_memory_than_layers_by_themselves():
     auto = temporaries()
     assert auto <= temporaries(roll="off")
     assert auto < 0.75 * temporaries(roll_remat="model")
+
+
+@pytest.mark.parametrize(
+    ("roll_remat", "found"), [("auto", True), ("none", True), ("dots", True), ("full", False)]
+)
+def test_roll_remat_is_a_remedy_unless_layers_keep_their_inputs_alone(roll_remat, found):
+    plan = plan_of(zero=3, roll_remat=roll_remat)
+    assert plan.stacks
+    sizes = {"activations": 2**30}
+    words = [remedy.words for remedy in remedies.all_remedies(plan, None, sizes)]
+    assert ("mesh.roll_remat=full" in words) is found
+    assert not [word for word in words if "nnx.remat" in word]

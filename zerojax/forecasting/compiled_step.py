@@ -53,6 +53,7 @@ from zerojax.plan.eight_bits import describe_eight_bits, eight_bit_share, wire_b
 from zerojax.plan.make import Plan, require_plan
 from zerojax.plan.offload_costs import hiding
 from zerojax.plan.open_choices import describe_open_choices
+from zerojax.plan.reasons import WIDE_PRODUCTS
 from zerojax.plan.whole_matrices import matrix_bytes
 from zerojax.plan.wire import bytes_by_level
 from zerojax.tracing.flops import count_program_flops
@@ -350,11 +351,20 @@ def _assemble(
         verdict=verdict(plan, gpu, memory),
         remarks=(
             *_unmeasured(plan, gpu),
+            *_of_wide_products(plan),
             *_of_eight_bits(plan, gpu),
             *(() if facts is None else _remarks(facts)),
             *describe_open_choices(plan),
         ),
     )
+
+
+def _of_wide_products(plan: Plan) -> Iterator[str]:
+    """Yields the plan's reason about float32 products that were to be in 16 bits."""
+    computed = np.dtype(plan.precision.compute_dtype).name
+    for reason in plan.reasons:
+        if reason.startswith(WIDE_PRODUCTS):
+            yield f"{reason}. TIME counts them at {computed}'s rate"
 
 
 def _of_eight_bits(plan: Plan, gpu: Gpu) -> Iterator[str]:

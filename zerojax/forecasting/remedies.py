@@ -103,6 +103,7 @@ def find_remedies(
     """
     sizes = role_sizes(memory)
     needed = sum(sizes.values())
+    enough = "enough" if memory.peak is not None else "enough without activations"
     lines = []
     remedies = list(all_remedies(plan, gpu, sizes))
     parts = [remedy for remedy in remedies if remedy.words.startswith(MICROBATCHES)]
@@ -115,14 +116,14 @@ def find_remedies(
             continue
         else:
             saves = f"saves about {format_bytes(remedy.saving)}"
-            saves += ", enough" if remedy.saving >= excess else ""
+            saves += f", {enough}" if remedy.saving >= excess else ""
         lines.append(f"try {remedy.words} ({saves}): {remedy.why}")
     wanted = needed / gpu.memory_bytes
     if fraction < wanted <= MOST_FRACTION:
         share = min(math.ceil(wanted * 100 + 1) / 100, MOST_FRACTION)
         lines.append(
-            f"try XLA_CLIENT_MEM_FRACTION={share:g} in the environment of the run (enough): JAX "
-            f"then takes that share of the card, not {fraction:g}"
+            f"try XLA_CLIENT_MEM_FRACTION={share:g} in the environment of the run ({enough}): "
+            f"JAX then takes that share of the card, not {fraction:g}"
         )
     if not lines:
         lines.append("no setting of this plan makes it fit: take a card with more memory")
@@ -164,6 +165,15 @@ def _has_checkpoint(program: Any) -> bool:
     return any(
         jaxpr.is_checkpoint(equation)
         or any(_has_checkpoint(inner) for inner in jaxpr.inner_programs(equation.params))
+        for equation in program.eqns
+    )
+
+
+def _keeps_inputs_alone(program: Any) -> bool:
+    """Returns whether a checkpoint of the program has no policy that keeps more."""
+    return any(
+        (jaxpr.is_checkpoint(equation) and equation.params.get("policy") is None)
+        or any(_keeps_inputs_alone(inner) for inner in jaxpr.inner_programs(equation.params))
         for equation in program.eqns
     )
 
@@ -271,10 +281,16 @@ def _more_stages(plan: Plan, sizes: dict[str, int]) -> Iterator[Remedy]:
 
 def _remat(plan: Plan, sizes: dict[str, int]) -> Iterator[Remedy]:
     now, activations = remat_of(plan), _sum(sizes, "activations")
-    if now in (None, "full") or activations < SMALL * sum(sizes.values()):
+    if activations < SMALL * sum(sizes.values()):
+        return
+    if now is None and plan.stacks and not _keeps_inputs_alone(plan.traced.forward.jaxpr):
+        why = "layers keep only their input; up to a third more FLOPs"
+        yield Remedy("mesh.roll_remat=full", why, None, 4)
+    if now in (None, "full"):
         return
     known = hasattr(bound_attribute(plan.model, "config"), "remat")
-    words = "model.remat=full" if known else "nnx.remat (jax.checkpoint) around each block"
+    own = "mesh.roll_remat=full" if plan.stacks else "nnx.remat (jax.checkpoint) around each block"
+    words = "model.remat=full" if known else own
     why = "blocks keep only their input; a third more FLOPs"
     layers = num_layers(plan)
     # A transformer block keeps at least 34 bytes per token and channel; its input is 2 of them

@@ -16,7 +16,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from zerojax.config import MeshConfig, as_mesh_config
 from zerojax.config.checks import names_keywords
-from zerojax.hardware.gpus import Gpu
+from zerojax.hardware.gpus import Gpu, find_gpu
 from zerojax.runtime.plugin_errors import hide_plugin_errors
 
 REPLICA, DATA, EXPERT, CONTEXT = "replica", "data", "expert", "context"
@@ -154,19 +154,36 @@ def make_mesh(
 
 @names_keywords()
 def make_abstract_mesh(
-    config: MeshConfig | Mapping[str, Any] | None, num_devices: int, *, gpu: Gpu | None = None
+    config: MeshConfig | Mapping[str, Any] | None,
+    num_devices: int | None = None,
+    *,
+    gpu: Gpu | str | None = None,
 ) -> AbstractMesh:
     """Makes the same mesh without devices, to plan for `num_devices` devices.
 
     Args:
       config: sizes, as `make_mesh` takes them.
-      num_devices: number of devices.
-      gpu: the planned GPU, for choices that depend on it (`zerojax.attention`); None: unknown.
+      num_devices: number of devices; None: the product of the sizes, if `data` is one of them.
+      gpu: the planned GPU or its name ("h100"), for choices that depend on it
+        (`zerojax.attention`); None: unknown.
+
+    Raises:
+      ValueError: the sizes do not fit the number of devices, or do not tell it.
     """
-    sizes = resolve_axis_sizes(as_mesh_config(config), num_devices)
+    config = as_mesh_config(config)
+    if num_devices is None:
+        if config.data == -1:
+            raise ValueError(
+                "data=-1 takes all devices, and a mesh without devices does not know how many: "
+                'give data a size, {"data": 8}, or the number, make_abstract_mesh(config, 8)'
+            )
+        num_devices = math.prod(getattr(config, axis) for axis in AXES)
+    sizes = resolve_axis_sizes(config, num_devices)
     mesh = AbstractMesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
     if gpu is None:
         return mesh
+    if isinstance(gpu, str):
+        gpu = find_gpu(gpu)
     cores = None if gpu.target is None else gpu.target.cores
     device = AbstractDevice(device_kind=gpu.name, num_cores=cores, platform="gpu")
     return mesh.update(abstract_device=device)

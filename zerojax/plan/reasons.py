@@ -235,6 +235,8 @@ def describe_frozen(
 WIDE_ENOUGH = 0.1
 """Share of the FLOPs above which float32 products are reported; attention's own are below it at
 most lengths."""
+WIDE_PRODUCTS = "products: "
+"""Start of the reason that tells of them."""
 
 
 def _describe_wide(trace: ModelTrace, batch: Any, precision: Precision) -> list[str]:
@@ -254,9 +256,9 @@ def _describe_wide(trace: ModelTrace, batch: Any, precision: Precision) -> list[
         return []
     cause = "" if found.cause is None else f", because {found.cause}"
     return [
-        f"products: {found.share:.0%} of their FLOPs take float32 operands, which run at float32's "
-        f"rate and keep twice the bytes for the backward pass{cause}; for {computed.name} give "
-        f"that layer dtype=jnp.{computed.name}, or cast what it returns"
+        f"{WIDE_PRODUCTS}{found.share:.0%} of their FLOPs take float32 operands, which run at "
+        f"float32's rate and keep twice the bytes for the backward pass{cause}; for "
+        f"{computed.name} give that layer dtype=jnp.{computed.name}, or cast what it returns"
     ]
 
 
