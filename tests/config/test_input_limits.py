@@ -56,7 +56,7 @@ YAML = {
     ),
     "a date that is none": ("steps: 2024-99-99", "'2024-99-99' is not a valid"),
     "a tag that does not fit": ("steps: !!bool maybe", "'maybe' is not a valid"),
-    "a list as a key": ("? [a]\n: 1", "a key has to be a name"),
+    "a list as a key": ("? [a]\n: 1", "a key must be a name"),
     "more than a configuration": (
         "#" * (MAX_CHARACTERS + 1),
         "characters, too long for a configuration",

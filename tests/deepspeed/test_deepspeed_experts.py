@@ -172,7 +172,7 @@ SAME = on(
 
 def test_a_router_of_the_file_has_to_be_that_of_the_model():
     zerojax.initialize(llama(DEEPSEEK), file(SAME))
-    with pytest.raises(ConfigError, match=r"model has moe.experts_per_token=2; build the model so"):
+    with pytest.raises(ConfigError, match=r"model's moe.experts_per_token=2; build the model"):
         zerojax.train(llama(DEEPSEEK), file(SAME | {"top_k": 4}), batches(), steps=1)
 
 
@@ -196,7 +196,7 @@ def test_a_router_that_is_another_is_refused_by_name(name, value):
 
 def test_a_router_of_ones_own_is_said_by_the_model_alone():
     own = lambda rngs: Unknown(rngs)  # noqa: E731
-    with pytest.raises(ConfigError, match="no configuration of one .*take it out"):
+    with pytest.raises(ConfigError, match="no zerojax.config.MoEConfig .*take this key out"):
         zerojax.initialize(own, file(on(autoep_size=2, top_k=2)))
 
 

@@ -463,7 +463,7 @@ def test_another_program_than_python():
             "there is no script 'no_such.py'",
             marks=pytest.mark.thorough,
         ),
-        ([], ("zerojax", "keys"), "how many processes?"),
+        ([], ("zerojax", "keys"), "no GPU is visible"),
         (["--nprocs", "2", "--nnodes", "2"], ("zerojax", "keys"), "--nnodes 2 needs --coordinator"),
     ],
 )

@@ -221,7 +221,7 @@ ASK, TELL = {"role": "user", "content": "Who?"}, {"role": "assistant", "content"
             all_marked,
             None,
             (),
-            "every token of it is an answer, so nothing is a question",
+            "every token of the text is part of an answer, so it has no question",
         ),
         (
             None,
@@ -327,7 +327,7 @@ def test_masks_of_prepared_chats_are_looked_at(model, tmp_path, capsys, monkeypa
     (run / "run.yaml").unlink()
     told = fails(capsys, *words, str(tmp_path / "ones"), "--bad", "skip")
     assert "--bad skip is an option for preparing chats" in told
-    assert "ones is prepared already; leave the option out" in told
+    assert "ones is already prepared; leave the option out" in told
     assert main([*words, str(tmp_path / "all_but_one"), "seq_len=16"]) == 0
     assert "are trained on" not in capsys.readouterr().out
 
@@ -349,7 +349,7 @@ def test_data_of_other_kinds_are_refused(model, tmp_path, capsys):
     prepare = ["data", "prepare", str(chats), str(tmp_path / "made"), "--format", "chat"]
     assert main([*prepare, "--tokenizer", str(other)]) == 0
     capsys.readouterr()
-    assert "did not make" in fails(capsys, *words, str(tmp_path / "made"))
+    assert "was not made with tokenizer=" in fails(capsys, *words, str(tmp_path / "made"))
 
 
 def test_a_model_that_continues_no_text_is_refused(tmp_path, capsys):

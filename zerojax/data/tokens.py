@@ -78,8 +78,10 @@ class Tokens:
         return f"{self.parts[0].name}{more}" if self.parts else "no tokens"
 
     def windows_per_part(self, seq_len: int) -> np.ndarray:
-        """Returns the number of windows (seq_len inputs and one more token) of each part, int64
-        [parts]."""
+        """Returns how many windows of seq_len + 1 tokens each part has, int64 [parts].
+
+        Neighbouring windows share one token: the last target of one is the first input of the next.
+        """
         sizes = np.array([len(part.ids) for part in self.parts], np.int64)
         return np.maximum(sizes - 1, 0) // seq_len
 
@@ -409,7 +411,8 @@ def verify_tokens(file: str | Path) -> None:
     found = hash_file(path)
     if wanted != found:
         raise ValueError(
-            f"{str(path)!r} has sha256 {found}, its sidecar says {wanted}; copy or prepare it again"
+            f"{str(path)!r} has sha256 {found}, but its sidecar states {wanted}; copy or prepare "
+            "it again"
         )
 
 

@@ -65,7 +65,9 @@ def translate(
     ]
     more = f"; and {len(refused) - _SHOWN} more" if len(refused) > _SHOWN else ""
     raise ConfigError(
-        "; ".join(shown) + more + " (`zerojax deepspeed explain FILE` says it of every key)",
+        "; ".join(shown)
+        + more
+        + " (`zerojax deepspeed explain FILE` prints the verdict on every key)",
         where=translation.source,
     )
 

@@ -97,8 +97,8 @@ def plan_context(
     mixes = what_takes_whole_sequences(trace.jaxpr.jaxpr)
     if mixes is not None:
         raise ValueError(
-            f"context={devices} splits sequences, and {mixes} needs whole ones; leave it out, or "
-            "use context=1"
+            f"context={devices} splits sequences, but {mixes} needs whole ones; leave that out, "
+            "or use context=1"
         )
     if not trace.attention_calls:
         raise ValueError(
@@ -150,7 +150,7 @@ def _shape_of(microbatch: Any) -> tuple[int, int]:
     shapes = {leaf.shape for leaf in jax.tree.leaves(microbatch)}
     if len(shapes) != 1 or len(next(iter(shapes))) != 2:
         raise ValueError(
-            f"a batch has arrays of the shapes {sorted(shapes)}; with context > 1 all have to be "
+            f"a batch has arrays of the shapes {sorted(shapes)}; with context > 1 all must be "
             "[rows, tokens] of one length; use context=1"
         )
     rows, tokens = next(iter(shapes))

@@ -125,7 +125,9 @@ def state_bytes(plan: Decisions, tier: str = DEVICE) -> int:
 
 
 def role_tiers(plan: Decisions) -> dict[str, Tiers]:
-    """Returns {role: {tier: bytes per device}}; state roles are exact, the others are by formula.
+    """Returns {role: {tier: bytes per device}}: the state exactly, the other roles by formula.
+
+    The sum is not the peak: activations on the device are left out.
 
     Returns:
       The roles of `state_tiers`, and

@@ -181,9 +181,9 @@ def _fit_keywords(
             else f"an array {list(wanted[at])} becomes {list(shapes[at])}"
         )
         raise ValueError(
-            "the optimizer's update returns other shapes than the gradients and the state that it "
-            f"is given ({what}); transformations of per-example gradients are not supported, and "
-            "others return updates like the parameters and a state like that of init"
+            f"the optimizer's update changes shapes ({what}): it must return updates of the "
+            "parameters' shapes, and a state of the shapes that init returned. Transformations "
+            "of per-example gradients are not supported"
         )
     return fitted, found
 

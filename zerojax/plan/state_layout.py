@@ -105,8 +105,8 @@ def store_folder(config: OffloadConfig) -> Path:
     """
     if config.folder is None:
         raise ValueError(
-            "offload.opt_state has nvme, and offload.folder is not given: there is no folder of a "
-            "run to put the files into; set offload.folder to one on the disk to be used"
+            "offload.opt_state uses nvme, but offload.folder is not set and the run has no "
+            "folder for the files; set offload.folder to a folder on the disk to use"
         )
     return user_path(config.folder).absolute() / f"process_{jax.process_index()}"
 

@@ -45,7 +45,7 @@ def check_lookup(settings: MeshConfig, mesh: Mesh | AbstractMesh, precision: Any
     for what, is_there in others.items():
         if is_there:
             raise ValueError(
-                f"{_ASKED} with {what} is not supported; leave it out, or use lookup=gather"
+                f"{_ASKED} with {what} is not supported; leave {what} out, or use lookup=gather"
             )
 
 
@@ -58,8 +58,8 @@ def check_update_of_tables(placement: Placement, tx: Any) -> None:
     looked_up = any(leaf.asked is not None for leaf in placement.leaves.values())
     if looked_up and isinstance(tx, Optimizer) and getattr(tx, "begin", None) is None:
         raise ValueError(
-            f"{_ASKED} with the optimizer {tx.kernel}, whose update looks at more than one "
-            "element, is not supported; use zerojax.adamw, lion or sgd, or lookup=gather"
+            f"{_ASKED} is not supported with the optimizer {tx.kernel}, whose update of an "
+            "element depends on other elements; use zerojax.adamw, lion or sgd, or lookup=gather"
         )
 
 
