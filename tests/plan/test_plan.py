@@ -259,7 +259,7 @@ def batch_of(rows, targets=None):
         ),
         (
             {"loss": lambda model, batch: jnp.sum(batch["x"])},
-            "the loss reads none of the model's 4 parameters (such as first/bias): loss(model, "
+            "the loss reads none of the model's 4 parameters (such as first/bias); loss(model, "
             "batch) must call the model in its first argument, not one from outside",
         ),
         (

@@ -249,7 +249,7 @@ ASK, TELL = {"role": "user", "content": "Who?"}, {"role": "assistant", "content"
             ("global_batch_size=20",),
             "20 is not divisible by 8 data shards .*use global",
         ),
-        (None, None, ("mesh.data=3",), "mesh .*data=3.* needs 3 devices, found 8"),
+        (None, None, ("mesh.data=3",), "mesh .*data=3.* needs 3 devices, but found 8"),
         (None, None, ("lora.targets=[attn/]",), "attn/"),
         (None, None, ("lora.rnk=4",), "did you mean 'model.lora.rank'"),
         (None, None, ("--epochs", "0"), "epochs=0: it must be above 0, such as 1 or 3"),
