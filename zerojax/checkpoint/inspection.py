@@ -66,7 +66,7 @@ class SavedStep:
         return re.sub(rf"^checkpoint {re.escape(str(self.folder))} [^:]*: ", "", str(self.error))
 
     def whole_metadata(self) -> Metadata:
-        """Returns its metadata.
+        """Returns the metadata of this step.
 
         Raises:
           CheckpointError: the step has a problem.

@@ -103,7 +103,7 @@ def as_patterns(name: str, value: Any) -> tuple[str, ...]:
 
 
 def check_kind(name: str, value: Any, kinds: Any, wanted: str) -> None:
-    """Raises if an argument is not of type `kinds`; None passes."""
+    """Raises if an argument is not of a type in `kinds`; None passes."""
     if value is not None and not isinstance(value, kinds):
         raise TypeError(f"{name} is a {type(value).__name__}; give {wanted}")
 

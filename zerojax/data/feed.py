@@ -105,7 +105,7 @@ class Feed(abc.ABC):
         self._returned = collections.deque((self._cut(b), state) for b, state in self._returned)
 
     def peek(self) -> list[tuple[Batch, State]]:
-        """Returns the batches that were given back, each with the state after it."""
+        """Returns the batches that `give_back` put back, each with the state after it."""
         return list(self._returned)
 
     def _cut(self, batch: Batch) -> Batch:

@@ -349,7 +349,7 @@ def smallest_dtype(vocab_size: int) -> np.dtype:
 
 
 def check_ids(tokens: Tokens, vocab_size: int) -> None:
-    """Checks for ids outside [0, vocab_size) before training: from the sidecar, else in the file.
+    """Raises for ids outside [0, vocab_size) before training: from the sidecar, else from the file.
 
     Costs nothing if the dtype or the sidecar excludes them. Larger files than SCAN_BYTES are not
     searched here; `TokenSource` checks each window as it is read.
@@ -381,7 +381,7 @@ def check_vocab_sizes(name: str, of_data: int, of_model: int) -> None:
 
 
 def check_block(block: np.ndarray, vocab_size: int, *, name: str, offset: int) -> None:
-    """Checks consecutive ids [n]; `offset` is the position of block[0] in the file `name`.
+    """Raises for ids outside [0, vocab_size) in a block [n] that begins at `offset` of a file.
 
     Raises:
       ValueError: the first id outside [0, vocab_size), with file and offset.

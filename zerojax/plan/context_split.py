@@ -19,7 +19,7 @@ GPUS_OF_A_NODE = 8
 
 
 def check_context(settings: MeshConfig, mesh: Mesh | AbstractMesh, model: Model, loss: Any) -> None:
-    """Raises if results with split sequences are not known to equal those of whole sequences.
+    """Raises if `context` > 1 is combined with settings that may change the results.
 
     Args:
       loss: the user's loss; None: the model's own.
@@ -81,7 +81,7 @@ def _says_so(model: Model) -> bool:
 def plan_context(
     settings: MeshConfig, mesh: Mesh | AbstractMesh, trace: ModelTrace, microbatch: Any
 ) -> tuple[ContextSplit | None, list[str]]:
-    """Returns (the sequence layout, sentences of why); (None, []) where no sequence is split.
+    """Returns (the layout of split sequences, the reasons in sentences); (None, []) if context=1.
 
     Args:
       trace: of the loss of whole sequences.

@@ -140,7 +140,7 @@ class Decisions:
 
     @property
     def batch_sharding(self) -> NamedSharding:
-        """Dimension 0 over the data axes; fits every leaf of a batch."""
+        """The sharding of every leaf of a batch: dimension 0 is split over the data axes."""
         return NamedSharding(self.mesh, P(DATA_AXES))
 
     @property

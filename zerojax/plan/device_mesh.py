@@ -197,7 +197,7 @@ def normalise_mesh(mesh: Mesh) -> Mesh:
 
 
 def normalise_abstract_mesh(mesh: AbstractMesh) -> AbstractMesh:
-    """Returns the same for a mesh without devices; the planned device kind is kept."""
+    """Returns an abstract mesh with zerojax's axes in zerojax's order, and its device kind."""
     made = AbstractMesh(_sizes_of_axes(mesh), AXES, axis_types=(AxisType.Auto,) * len(AXES))
     return made.update(abstract_device=mesh.abstract_device)
 

@@ -20,7 +20,7 @@ ATTRIBUTE = "expert_parameters"
 
 
 def check_expert_axis(settings: MeshConfig, mesh: Mesh | AbstractMesh, precision: Any) -> None:
-    """Raises if results with experts on several devices are not known to equal those on one.
+    """Raises if `expert` > 1 is combined with settings that may change the results.
 
     Args:
       precision: the user's setting.
@@ -57,7 +57,7 @@ def plan_experts(
     mesh: Mesh | AbstractMesh,
     stacks: Mapping[str, tuple[str, ...]],
 ) -> dict[str, int]:
-    """Returns {expert parameter: its expert dimension, negative}; {} without the axis.
+    """Returns {expert parameter: its expert dimension, negative}; {} if expert=1.
 
     Args:
       shapes: of all parameters, by name; program: the traced loss, whose first inputs they are,
@@ -145,7 +145,7 @@ def check_expert_calls(calls: ExpertCalls, declared: Iterable[str], asked: str) 
 
 
 def describe_experts(mesh: Mesh | AbstractMesh, placement: Placement) -> list[str]:
-    """Describes in one sentence what the axis means."""
+    """Describes in one sentence how `expert` splits the experts over devices."""
     devices = mesh.shape[EXPERT]
     if devices == 1:
         return []

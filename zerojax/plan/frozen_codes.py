@@ -71,7 +71,7 @@ def check_cut(
 def check_codes(
     settings: MeshConfig, mesh: Any, precision: Precision, *, reads_lazily: bool
 ) -> None:
-    """Raises if codes cannot be decoded layer by layer.
+    """Raises if the codes of `freeze_dtype` (nf4, int8) cannot be decoded layer by layer.
 
     Raises:
       ValueError: names the conflicting setting and the remedy.
@@ -104,7 +104,7 @@ def check_codes(
 
 
 def check_some(leaves: Mapping[str, LeafPlacement], kind: str) -> None:
-    """Raises if codes are requested but no parameter would be coded.
+    """Raises if `freeze_dtype` requests codes but no parameter can be coded.
 
     Raises:
       ValueError: nothing is coded; names the requirement.

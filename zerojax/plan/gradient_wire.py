@@ -22,7 +22,7 @@ BITS = {"int8": 8, "int4": 4}
 
 
 def check_gradient_wire(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> None:
-    """Raises if no gradient is scattered, or if codes are not proven for these settings.
+    """Raises if `wire.gradients` or `wire.exact` has no effect or conflicts with other settings.
 
     Raises:
       ValueError: names what to change.

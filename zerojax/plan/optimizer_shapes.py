@@ -38,7 +38,7 @@ def fit_padding(
     *,
     stacks: Collection[str],
 ) -> tuple[optax.GradientTransformation, list[str]]:
-    """Returns the optimizer for arrays as they are stored, and lines for the plan.
+    """Returns (an optimizer whose results padding does not change, lines for the plan).
 
     Padding zeros have no effect on zerojax's own optimizers. Any other optimizer is proven to be
     unaffected by padding, or gets arrays of the true shapes.

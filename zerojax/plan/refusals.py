@@ -146,7 +146,7 @@ def check_deterministic(
 
 
 def check_wire(settings: MeshConfig, eight_bits: Collection[str]) -> None:
-    """Raises if 8-bit gathers are requested but no weight could use them.
+    """Raises if `wire.weights=fp8` is set but no weight could use it.
 
     Args:
       eight_bits: names of the parameters that the model uses only as 8-bit floats.
@@ -174,7 +174,7 @@ def _near_power(number: int) -> int:
 
 
 def check_elementwise(settings: MeshConfig, tx: Any) -> None:
-    """Raises if an optimizer's update of an element depends on other elements of its shard.
+    """Raises if `deterministic` is set and the optimizer's update is not elementwise.
 
     Raises:
       ValueError: names the elementwise optimizers.

@@ -24,7 +24,7 @@ _ASKED = "wire.secondary=true"
 
 
 def check_secondary(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> None:
-    """Raises if nodes gather nothing, or if another setting changes how weights are gathered.
+    """Raises if `wire.secondary` has no effect or conflicts with other settings.
 
     Raises:
       ValueError: names what to change.

@@ -48,7 +48,7 @@ class SlicedLeaf:
 
     @property
     def num_slices(self) -> int:
-        """Slices of one shard."""
+        """Number of slices of one shard."""
         return sum(self.counts.values())
 
     def first(self, tier: str) -> int:
@@ -167,7 +167,7 @@ class PipelineLayout:
 
 
 def layer_rows(schedule: Schedule, layers: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns `PipelineLayout.rows`.
+    """Returns the layer in each row of a stored stack, -1 for padding rows.
 
     >>> from zerojax.plan.schedules import make_schedule
     >>> layer_rows(make_schedule("1f1b", stages=2, microbatches=2), (2, 1))

@@ -24,7 +24,7 @@ _ONE_DEVICE = tuple(axis for axis in AXES if axis not in DATA_AXES or axis == EX
 
 
 def check_lookup(settings: MeshConfig, mesh: Mesh | AbstractMesh, precision: Any) -> None:
-    """Raises if results with looked-up rows are not known to equal those of gathered tables.
+    """Raises if `lookup=owners` is combined with settings that may change the results.
 
     Args:
       precision: the user's setting.
@@ -50,7 +50,7 @@ def check_lookup(settings: MeshConfig, mesh: Mesh | AbstractMesh, precision: Any
 
 
 def check_update_of_tables(placement: Placement, tx: Any) -> None:
-    """Raises if an optimizer is not shown to give the same result as on one device.
+    """Raises if the optimizer's update may differ with `lookup=owners`.
 
     Raises:
       ValueError: an update that looks at whole shards.

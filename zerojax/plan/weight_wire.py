@@ -41,7 +41,7 @@ _GATHERED = (Access.GATHER_ONCE, Access.GATHER_ONCE_SCATTER_EARLY, Access.GATHER
 
 
 def check_weight_wire(settings: MeshConfig, mesh: Mesh | AbstractMesh, tx: Any) -> None:
-    """Raises if no weight is gathered, or if codes are not proven for these settings.
+    """Raises if `wire.weights` has no effect or conflicts with other settings.
 
     Raises:
       ValueError: names what to change.

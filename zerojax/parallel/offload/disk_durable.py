@@ -79,7 +79,7 @@ class AnotherPlanError(StoreError):
 
 
 def resume_step(plan: Plan) -> int | None:
-    """Returns the batches consumed by the last complete generation in a plan's folder, or None.
+    """Returns the step of the last complete generation in the plan's folder; None if there is none.
 
     Raises:
       StoreError: this version did not write the contents of the folder.
