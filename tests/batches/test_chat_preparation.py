@@ -263,7 +263,7 @@ def test_bytes_will_do_with_a_template(tmp_path):
 
 BAD = [
     ({"messages": []}, "the list of messages is empty; leave the row out, or write at least two"),
-    ({"messages": "x"}, r"its messages are 'x', which is not a list; a chat is \{"),
+    ({"messages": "x"}, r"the messages are 'x', which is not a list; a chat is \{"),
     ({"messages": [ASK, "x"]}, "entry 2 of its messages is 'x', which is not an object"),
     ({"messages": [{"content": "x"}]}, "entry 1 of its messages has no role"),
     ({"messages": [ASK]}, r"no message is the assistant's \(the roles are user\)"),
@@ -280,7 +280,7 @@ BAD = [
         {"prompt": "", "completion": f"{EOS}"},
         "every token of the text is part|no token of the chat",
     ),
-    ({"chosen": "x", "rejected": "y"}, r"it has the keys \['chosen', 'rejected'\]; a chat is"),
+    ({"chosen": "x", "rejected": "y"}, r"the row has the keys \['chosen', 'rejected'\]; a chat is"),
     ([1], r"\[1\] is not an object; a chat is"),
     ({"messages": [ASK, TELL], "tools": "{"}, "the text of tools is not valid JSON"),
     ({"messages": [ASK, TELL], "tools": 1}, "the tools are 1; make them a list of objects"),

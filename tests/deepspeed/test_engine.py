@@ -399,7 +399,7 @@ def test_a_configuration_comes_as_deepspeeds_introductions_give_it(way, tmp_path
     ("call", "words"),
     [
         (lambda: zerojax.initialize(make_model()), "no configuration was passed; pass one"),
-        (lambda: initialize(config_params=CONFIG), "both config and config_params were given"),
+        (lambda: initialize(config_params=CONFIG), "both config and config_params were passed"),
         (lambda: initialize(model_parameters=[]), "'model_parameters'; all parameters .* freeze="),
         (lambda: initialize(training_data=[]), "'training_data'; hand each batch"),
         (lambda: initialize(collate_fn=len), "'collate_fn'; hand each batch"),

@@ -185,7 +185,7 @@ def test_a_file_can_stand_alone(tmp_path):
         (WHOLE + "fp8_tflops: 0\n", r"fp8_tflops: 0 is not above 0; leave out.*mine\.yaml:8\)"),
         (
             WHOLE + "node_devices: 8\n",
-            r"node_devices: this key appears twice, first on line 4.*:8\)",
+            r"node_devices: the key appears twice, first on line 4.*:8\)",
         ),
         (
             WHOLE.replace("_devices: 1", "_devices: 1.5"),

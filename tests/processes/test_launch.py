@@ -221,7 +221,7 @@ class TestJob:
             ({"num_processes": 0}, "--nprocs 0 is less than 1"),
             ({"max_restarts": -1}, "--max-restarts -1"),
             ({"cpu_devices": 0}, "--cpu-devices 0"),
-            ({"grace": 10.0}, r"--grace 10 is not in \[0, 4\]"),
+            ({"grace": 10.0}, "--grace 10 is not between 0 and 4"),
             (
                 {"num_hosts": 2, "host": 2, "coordinator": "h:1"},
                 r"--node-rank 2 is not in \[0, 2\)",

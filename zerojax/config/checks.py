@@ -96,8 +96,8 @@ def as_patterns(name: str, value: Any) -> tuple[str, ...]:
     for pattern in patterns:
         if not isinstance(pattern, str):
             raise TypeError(
-                f"{name}: {quoted(pattern)} is not text; use a regular expression in quotes, or a "
-                "list of them"
+                f"{name}={quoted(value)}: {quoted(pattern)} is not text; use a regular expression "
+                "in quotes, or a list of them"
             )
     return patterns
 

@@ -506,7 +506,7 @@ def _record_lines(node: yaml.Node | None, key: Key, source: str, where: dict[Key
         if child in where:  # PyYAML would silently keep the last one
             first = where[child].rpartition(":")[2]
             raise ConfigError(
-                f"this key appears twice, first on line {first}; keep one", child, line
+                f"the key appears twice, first on line {first}; keep one", child, line
             )
         where[child] = line
         _record_lines(value, child, source, where)

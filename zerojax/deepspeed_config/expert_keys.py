@@ -37,7 +37,7 @@ def expert_size(file: File) -> int:
         return max(1, file[SIZE])
     for name in ("autoep_size", *_ROUTER, _SHARED):
         if file.has(f"{SECTION}.{name}"):
-            why = f"{SECTION}.enabled is false, and DeepSpeed reads no other key then"
+            why = f"{SECTION}.enabled is false, so DeepSpeed reads no other key of the section"
             file.notes.change(f"{SECTION}.{name}", "ignored", why)
     if file[SIZE] > 1:
         file.notes.warnings.append(f"{SIZE}={file[SIZE]} has no effect: enabled is false")
@@ -77,7 +77,7 @@ def check_experts_of_mesh(file: File, mesh: MeshConfig, shards: int | None) -> N
         file.notes.refuse(
             SIZE,
             mesh.expert,
-            "has to divide the devices, and elasticity changes their number; set it to 1, or "
+            "must divide the number of devices, which elasticity changes; set it to 1, or "
             "elasticity.enabled to false",
         )
 

@@ -96,8 +96,8 @@ def resolve_axis_sizes(config: MeshConfig, num_devices: int) -> dict[str, int]:
         needed, or_more = fixed * abs(sizes[DATA]), " or a multiple" * (sizes[DATA] == -1)
         raise ValueError(
             f"mesh {named} needs {needed} devices{or_more}, but found {num_devices} "
-            f"device{'s' * (num_devices > 1)}; use {needed} devices, or sizes whose product "
-            f"divides {num_devices}"
+            f"device{'s' * (num_devices > 1)}; use {needed} devices{or_more}, or sizes whose "
+            f"product divides {num_devices}"
         )
     if sizes[DATA] == -1:
         if num_devices % fixed:

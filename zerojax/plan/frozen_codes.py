@@ -134,7 +134,7 @@ def check_evaluation(leaves: Mapping[str, LeafPlacement], barriers: Mapping[str,
         if codes is not None:
             raise ValueError(
                 f"{name} is stored in {codes.kind} and decoded where the model uses it, but in "
-                f"this evaluation it {why}; evaluate with a loss that uses it as in training, or "
+                f"this evaluation {why}; evaluate with a loss that uses it as in training, or "
                 "train with a freeze_dtype of numbers, such as bf16"
             )
 

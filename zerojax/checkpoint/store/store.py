@@ -411,6 +411,4 @@ def _check_order(order: list[int], num_buckets: int) -> None:
         )
     if len(set(order)) < len(order):
         twice = next(index for index in order if order.count(index) > 1)
-        raise ValueError(
-            f"order contains bucket {twice} more than once; make a second sweep instead"
-        )
+        raise ValueError(f"order contains bucket {twice} more than once; sweep again instead")
