@@ -383,7 +383,7 @@ def test_an_evaluation_that_takes_stored_weights_is_refused():
     evaluate = build_evaluation(plan, loss)
     with pytest.raises(
         ValueError,
-        match=r"stored in nf4 and decoded where the model uses it, but in this evaluation its stored value",
+        match="stored in nf4 and .* in this evaluation its stored value",
     ):
         evaluate.trace(plan.abstract_state, plan.abstract_batch)
 

@@ -251,7 +251,7 @@ def test_a_key_given_twice_is_refused_with_both_values(tmp_path, text):
         pytest.importorskip("hjson", reason="the extra hjson is not installed")
     path = tmp_path / "twice.json"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=r"given 2 times, as \[1, 2\]; keep one"):
+    with pytest.raises(ConfigError, match=r"appears 2 times, with the values \[1, 2\]; keep one"):
         deepspeed.translate(path)
 
 

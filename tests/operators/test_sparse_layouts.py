@@ -159,7 +159,7 @@ def test_a_layout_by_its_mode():
     assert layout_of_mode({"mode": "dense", "block": 32}) is None
     made = layout_of_mode({"mode": "variable", "local_window_blocks": [2, 3]})
     assert made == VariableLayout(local_window_blocks=(2, 3))
-    with pytest.raises(ConfigError, match="use dense, fixed"):
+    with pytest.raises(ConfigError, match="is not one of dense, fixed"):
         layout_of_mode({"mode": "longformer"})
     with pytest.raises(ConfigError, match="the layout bigbird has no such key"):
         layout_of_mode({"mode": "bigbird", "num_local_blocks": 2})
