@@ -262,8 +262,8 @@ def test_bytes_will_do_with_a_template(tmp_path):
 # --- faults ---------------------------------------------------------------------------------------
 
 BAD = [
-    ({"messages": []}, "its messages are empty; leave the row out, or write at least two"),
-    ({"messages": "x"}, r"its messages are 'x', which is not a list; a chat is \{"),
+    ({"messages": []}, "the list of messages is empty; leave the row out, or write at least two"),
+    ({"messages": "x"}, r"the messages are 'x', which is not a list; a chat is \{"),
     ({"messages": [ASK, "x"]}, "entry 2 of its messages is 'x', which is not an object"),
     ({"messages": [{"content": "x"}]}, "entry 1 of its messages has no role"),
     ({"messages": [ASK]}, r"no message is the assistant's \(the roles are user\)"),
@@ -273,14 +273,17 @@ BAD = [
         "must be text, or a list of .* images and sounds are not trained on",
     ),
     ({"conversations": [{"from": "bot", "value": "x"}]}, "is from 'bot'; known are human, user"),
-    ({"prompt": "x", "completion": ""}, "its completion is empty; leave the row out"),
+    ({"prompt": "x", "completion": ""}, "the completion is empty; leave the row out"),
     ({"prompt": "x", "completion": [TELL]}, "make both text, or both lists of messages"),
     ({"prompt": [ASK], "completion": [ASK]}, "no message is the assistant's"),
-    ({"prompt": "", "completion": f"{EOS}"}, "every token of it is an answer|no token of it"),
-    ({"chosen": "x", "rejected": "y"}, r"it has the keys \['chosen', 'rejected'\]; a chat is"),
+    (
+        {"prompt": "", "completion": f"{EOS}"},
+        "every token of the text is part|no token of the chat",
+    ),
+    ({"chosen": "x", "rejected": "y"}, r"the row has the keys \['chosen', 'rejected'\]; a chat is"),
     ([1], r"\[1\] is not an object; a chat is"),
-    ({"messages": [ASK, TELL], "tools": "{"}, "its tools is not valid JSON"),
-    ({"messages": [ASK, TELL], "tools": 1}, "its tools are 1; make them a list of objects"),
+    ({"messages": [ASK, TELL], "tools": "{"}, "the text of tools is not valid JSON"),
+    ({"messages": [ASK, TELL], "tools": 1}, "the tools are 1; make them a list of objects"),
 ]
 
 
@@ -338,14 +341,14 @@ def test_a_template_that_fails_at_a_row_is_one_sentence(tmp_path, model, code, w
 
 def test_a_mask_of_all_zeros_or_all_ones_is_refused_whatever_is_skipped(tmp_path, model):
     """Marks around nothing, and a template that writes the answers alone."""
-    for marks, why in (("{% generation %}{% endgeneration %}", "no token of it is an answer"),):
+    for marks, why in (("{% generation %}{% endgeneration %}", "no token of the chat is part"),):
         template = tmp_path / "t.jinja"
         template.write_text("{% for m in messages %}{{ m.content }}" + marks + "{% endfor %}")
         with pytest.raises(ValueError, match=f"none of its 2 rows can be trained on; .*{why}"):
             prepared(tmp_path, model, GOOD, GOOD, template=template, bad="skip")
     template.write_text("{% generation %}{{ messages[-1].content }}{% endgeneration %}")
     with pytest.raises(
-        ValueError, match="2 rows can .*every token of it is an answer.*--format te"
+        ValueError, match="2 rows can .*every token of the text is part.*--format te"
     ):
         prepared(tmp_path, model, GOOD, GOOD, template=template, bad="skip")
 

@@ -154,7 +154,7 @@ def test_iterators_end_and_empty_data_are_refused():
         def __iter__(self):
             return iter(())
 
-    with pytest.raises(ValueError, match=r"the data \(Empty\) have no batch"):
+    with pytest.raises(ValueError, match=r"the data \(Empty\) returned no batch"):
         next(as_feed(Empty()))
     with pytest.raises(ValueError, match="length 0"):
         as_feed([])

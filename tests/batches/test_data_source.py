@@ -139,7 +139,7 @@ def test_token_files_bring_their_tokenizer(tmp_path: Path):
     write_token_files(None, tmp_path / "t")
     sizes = {"seq_len": 8, "global_batch_size": 2}
     assert repr(as_source(tmp_path / "t", **sizes)[2]) == "ByteTokenizer()"
-    with pytest.raises(ValueError, match="tokenizer='bpe:300' did not make"):
+    with pytest.raises(ValueError, match="not made with tokenizer='bpe:300'"):
         as_source(tmp_path / "t", tokenizer="bpe:300", **sizes)
     np.save(tmp_path / "plain.npy", np.arange(1000))
     train, _, tokenizer = as_source(tmp_path / "plain.npy", **sizes)

@@ -162,7 +162,7 @@ def test_a_changed_file_does_not_verify(tmp_path: Path):
     with file.open("r+b") as stream:
         stream.seek(1000)
         stream.write(b"\x00")
-    with pytest.raises(ValueError, match="its sidecar says"):
+    with pytest.raises(ValueError, match="its sidecar states"):
         verify_tokens(file)
 
 

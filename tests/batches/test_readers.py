@@ -323,8 +323,8 @@ SIDECARS = {
     "texts as text": ("t/texts.json", {**GOOD_TEXTS, "texts": "x"}, "texts='x'"),
     "texts beyond": ("t/texts.json", {**GOOD_TEXTS, "texts": 10**30}, f"texts={10**30}"),
     "texts of more ids": ("t/texts.json", {**GOOD_TEXTS, "vocab_size": 2**31}, "2147483648"),
-    "a saved dataset of numbers": ("t/state.json", {"_data_files": [1]}, "names no files"),
-    "a saved dataset of a number": ("t/state.json", {"_data_files": 5}, "names no files"),
+    "a saved dataset of numbers": ("t/state.json", {"_data_files": [1]}, "lists no files"),
+    "a saved dataset of a number": ("t/state.json", {"_data_files": 5}, "lists no files"),
 }
 
 
@@ -495,7 +495,7 @@ LINES = {
     "a metric of one's own": ({"kind": "train", "step": 9, "mine": {}}, "mine={}"),
     "a length": ({"kind": "start", "step": 0, "total_steps": "x"}, "total_steps='x'"),
     "a source": ({"kind": "train", "step": 9, "memory_source": [1]}, r"memory_source=\[1\].*text"),
-    "an event of no kind": ({"kind": "event", "step": 9, "time": 1}, "which event"),
+    "an event of no kind": ({"kind": "event", "step": 9, "time": 1}, "event without a name"),
     "an event as a list": ({"kind": "event", "step": 9, "event": ["failed"]}, r"\['failed'\]"),
     "a time": ({"kind": "event", "step": 9, "event": "failed", "time": "x"}, "time='x'"),
     "a long name": ({"kind": "train", "step": 9, "x" * 2**20: "y"}, r"xxx\.\.\..*='y'"),

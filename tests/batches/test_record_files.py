@@ -99,7 +99,7 @@ def test_a_saved_dataset_that_cannot_be_read_is_one_sentence(saved):
     with pytest.raises(ValueError, match=r"train/other.arrow' is missing, and state.json names it"):
         saved_files(saved)
     change(state, _data_files=[])
-    with pytest.raises(ValueError, match="names no files; save the dataset again"):
+    with pytest.raises(ValueError, match="lists no files; save the dataset again"):
         saved_files(saved)
     state.write_text("[")
     with pytest.raises(ValueError, match="is not valid JSON.*save the dataset again"):

@@ -222,7 +222,7 @@ def test_several_damaged_steps_are_passed_over(run: Path) -> None:
 
 def test_a_folder_under_another_steps_name_is_not_that_step(run: Path) -> None:
     (run / "3").rename(run / "4")
-    assert_is_step(restore_with_warning(run, r"/4 is damaged: metadata.json is that of step 3"), 2)
+    assert_is_step(restore_with_warning(run, r"/4 is damaged: metadata.json belongs to step 3"), 2)
 
 
 def test_no_step_is_whole(run: Path) -> None:

@@ -330,7 +330,7 @@ def test_blocks_along_the_dimension_of_zero_give_the_same_bits(zero):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mesh": {"stage": 2, "data": 4}}, r"stage=2: the stages.*use stage=1, or a freeze_dtype"),
+        ({"mesh": {"stage": 2, "data": 4}}, r"stage=2: the stages.*use stage=1.*or a freeze_dtype"),
         (
             {
                 "zero": 3,
@@ -343,7 +343,7 @@ def test_blocks_along_the_dimension_of_zero_give_the_same_bits(zero):
             {"deterministic": "mesh", "optimizer": zerojax.adamw(1e-3)},
             r"deterministic='mesh': .*leave deterministic out",
         ),
-        ({"freeze": ("norm",)}, r"freeze_dtype=nf4 is for frozen parameters that are named"),
+        ({"freeze": ("norm",)}, r"freeze_dtype=nf4 needs a frozen parameter"),
         ({"mesh": {"model": 2, "data": 4}}, r"lm_head/kernel: dim 1 of size 64.*model=2 would cut"),
     ],
 )
@@ -353,7 +353,7 @@ def test_what_cannot_be_coded_is_refused_with_a_remedy(options, message):
 
 
 def test_functions_have_no_place_to_decode_in():
-    with pytest.raises(ValueError, match=r"a pair of functions has no such point.*nnx or linen"):
+    with pytest.raises(ValueError, match=r"pair of functions.*nnx or linen"):
         plan_for(
             (init_functions, apply_functions),
             precision=NF4,
@@ -381,7 +381,10 @@ def test_an_evaluation_that_takes_stored_weights_is_refused():
         return model.loss(batch)[0] + sum(jnp.sum(x) for x in stored)
 
     evaluate = build_evaluation(plan, loss)
-    with pytest.raises(ValueError, match=r"stored in nf4 and decoded where a model reads it"):
+    with pytest.raises(
+        ValueError,
+        match="stored in nf4 and .* in this evaluation its stored value",
+    ):
         evaluate.trace(plan.abstract_state, plan.abstract_batch)
 
 

@@ -88,7 +88,9 @@ def test_a_torn_bucket_of_the_slot_that_does_not_count_is_no_matter(tmp_path):
 def test_a_file_that_was_cut_off(tmp_path):
     make(tmp_path).close()
     os.truncate(tmp_path / "buckets0.bin", PADDED)
-    with pytest.raises(StoreError, match=rf"buckets0.bin: {PADDED} bytes, the manifest says"):
+    with pytest.raises(
+        StoreError, match=rf"buckets0.bin: {PADDED} bytes instead of .*from the manifest"
+    ):
         BucketStore.open(tmp_path)
 
 

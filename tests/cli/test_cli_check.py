@@ -126,7 +126,7 @@ def test_a_run_file_gives_its_model_and_text():
     [
         (["nowhere.py"], "nowhere.py: No such file"),
         (["model"], "give a script"),
-        ([__file__, "zero=3"], "KEY=VALUE changes a run file"),
+        ([__file__, "zero=3"], "KEY=VALUE changes settings of a run file"),
         ([__file__, "--devices", "1"], "at least 2 are needed"),
         ([__file__, "--steps", "0"], "at least 1 is needed"),
     ],

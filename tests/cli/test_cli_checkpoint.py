@@ -139,7 +139,7 @@ def test_a_run_may_name_its_folder_of_checkpoints(run, tmp_path, capsys):
 def test_what_is_no_run_is_bad_input(tmp_path, capsys, words):
     code, _, error = call(capsys, words[0], tmp_path / "nothing", *words[1:])
     assert code == 2
-    assert "is not a folder; give the folder of a run" in error
+    assert "is not a folder; name the folder of a run" in error
     code, _, error = call(capsys, words[0], tmp_path, *words[1:])
     assert code == 2
     assert "holds no checkpoints" in error

@@ -303,7 +303,7 @@ def test_a_search_that_finds_nothing_looks_once_more_with_the_state_on_the_host(
         (["--devices", "0"], "--devices 0: at least 1 GPU"),
         (["--devices", "many"], "invalid int value: 'many'"),
         (["--devices", "6", "mesh.model=4"], "--devices 6: mesh replica=1"),
-        (["--devices", "6", "mesh.data=4"], "needs 4 devices, found 6; use data=-1"),
+        (["--devices", "6", "mesh.data=4"], "needs 4 devices, but found 6; use data=-1"),
         (["--devices", "5"], "not divisible by 5 data shards"),
         (["num_microbatches=8"], "use num_microbatches=4 or global_batch_size=64"),
         (["--budget", "0", "--search"], "--budget 0"),

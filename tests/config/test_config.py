@@ -188,7 +188,7 @@ BAD_FILES = [
     ("data: {seq_len: 512}", "data.seq_len: 512 is above model.max_seq_len (256)"),
     ("optimizer:\n  warmup_steps: 999", "warmup_steps: 999 is above steps (300); lower it"),
     ("steps: 0", "steps: 0 must be >= 1"),
-    ("steps: 1\nsteps: 2", "steps: given twice, first on line 1; keep one ({path}:2)"),
+    ("steps: 1\nsteps: 2", "steps: the key appears twice, first on line 1; keep one ({path}:2)"),
     ("a: [", "not valid YAML: "),
     ("- a\n- b", "expected KEY: VALUE lines, got ['a', 'b'] ({path}:1)"),
 ]

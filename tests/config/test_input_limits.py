@@ -56,7 +56,7 @@ YAML = {
     ),
     "a date that is none": ("steps: 2024-99-99", "'2024-99-99' is not a valid"),
     "a tag that does not fit": ("steps: !!bool maybe", "'maybe' is not a valid"),
-    "a list as a key": ("? [a]\n: 1", "a key has to be a name"),
+    "a list as a key": ("? [a]\n: 1", "a key must be a name"),
     "more than a configuration": (
         "#" * (MAX_CHARACTERS + 1),
         "characters, too long for a configuration",
@@ -112,7 +112,7 @@ def test_a_device_is_read_no_further_than_a_configuration():
         ("steps=" + "9" * 5000, "expected an integer, got '999"),
         ("learning_rate=" + "9" * 5000, "expected a number, got '999"),
         ("mesh={a: &a [*a]}", "is inside of the value that it names"),
-        ("mesh={zero: 1, zero: 2}", "zero: given twice"),
+        ("mesh={zero: 1, zero: 2}", "zero: the key appears twice"),
         ("x" * 100_000 + "=1", "unknown key"),
         ("x" * 100_000, "is not KEY=VALUE"),
         ("mesh=" + "x" * 100_000, "this is a section"),
@@ -138,7 +138,7 @@ DS_CONFIG = {
     "a long key": ('{"fp16": {"' + "k" * 200_000 + '": 1}}', "unknown key"),
     "a long value": ('{"fp16": "' + "k" * 200_000 + '"}', "expected a section"),
     "a long list": ('{"train_batch_size": [' + "1," * 30_000 + "1]}", "expected an integer"),
-    "a long value twice": ('{"a": "' + "x" * 200_000 + '", "a": 1}', "given 2 times"),
+    "a long value twice": ('{"a": "' + "x" * 200_000 + '", "a": 1}', "appears 2 times"),
     "control characters": (
         '{"fp16": {"\\u001b[2J": 1}}',
         r"fp16.\\x1b\[2J=1: unknown key",
@@ -176,7 +176,7 @@ def test_a_dict_that_holds_itself_or_too_much_is_refused():
     for values, words in (
         (inside, "nested more than 64 levels deep"),
         ({"a": shared}, "more than 100,000 values"),
-        ({"train_batch_size": 10**5000}, "expected an integer, found an integer of 16,610 bits"),
+        ({"train_batch_size": 10**5000}, "expected an integer, got an integer of 16,610 bits"),
     ):
         with pytest.raises(ConfigError, match=words):
             deepspeed.translate(values)

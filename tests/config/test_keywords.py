@@ -119,7 +119,7 @@ def test_the_file_is_blamed_for_its_own(tmp_path):
 
 @pytest.mark.thorough
 def test_the_remedy_for_too_small_a_mesh_trains():
-    with pytest.raises(ValueError, match=r"needs 3 devices, found 8") as error:
+    with pytest.raises(ValueError, match=r"needs 3 devices, but found 8") as error:
         zerojax.make_mesh({"data": 3})
     code = re.search(r"zerojax\.make_mesh\(.*\)", str(error.value))
     assert code

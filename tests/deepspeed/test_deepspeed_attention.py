@@ -109,7 +109,7 @@ def test_keys_that_deepspeed_does_not_read_have_no_effect_and_a_warning():
 @pytest.mark.parametrize(
     ("section", "words"),
     [
-        ({"mode": "longformer"}, "is not one of dense, fixed, variable, bigbird, bslongformer"),
+        ({"mode": "longformer"}, "use dense, fixed, variable, bigbird or bslongformer"),
         ({"mode": "fixed", "num_global_blocks": 3}, r"does not divide num_local_blocks \(4\)"),
         ({"mode": "fixed", "attention": "both"}, "bidirectional"),
         ({"mode": "fixed", "num_local_block": 4}, "did you mean 'num_local_blocks'"),

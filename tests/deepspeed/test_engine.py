@@ -268,7 +268,7 @@ def test_lines_are_printed_as_often_as_the_file_says(capsys):
 
 def test_without_batch_size_in_the_file_the_first_batch_decides():
     engine = initialize({name: x for name, x in CONFIG.items() if name != "train_batch_size"})
-    with pytest.raises(ValueError, match="there was none yet"):
+    with pytest.raises(ValueError, match="there was no batch yet"):
         engine.train_batch_size()
     plan = engine.prepare(
         jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch(0, 48))
@@ -398,8 +398,8 @@ def test_a_configuration_comes_as_deepspeeds_introductions_give_it(way, tmp_path
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: zerojax.initialize(make_model()), "no configuration was given; pass one"),
-        (lambda: initialize(config_params=CONFIG), "both config and config_params were given"),
+        (lambda: zerojax.initialize(make_model()), "no configuration was passed; pass one"),
+        (lambda: initialize(config_params=CONFIG), "both config and config_params were passed"),
         (lambda: initialize(model_parameters=[]), "'model_parameters'; all parameters .* freeze="),
         (lambda: initialize(training_data=[]), "'training_data'; hand each batch"),
         (lambda: initialize(collate_fn=len), "'collate_fn'; hand each batch"),

@@ -165,21 +165,21 @@ def test_a_folder_without_accounts_is_none(tmp_path):
     [
         (
             {"assignment": ASSIGNMENT.replace("thread-local", "collective-scratch")},
-            "allocation 4 is of no known kind",
+            "allocation 4 of XLA's buffer assignment is of an unknown kind",
         ),
-        ({"assignment": ASSIGNMENT.replace("page 0, constant", "page 0")}, "allocation 5 is of no"),
+        ({"assignment": ASSIGNMENT.replace("page 0, constant", "page 0")}, "allocation 5 of XLA's"),
         (
             {"assignment": ASSIGNMENT.replace("(size=512,", "(bytes=512,")},
-            "unknown line ' value: <2",
+            "buffer assignment has a line in an unknown format: ' value: <2",
         ),
         ({"assignment": "BufferAssignment:\n"}, "no preallocated-temp"),
-        ({"ranges": RANGES.replace("    cast{}:2-3\n", "")}, "no live range of cast"),
+        ({"ranges": RANGES.replace("    cast{}:2-3\n", "")}, "live ranges do not contain cast"),
         (
             {"ranges": RANGES.replace("cast{}:2-3", "cast{}: 2 to 3")},
-            "unknown line 'cast{}: 2 to 3'",
+            "live ranges have a line in an unknown format: 'cast{}: 2 to 3'",
         ),
         ({"ranges": "HloLiveRange (max 8):\n"}, "no part called BufferLiveRange"),
-        ({"program": PROGRAM.replace("%cast", "%renamed")}, "the program has no cast"),
+        ({"program": PROGRAM.replace("%cast", "%renamed")}, "is not in the program"),
         ({"program": "nothing"}, "no HLO module"),
     ],
 )

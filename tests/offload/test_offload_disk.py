@@ -120,7 +120,7 @@ def test_a_sweep_that_fails_is_told_and_nothing_is_saved_from_it(tmp_path, monke
 def test_a_store_needs_a_folder():
     config = offload("x")
     plan = plan_of(type(config)(opt_state="nvme", min_elements=100), data=2)
-    with pytest.raises(ValueError, match=r"offload.folder is not given.*set offload.folder"):
+    with pytest.raises(ValueError, match=r"offload.folder is not set.*set offload.folder"):
         init_state(plan)
 
 

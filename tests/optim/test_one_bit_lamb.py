@@ -574,7 +574,7 @@ def test_on_h100_momentum_travels_as_signs():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"zero": 2}, "1-bit LAMB with zero=2 .* no sharding divides"),
+        ({"zero": 2}, "1-bit LAMB with zero=2 .* sharding cannot divide"),
         ({"mesh": {"data": 4, "model": 2}}, "1-bit LAMB with model=2 is not supported"),
         ({"deterministic": "mesh"}, "1-bit LAMB with deterministic=mesh is not supported"),
         ({"wire": {"gradients": "int8"}}, "1-bit LAMB with wire.gradients=int8 is not supported"),
@@ -597,8 +597,8 @@ def test_what_signs_cannot_go_with_is_refused(options, said):
         ({"b1": lambda count: 0.9}, TypeError, "one_bit_lamb: b1 is a function"),
         ({"coeff_beta": 1.0}, ValueError, r"coeff_beta=1.0 has to be in \[0, 1\)"),
         ({"factor_threshold": 0}, ValueError, "factor_threshold=0 has to be in"),
-        ({"factor_min": 5.0}, ValueError, "factor_min=5.0 and factor_max=1.3 have to be above 0"),
-        ({"min_coeff": 0}, ValueError, "min_coeff=0 and max_coeff=2.0 have to be above 0"),
+        ({"factor_min": 5.0}, ValueError, "factor_min=5.0 and factor_max=1.3 must be above 0"),
+        ({"min_coeff": 0}, ValueError, "min_coeff=0 and max_coeff=2.0 must be above 0"),
         ({"impl": "cuda"}, ValueError, "cuda"),
     ],
 )
@@ -674,7 +674,7 @@ def test_a_block_of_deepspeed_means_its_own_update():
         ({"freeze_step": 0}, "freeze_step=0.*must be at least 1"),
         ({"amsgrad": True}, "no maximum of second moments is kept"),
         ({"max_grad_norm": 1.0}, '"gradient_clipping": 1.0'),
-        ({"factor_min": 8.0}, "factor_min=8.0 and factor_max=3.0 have to be above 0"),
+        ({"factor_min": 8.0}, "factor_min=8.0 and factor_max=3.0 must be above 0"),
         ({"coeff_beta": 1.5}, r"coeff_beta=1.5 has to be in \[0, 1\)"),
     ],
 )

@@ -401,7 +401,9 @@ def test_what_a_program_does_besides_is_refused():
         lambda rngs: DeclaresTwoOfThree(rngs),
     )
     norm = loss_of(lambda experts: jnp.sum(experts.up[...] ** 2))
-    refused("layers/0/experts/up is declared .* alone, or use expert=1", loss=norm)
+    refused(
+        "layers/0/experts/up is declared .* only to zerojax.experts, or use expert=1", loss=norm
+    )
     for way, words in {
         "scaled": "goes into `mul`",
         "conditional": "called inside `cond`",
@@ -419,5 +421,5 @@ def test_an_evaluation_that_looks_at_all_experts_is_refused():
     plan = plan_for(mixture(), mesh={"expert": 2})
     norm = loss_of(lambda experts: jnp.sum(experts.up[...] ** 2))
     batch = jax.device_put(text_batch(0), plan.batch_sharding)
-    with pytest.raises(ValueError, match="has its own experts only"):
+    with pytest.raises(ValueError, match="has only its own experts"):
         build_evaluation(plan, norm)(init_state(plan, 0), batch)

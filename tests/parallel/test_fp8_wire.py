@@ -240,12 +240,14 @@ def test_the_plan_says_what_is_sent_in_8_bits_and_what_could_be():
 
 
 def test_what_could_send_nothing_in_8_bits_is_refused():
-    with pytest.raises(ValueError, match=r"zero=2 none is; use zero=3, or wire.weights=compute"):
+    with pytest.raises(
+        ValueError, match=r"zero=2 gathers none on use; use zero=3, or wire.weights=compute"
+    ):
         plan_for(model_of(), zero=2, wire=EIGHT)
     plan_for(model_of(), zero=3, wire=EIGHT)
     plan_for(model_of(), zero=2, wire={"weights": "compute"})
     plain = reference_model("gpt2")
-    with pytest.raises(ValueError, match=r"matmul_dtype='fp8', or use wire.weights=compute"):
+    with pytest.raises(ValueError, match=r"matmul_dtype='fp8' .*or use wire.weights=compute"):
         plan_for(plain, zero=3, wire=EIGHT)
     with pytest.raises(ConfigError, match=r"weights.*compute"):
         WireConfig(weights="int2")

@@ -216,10 +216,10 @@ def test_a_page_says_what_stays_in_a_node():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"zero": 0}, "with zero=0 none is; use zero=3, or wire.secondary=false"),
-        ({"zero": 1}, "with zero=1 none is"),
-        ({"zero": 2}, "with zero=2 none is"),
-        ({"node": 8}, "all 8 are in one node; use wire.secondary=false, or say with mesh.node"),
+        ({"zero": 0}, "zero=0 gathers none on use; use zero=3, or wire.secondary=false"),
+        ({"zero": 1}, "zero=1 gathers none"),
+        ({"zero": 2}, "zero=2 gathers none"),
+        ({"node": 8}, "all 8 are in one node; use wire.secondary=false, or set mesh.node"),
         ({"node": None}, "all 8 are in one node"),
         ({"node": 1}, "needs the same number of shards in each node, at least 2"),
         ({"node": 3}, "node=3 does not divide the 8 devices"),

@@ -426,9 +426,9 @@ def test_an_average_of_the_weights_is_evaluated_as_it_is():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"zero": 0}, "with zero=0 none is; use zero=1 or 2, or wire.weights=compute"),
+        ({"zero": 0}, "zero=0 gathers none; use zero=1 or 2, or wire.weights=compute"),
         ({"zero": 3}, "with zero=3 there is none; use zero=1 or 2, or wire.weights=int8"),
-        ({"wire": {"secondary": True}}, "wire.secondary=true is for weights that are gathered on"),
+        ({"wire": {"secondary": True}}, "wire.secondary=true needs weights that are gathered on"),
         ({"deterministic": "mesh"}, "delta_int4 with deterministic=mesh is not supported"),
         ({"offload": {"opt_state": "host"}}, "delta_int4 with offload is not supported"),
         ({"mesh": {"data": 4, "stage": 2}}, "delta_int4 with stage=2 is not supported"),

@@ -153,7 +153,7 @@ def test_the_program_gathers_codes_and_what_is_exact_apart():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"zero": 0}, "with zero=0 none is; use zero=1, 2 or 3, or wire.weights=compute"),
+        ({"zero": 0}, "zero=0 gathers none; use zero=1, 2 or 3, or wire.weights=compute"),
         ({"deterministic": "mesh"}, "with deterministic=mesh is not supported"),
         ({"offload": {"params": "host", "opt_state": "host"}}, "offload.params=host is not supp"),
         ({"mesh": {"data": 4, "stage": 2}}, "with stage=2 is not supported"),

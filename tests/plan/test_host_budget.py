@@ -142,7 +142,7 @@ def test_a_share_is_proposed_that_fits():
 
 def test_a_run_is_refused_before_there_are_arrays(monkeypatch):
     monkeypatch.setattr(host_budget, "least_room", lambda: Room(GIB, 1024, "a test"))
-    with pytest.raises(ValueError, match="offload needs .* and may take 972 B"):
+    with pytest.raises(ValueError, match="offload needs .* but may use only 972 B"):
         host_budget.check_offload(small_plan("host"))
     host_budget.check_offload(small_plan("device"))
 
@@ -156,7 +156,7 @@ def test_files_that_do_not_fit(monkeypatch, tmp_path):
     with pytest.raises(ValueError, match=r"needs 3.0 MiB of disk in two generations") as error:
         check_disk(plan)
     assert "offload.durable: false, which takes half" in str(error.value)
-    assert f"in {tmp_path}/process_0, 3.0 MiB are there" in str(error.value)
+    assert f"in {tmp_path}/process_0, but only 3.0 MiB are free" in str(error.value)
     assert "(not counting checkpoints, 1.5 MiB each)" in str(error.value)
     store = tmp_path / "process_0"
     store.mkdir()

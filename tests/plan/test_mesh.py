@@ -39,7 +39,7 @@ def test_sizes_that_do_not_fit_are_refused():
         resolve_axis_sizes(MeshConfig(data=2, model=2), 8)
     assert str(caught.value) == (
         "mesh replica=1 x data=2 x expert=1 x context=1 x stage=1 x model=2 needs 4 devices, "
-        "found 8; use data=-1 to take what is there, or give the mesh of some of them: "
+        "but found 8; use data=-1 to use all of them, or give the mesh of some of them: "
         'zerojax.make_mesh({"data": 2, "model": 2}, devices=jax.devices()[:4])'
     )
 

@@ -260,8 +260,8 @@ def batch_of(rows, targets=None):
         ),
         (
             {"loss": lambda model, batch: jnp.sum(batch["x"])},
-            "the loss reads none of the model's 4 parameters (such as first/bias): loss(model, "
-            "batch) has to call the model that it is given, not one from outside",
+            "the loss reads none of the model's 4 parameters (such as first/bias); loss(model, "
+            "batch) must call the model in its first argument, not one from outside",
         ),
         (
             {"freeze": ("first", "last")},

@@ -36,10 +36,10 @@ SPLIT = make_schedule("zb_h1", stages=2, microbatches=2)
 @pytest.mark.parametrize(
     ("schedule", "changes", "reason"),
     [
-        (SMALL, [(3, 0, ".")], "stage 0 never does B1"),
-        (SMALL, [(3, 1, "B1")], "tick 3, stage 1: B1 is there twice, first at tick 2"),
-        (SMALL, [(2, 0, "B1")], "stage 0: B1 is there twice"),
-        (SMALL, [(3, 0, "B1.1")], "stage 0 never does B1:.* chunks 0 to 1"),
+        (SMALL, [(3, 0, ".")], "stage 0 never runs B1"),
+        (SMALL, [(3, 1, "B1")], "tick 3, stage 1: B1 appears twice, first at tick 2"),
+        (SMALL, [(2, 0, "B1")], "stage 0: B1 appears twice"),
+        (SMALL, [(3, 0, "B1.1")], "stage 0 never runs B1:.* chunks 0 to 1"),
         (SMALL, [(1, 0, "."), (0, 0, "F0+F1")], "tick 0, stage 0: F0.F1 has 2 .* the F slot"),
         (
             SMALL,
@@ -50,7 +50,7 @@ SPLIT = make_schedule("zb_h1", stages=2, microbatches=2)
         (
             SMALL,
             [(1, 1, "F0"), (2, 0, "."), (2, 1, "B0"), (3, 0, "B0"), (3, 1, "F1+B1")],
-            "stage 0 never does B1",
+            "stage 0 never runs B1",
         ),
         (
             SMALL,
@@ -62,13 +62,13 @@ SPLIT = make_schedule("zb_h1", stages=2, microbatches=2)
             [(2, 0, "B1"), (3, 0, "B0")],
             "tick 2, stage 0: B1 needs B1 of stage 1, which is at tick 2, whose gradient arrives",
         ),
-        (SPLIT, [(3, 1, ".")], "stage 1 never does W1"),
+        (SPLIT, [(3, 1, ".")], "stage 1 never runs W1"),
         (
             SPLIT,
             [(2, 0, "B0+W1"), (3, 0, "B1+W0")],
             "tick 2, stage 0: W1 needs B1 of stage 0, which is at tick 3, in the slot before",
         ),
-        (SMALL, [(0, 1, "W0")], "stage 0 never does W0"),
+        (SMALL, [(0, 1, "W0")], "stage 0 never runs W0"),
     ],
 )
 def test_a_broken_table_is_refused_with_its_reason(schedule, changes, reason):
@@ -83,7 +83,7 @@ def test_a_broken_table_is_refused_with_its_reason(schedule, changes, reason):
         (Schedule("empty", ((),)), "'empty' is empty"),
         (Schedule("none", (((), ()),)), "'none' has no operation"),
         (dataclasses.replace(SMALL, placement="w"), "placement 'w' is unknown; use loop or v"),
-        (dataclasses.replace(SMALL, placement="v"), "never does F0.1"),
+        (dataclasses.replace(SMALL, placement="v"), "never runs F0.1"),
         (
             Schedule("x", (((Operation("F", 0),), ()), ((),))),
             "tick 1: 1 cells where",

@@ -221,7 +221,7 @@ class TestJob:
             ({"num_processes": 0}, "--nprocs 0 is less than 1"),
             ({"max_restarts": -1}, "--max-restarts -1"),
             ({"cpu_devices": 0}, "--cpu-devices 0"),
-            ({"grace": 10.0}, r"--grace 10 is not in \[0, 4\]"),
+            ({"grace": 10.0}, "--grace 10 is not between 0 and 4"),
             (
                 {"num_hosts": 2, "host": 2, "coordinator": "h:1"},
                 r"--node-rank 2 is not in \[0, 2\)",
@@ -463,7 +463,7 @@ def test_another_program_than_python():
             "there is no script 'no_such.py'",
             marks=pytest.mark.thorough,
         ),
-        ([], ("zerojax", "keys"), "how many processes?"),
+        ([], ("zerojax", "keys"), "no GPU is visible"),
         (["--nprocs", "2", "--nnodes", "2"], ("zerojax", "keys"), "--nnodes 2 needs --coordinator"),
     ],
 )

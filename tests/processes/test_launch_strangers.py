@@ -115,13 +115,13 @@ class TestGreeting:
             Handshake(pair[0], b"a" * 20, seconds=LIMIT),
             Handshake(pair[1], b"b" * 20, seconds=LIMIT),
         )
-        with pytest.raises(UnauthenticatedPeer, match="its token is another one"):
+        with pytest.raises(UnauthenticatedPeer, match="its token differs"):
             self.exchange(leader, follower)
 
     def test_a_leader_with_another_token_is_not_obeyed(self, pair):
         left, right = pair
         left.sendall(b'{"zerojax_launch": {"nonce": "1"}}\n{"proof": "00", "refused": "stop"}\n')
-        with pytest.raises(UnauthenticatedPeer, match="the token of host 0 is another one"):
+        with pytest.raises(UnauthenticatedPeer, match="the token of host 0 differs"):
             Handshake(right, b"a" * 20, seconds=LIMIT).introduce(NUMBERS)
 
     @pytest.mark.parametrize(
@@ -243,9 +243,9 @@ class TestRealLaunchers:
         with started[0] as (first,), started[1] as (second,):
             errors = [each.communicate(timeout=LIMIT)[1] for each in (first, second)]
         assert (first.returncode, second.returncode) == (1, 1), errors
-        assert "was dropped: its token is another one" in errors[0]
+        assert "was dropped: its token differs" in errors[0]
         assert "no launcher has come from host 1" in errors[0]
-        assert "the token of host 0 is another one; set ZEROJAX_LAUNCH_TOKEN" in errors[1]
+        assert "the token of host 0 differs; set ZEROJAX_LAUNCH_TOKEN" in errors[1]
         assert not [error for error in errors if SECRET in error or SECRET[::-1] in error]
 
     @pytest.mark.parametrize(

@@ -213,7 +213,7 @@ ASK, TELL = {"role": "user", "content": "Who?"}, {"role": "assistant", "content"
         ),
         (None, None, ("seq_len=64",), "longer than a row of seq_len=64 .* raise seq_len to 93"),
         (None, None, ("seq_len=256",), "seq_len=256 is above .* 128 tokens .* to at most 128"),
-        (None, [{"text": "a book"}], (), r"chats.jsonl:1: it has the keys \['text'\]"),
+        (None, [{"text": "a book"}], (), r"chats.jsonl:1: the row has the keys \['text'\]"),
         (None, ["no JSON"], (), "chats.jsonl:1: 'no JSON' is not an object"),
         (None, [], (), "has no rows; pass at least one chat"),
         (None, [{"messages": [ASK, ASK]}], (), "no message is the assistant's .* leave the row"),
@@ -221,7 +221,7 @@ ASK, TELL = {"role": "user", "content": "Who?"}, {"role": "assistant", "content"
             all_marked,
             None,
             (),
-            "every token of it is an answer, so nothing is a question",
+            "every token of the text is part of an answer, so it has no question",
         ),
         (
             None,
@@ -233,10 +233,20 @@ ASK, TELL = {"role": "user", "content": "Who?"}, {"role": "assistant", "content"
             None,
             None,
             ("model.pretrained=else",),
-            "pretrained=else: FOLDER sets it.*leave model.pretrained out",
+            "pretrained=else conflicts with FOLDER.*leave the override model.pretrained out",
         ),
-        (None, None, ("run_dir=else",), "run_dir=else: --out sets it.*; leave run_dir out"),
-        (None, None, ("data.path=else",), "data.path=else: DATA sets it.*; leave data.path out"),
+        (
+            None,
+            None,
+            ("run_dir=else",),
+            "run_dir=else conflicts with --out.*; leave the override run_dir out",
+        ),
+        (
+            None,
+            None,
+            ("data.path=else",),
+            "data.path=else conflicts with DATA.*; leave the override data.path out",
+        ),
         (
             None,
             None,
@@ -249,7 +259,7 @@ ASK, TELL = {"role": "user", "content": "Who?"}, {"role": "assistant", "content"
             ("global_batch_size=20",),
             "20 is not divisible by 8 data shards .*use global",
         ),
-        (None, None, ("mesh.data=3",), "mesh .*data=3.* needs 3 devices, found 8"),
+        (None, None, ("mesh.data=3",), "mesh .*data=3.* needs 3 devices, but found 8"),
         (None, None, ("lora.targets=[attn/]",), "attn/"),
         (None, None, ("lora.rnk=4",), "did you mean 'model.lora.rank'"),
         (None, None, ("--epochs", "0"), "epochs=0: it must be above 0, such as 1 or 3"),
@@ -327,7 +337,7 @@ def test_masks_of_prepared_chats_are_looked_at(model, tmp_path, capsys, monkeypa
     (run / "run.yaml").unlink()
     told = fails(capsys, *words, str(tmp_path / "ones"), "--bad", "skip")
     assert "--bad skip is an option for preparing chats" in told
-    assert "ones is prepared already; leave the option out" in told
+    assert "ones is already prepared; leave the option out" in told
     assert main([*words, str(tmp_path / "all_but_one"), "seq_len=16"]) == 0
     assert "are trained on" not in capsys.readouterr().out
 
@@ -349,7 +359,7 @@ def test_data_of_other_kinds_are_refused(model, tmp_path, capsys):
     prepare = ["data", "prepare", str(chats), str(tmp_path / "made"), "--format", "chat"]
     assert main([*prepare, "--tokenizer", str(other)]) == 0
     capsys.readouterr()
-    assert "did not make" in fails(capsys, *words, str(tmp_path / "made"))
+    assert "was not made with tokenizer=" in fails(capsys, *words, str(tmp_path / "made"))
 
 
 def test_a_model_that_continues_no_text_is_refused(tmp_path, capsys):

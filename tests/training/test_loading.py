@@ -193,9 +193,9 @@ def test_an_old_folder_is_described_by_going_on(run, tmp_path):
     ("changes", "part"),
     [
         ({"py/object": "os.system"}, "unknown key"),
-        ({"architecture": "os"}, "none of gpt2"),
+        ({"architecture": "os"}, "known are gpt2"),
         ({"sizes": {"vocab": 3}}, "known keys: vocab_size"),
-        ({"batch": {"shape": "x"}}, "no description of a batch"),
+        ({"batch": {"shape": "x"}}, "not a description of a batch"),
         ({"num_devices": "many"}, "num_devices"),
     ],
 )

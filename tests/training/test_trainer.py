@@ -377,7 +377,7 @@ def test_checkpoints_are_listed_and_pruned(tmp_path):
         ({"batches": BATCHES, "data": "x.txt"}, "both batches and data"),
         ({"data": "no/such/file.txt"}, "no/such/file.txt"),
         ({"mesh_config": "ds_config.json"}, "ds_config.json"),
-        ({"mesh_config": {"data": 3}}, "needs 3 devices, found 8"),
+        ({"mesh_config": {"data": 3}}, "needs 3 devices, but found 8"),
         ({"mesh_config": {"zerro": 3}}, "zero"),
         ({"batches": BATCHES, "validation": iter(BATCHES)}, "read only once"),
         ({"batches": BATCHES, "num_microbatches": 3}, "use 24 or 48"),

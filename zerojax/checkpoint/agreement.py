@@ -153,7 +153,7 @@ def same_everywhere(value: str, *, what: str) -> None:
         process = int(np.argmax(checksums != checksums[0]))
         raise CheckpointError(
             f"{what} differs between process 0 and process {process}; a checkpoint stores one "
-            "value for all processes, so each must pass the same"
+            "value for all processes; pass the same value in each of them"
         )
 
 

@@ -62,7 +62,9 @@ def named_arrays(state: PyTree) -> dict[str, jax.Array]:
     """
     leaves = flatten_names(state)
     if not leaves:
-        raise TypeError("the state has no arrays, so there is nothing to save")
+        raise TypeError(
+            "the state has no arrays, so there is nothing to save; pass a tree of jax.Array"
+        )
     for name, leaf in leaves.items():
         if not isinstance(leaf, jax.Array):
             raise TypeError(
@@ -76,7 +78,8 @@ def named_arrays(state: PyTree) -> dict[str, jax.Array]:
             )
         if leaf.is_deleted():
             raise TypeError(
-                f"{name!r} of the state was donated to a computation; save the state it returned"
+                f"{name!r} of the state was donated to a computation, which freed its memory; "
+                "save the state that the computation returned"
             )
     check_storable(leaves)
     return leaves

@@ -58,8 +58,7 @@ class BaseWeights:
         return {"folder": str(self.folder), "files": sizes, "arrays": list(self.arrays)}
 
     def as_read(self, fingerprints: Mapping[str, str]) -> BaseWeights | None:
-        """Returns the part of it that a state has read from the folder, or None if there is
-        none."""
+        """Returns the part of these weights that a state has read from the folder, or None."""
         both = tuple(sorted(set(self.arrays) & set(fingerprints)))
         known = {name: fingerprints[name] for name in both}
         return dataclasses.replace(self, arrays=both, fingerprints=known) if both else None

@@ -40,7 +40,7 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Restored:
-    """Checkpoint that was read back."""
+    """A checkpoint that `Checkpointer.restore` read."""
 
     step: int
     state: PyTree

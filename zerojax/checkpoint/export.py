@@ -91,7 +91,10 @@ def export(
             tensors.append(Tensor(name=_name(name), shape=leaf.shape, dtype=_as(dtype, leaf.dtype)))
             saved_names[tensors[-1].name] = name
     if not tensors:
-        raise CheckpointError(f"{saved.folder} holds no parameters, only {list(metadata.arrays)}")
+        raise CheckpointError(
+            f"{saved.folder} holds no parameters to export, only {list(metadata.arrays)}; pass a "
+            "checkpoint of a training run"
+        )
     total = sum(tensor.num_bytes for tensor in tensors)
     opened = open_arrays(saved.folder, metadata)
 

@@ -198,7 +198,7 @@ def new_folder(out: Path, num_bytes: int, *, remedy: str | None) -> Iterator[Pat
       OSError: from the disk.
     """
     if out.exists() and (not out.is_dir() or os.listdir(out)):
-        raise FileExistsError(f"{out} already exists; name a folder that does not")
+        raise FileExistsError(f"{out} already exists; name a folder that does not exist yet")
     out.parent.mkdir(parents=True, exist_ok=True)
     check_space(out.parent, num_bytes, remedy=remedy)
     draft = out.with_name(f"{out.name}.partial")

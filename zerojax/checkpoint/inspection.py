@@ -66,7 +66,7 @@ class SavedStep:
         return re.sub(rf"^checkpoint {re.escape(str(self.folder))} [^:]*: ", "", str(self.error))
 
     def whole_metadata(self) -> Metadata:
-        """Returns its metadata.
+        """Returns the metadata of this step.
 
         Raises:
           CheckpointError: the step has a problem.
@@ -108,7 +108,7 @@ def find_checkpoints(run: str | os.PathLike[str]) -> tuple[Path, int | None]:
     path = user_path(run).absolute()
     if not path.is_dir():
         raise CheckpointError(
-            f"{run} is not a folder; give the folder of a run, such as runs/tiny_shakespeare"
+            f"{run} is not a folder; name the folder of a run, such as runs/tiny_shakespeare"
         )
     if path.name.isdigit() and (path / FILE_NAME).exists():
         return path.parent, int(path.name)
@@ -116,8 +116,8 @@ def find_checkpoints(run: str | os.PathLike[str]) -> tuple[Path, int | None]:
         if candidate.is_dir() and (folders.list_steps(candidate) or leftovers(candidate)):
             return candidate, None
     raise CheckpointError(
-        f"{run} holds no checkpoints; give the folder of a run that has saved, or the folder of "
-        "its checkpoints"
+        f"{run} holds no checkpoints; name the folder of a run that has saved one, or the folder "
+        "of its checkpoints"
     )
 
 

@@ -466,7 +466,7 @@ def _problem_with_base(body: Mapping[str, Any]) -> str | None:
 
 
 def is_array(description: Any) -> bool:
-    """Returns True if this is dtype and shape of an array, as `metadata.describe` writes them.
+    """Returns True if a text is dtype and shape of an array, as `metadata.describe` writes them.
 
     >>> is_array("float32[2,3]"), is_array("float33[2]"), is_array("float32[-1]")
     (True, False, False)

@@ -72,9 +72,9 @@ def removals(
         lost += [rest.folder for rest in rests if rest.kind == "damaged"]
         if lost:
             raise CheckpointError(
-                f"no step in {path} is whole, so nothing is deleted: {lost[0].name} may be all "
-                "that is left of the run; fix what prevents reading its steps, or delete the "
-                "folders by hand"
+                f"no step in {path} is complete and undamaged, so nothing is deleted: "
+                f"{lost[0].name} may be all that is left of the run; remove the cause for which "
+                "its steps cannot be read, or delete the folders by hand"
             )
     whole = [one.step for one in saved if one.error is None]
     expired: tuple[int, ...] = ()

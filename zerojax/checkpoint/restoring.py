@@ -113,7 +113,7 @@ def check_quickly(folder: Path) -> Metadata:
     """
     metadata = read_metadata(folder)
     if folder.name != str(metadata.step):
-        raise _damaged(folder, f"{FILE_NAME} is that of step {metadata.step}")
+        raise _damaged(folder, f"{FILE_NAME} belongs to step {metadata.step}")
     try:
         _raise_first(folder, files.wrong_sizes(folder, metadata.files))
         _raise_first(folder, files.wrong_checksums(folder, _small(metadata)))

@@ -98,8 +98,8 @@ def run(args: argparse.Namespace) -> int:
     is_run_file = target.endswith((".yaml", ".yml"))
     if args.overrides and not is_run_file:
         raise ValueError(
-            f"{args.overrides[0]}: KEY=VALUE changes a run file, and {args.target} is not a run "
-            "file"
+            f"{args.overrides[0]}: KEY=VALUE changes settings of a run file, but {args.target} is "
+            "not one; leave KEY=VALUE out"
         )
     if not is_file and not name:
         raise ValueError(

@@ -108,15 +108,15 @@ def parts_by_name(target: str, name: str) -> Parts:
             sys.path.insert(0, str(Path.cwd()))
             found = vars(importlib.import_module(target))
         if name not in found:
-            raise ValueError(f"{target} has no {name!r}")
+            raise ValueError(f"{target} has no {name!r}; name a function or dict of this file")
         parts = found[name]() if callable(found[name]) else found[name]
     allowed = {*inspect.signature(make_request).parameters} - {"devices", "thorough", "strict"}
     allowed -= {"steps"}
     if not isinstance(parts, Mapping) or not {"model", "batch"} <= set(parts) <= allowed:
         keys = sorted(parts) if isinstance(parts, Mapping) else type(parts).__name__
         raise ValueError(
-            f"{target}:{name} gives {keys}; it has to return a dict with model and batch, and may "
-            f"have {', '.join(sorted(allowed - {'model', 'batch'}))}"
+            f"{target}:{name} returns {keys}, but must return a dict with model and batch, and "
+            f"optionally with {', '.join(sorted(allowed - {'model', 'batch'}))}"
         )
     return dict(parts)
 

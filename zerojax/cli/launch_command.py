@@ -117,7 +117,7 @@ def _num_processes(args: argparse.Namespace) -> int:
     number = visible_gpus(os.environ) if args.cpu_devices is None else 0
     if number == 0:
         raise ValueError(
-            "how many processes? No GPU is visible here, for each of which there would be one; "
-            "give --nprocs, such as --nprocs 2 --cpu-devices 2"
+            "no GPU is visible on this host, so the number of processes (one per GPU) is "
+            "unknown; set --nprocs, such as --nprocs 2 --cpu-devices 2"
         )
     return number

@@ -88,11 +88,11 @@ def _code(code: int | None, notes: str, target: str, limit: float) -> int:
         raise ValueError(
             f"{target} was still running after {limit:g} seconds, {_place(notes, file)}; a check "
             "waits for its first call of zerojax. Give it more time with --time-limit, shorten "
-            f"what it does before its training, or {_NAME_IT.format(file)}"
+            f"the work before its training, or {_NAME_IT.format(file)}"
         )
     raise ValueError(
-        f"{target} ended its own process ({how}) before it gave zerojax a model, such as by "
-        f"os._exit, os.kill or an abort; remove that, or {_NAME_IT.format(file)}"
+        f"{target} ended its own process ({how}), for example by os._exit, os.kill or an abort, "
+        f"before it called zerojax with a model; remove that call, or {_NAME_IT.format(file)}"
     )
 
 

@@ -96,13 +96,14 @@ def as_patterns(name: str, value: Any) -> tuple[str, ...]:
     for pattern in patterns:
         if not isinstance(pattern, str):
             raise TypeError(
-                f"{name}={quoted(value)} is not valid; use a regular expression, or a list of them"
+                f"{name}={quoted(value)}: {quoted(pattern)} is not text; use a regular expression "
+                "in quotes, or a list of them"
             )
     return patterns
 
 
 def check_kind(name: str, value: Any, kinds: Any, wanted: str) -> None:
-    """Raises if an argument is not of type `kinds`; None passes."""
+    """Raises if an argument is not of a type in `kinds`; None passes."""
     if value is not None and not isinstance(value, kinds):
         raise TypeError(f"{name} is a {type(value).__name__}; give {wanted}")
 

@@ -501,11 +501,13 @@ def _record_lines(node: yaml.Node | None, key: Key, source: str, where: dict[Key
     for name, value in node.value:
         line = f"{source}:{name.start_mark.line + 1}"
         if not isinstance(name, yaml.ScalarNode):
-            raise ConfigError("a key has to be a name, not a list or a section", key, line)
+            raise ConfigError("a key must be a name, not a list or a section", key, line)
         child = (*key, name.value)
         if child in where:  # PyYAML would silently keep the last one
             first = where[child].rpartition(":")[2]
-            raise ConfigError(f"given twice, first on line {first}; keep one", child, line)
+            raise ConfigError(
+                f"the key appears twice, first on line {first}; keep one", child, line
+            )
         where[child] = line
         _record_lines(value, child, source, where)
 

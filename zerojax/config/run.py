@@ -378,7 +378,7 @@ class RunConfig:
         if self.loss_scale != LossScale() and not scaled:
             raise ConfigError(
                 f"only fp16 has a loss scale, but precision is {self.precision or 'not set'}; "
-                "leave it out or set precision=fp16",
+                "leave loss_scale out, or set precision=fp16",
                 ("loss_scale",),
             )
         if self.data.seq_len > self.model.max_seq_len and self.model.sizes_file is None:

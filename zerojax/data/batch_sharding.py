@@ -308,7 +308,8 @@ def _cast(name: str, array: np.ndarray, wanted: np.dtype) -> np.ndarray:
         if array.size and (array.min() < limits.min or array.max() > limits.max):
             raise ValueError(
                 f"batch[{name!r}] of dtype {dtype} holds values from {array.min()} to "
-                f"{array.max()}, {wanted} holds {limits.min} to {limits.max}; check the data"
+                f"{array.max()}, but {wanted} can hold only {limits.min} to {limits.max}; check "
+                "the data"
             )
         return array.astype(wanted)
     same_kind = both_integers or jax.numpy.issubdtype(dtype, np.floating) == jax.numpy.issubdtype(

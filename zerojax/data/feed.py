@@ -105,7 +105,7 @@ class Feed(abc.ABC):
         self._returned = collections.deque((self._cut(b), state) for b, state in self._returned)
 
     def peek(self) -> list[tuple[Batch, State]]:
-        """Returns the batches that were given back, each with the state after it."""
+        """Returns the batches that `give_back` put back, each with the state after it."""
         return list(self._returned)
 
     def _cut(self, batch: Batch) -> Batch:
@@ -246,7 +246,7 @@ class IterableFeed(Feed):
                 batch = next(self._iterator)
             except StopIteration:
                 raise ValueError(
-                    f"the data ({type(self._iterable).__name__}) have no batch when iterated "
+                    f"the data ({type(self._iterable).__name__}) returned no batch when iterated "
                     f"(after {self._read} batches); pass an iterable with at least one"
                 ) from None
         self._read += 1
@@ -307,7 +307,9 @@ def _new_feed(batches: Any, start: int, rows: tuple[int, int] | None) -> Feed:
     if isinstance(batches, RowSource):
         return SourceFeed(batches, start, rows)
     if isinstance(batches, str | Path) or batches is None:
-        raise TypeError(f"batches={batches!r}: turn it into a source first with as_source(...)")
+        raise TypeError(
+            f"batches={batches!r}is not a source of batches yet; make one of it with as_source(...)"
+        )
     if isinstance(batches, Mapping):
         raise TypeError(
             f"batches is one batch with keys {sorted(map(str, batches))[:8]}; pass [batch] to "

@@ -147,7 +147,7 @@ class MixtureSource(RowSource):
 
     @property
     def num_rows(self) -> int:
-        """Rows of all sources together; with other weights, no source need end there."""
+        """Sum of the sources' rows; with uneven weights each source ends at another row."""
         return sum(source.num_rows for source in self.sources)
 
     @functools.cached_property

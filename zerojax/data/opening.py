@@ -299,8 +299,8 @@ def _tokenizer_of(known: Mapping[str, Any] | None, name: str, spec: Any) -> Toke
     )
     if not agrees:
         raise ValueError(
-            f"tokenizer={quoted(spec)} did not make {name} ({own!r}); leave the option out, token "
-            "files have their own tokenizer, or prepare the text again"
+            f"{name} was not made with tokenizer={quoted(spec)}, but with {own!r}; leave the "
+            "option out, since token files have their own tokenizer, or prepare the text again"
         )
     return own
 

@@ -88,7 +88,7 @@ def saved_files(folder: Path) -> list[Path] | None:
     found = [item.get("filename") if isinstance(item, dict) else None for item in items]
     names = [name for name in found if isinstance(name, str)]
     if not names or len(names) < len(found):
-        raise ValueError(f"{str(folder / _STATE)!r} names no files; save the dataset again")
+        raise ValueError(f"{str(folder / _STATE)!r} lists no files; save the dataset again")
     files = [folder / Path(name).name for name in names]
     for file in files:
         if not file.is_file():

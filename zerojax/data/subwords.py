@@ -310,7 +310,7 @@ def _pieces(text: str) -> list[str]:
 
 
 def checked_ids(ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:
-    """Returns the ids as one row.
+    """Returns token ids as an integer array [n], after a check of their range.
 
     Raises:
       TypeError: not integers. ValueError: one is outside [0, vocab_size).

@@ -221,8 +221,8 @@ def verify_text_set(folder: str | Path) -> None:
         found = hash_file(folder / name)
         if found != wanted:
             raise ValueError(
-                f"{str(folder / name)!r} has sha256 {found}, {SIDECAR} says {wanted}; copy or "
-                "prepare the folder again"
+                f"{str(folder / name)!r} has sha256 {found}, but {SIDECAR} states {wanted}; copy "
+                "or prepare the folder again"
             )
 
 
@@ -305,7 +305,7 @@ def _map(file: Path, dtype: np.dtype, count: int) -> np.ndarray:
     num_bytes = size_of(file) if file.exists() else 0
     if num_bytes != count * dtype.itemsize:
         raise ValueError(
-            f"{str(file)!r} has {num_bytes} bytes, {SIDECAR} says {count * dtype.itemsize}; the "
-            "file is truncated or was changed: copy or prepare the folder again"
+            f"{str(file)!r} has {num_bytes} bytes, but {SIDECAR} states {count * dtype.itemsize}; "
+            "the file is truncated or was changed: copy or prepare the folder again"
         )
     return np.asarray(np.memmap(file, dtype, mode="r"))

@@ -78,8 +78,10 @@ class Tokens:
         return f"{self.parts[0].name}{more}" if self.parts else "no tokens"
 
     def windows_per_part(self, seq_len: int) -> np.ndarray:
-        """Returns the number of windows (seq_len inputs and one more token) of each part, int64
-        [parts]."""
+        """Returns how many windows of seq_len + 1 tokens each part has, int64 [parts].
+
+        Neighbouring windows share one token: the last target of one is the first input of the next.
+        """
         sizes = np.array([len(part.ids) for part in self.parts], np.int64)
         return np.maximum(sizes - 1, 0) // seq_len
 
@@ -347,7 +349,7 @@ def smallest_dtype(vocab_size: int) -> np.dtype:
 
 
 def check_ids(tokens: Tokens, vocab_size: int) -> None:
-    """Checks for ids outside [0, vocab_size) before training: from the sidecar, else in the file.
+    """Raises for ids outside [0, vocab_size) before training: from the sidecar, else from the file.
 
     Costs nothing if the dtype or the sidecar excludes them. Larger files than SCAN_BYTES are not
     searched here; `TokenSource` checks each window as it is read.
@@ -379,7 +381,7 @@ def check_vocab_sizes(name: str, of_data: int, of_model: int) -> None:
 
 
 def check_block(block: np.ndarray, vocab_size: int, *, name: str, offset: int) -> None:
-    """Checks consecutive ids [n]; `offset` is the position of block[0] in the file `name`.
+    """Raises for ids outside [0, vocab_size) in a block [n] that begins at `offset` of a file.
 
     Raises:
       ValueError: the first id outside [0, vocab_size), with file and offset.
@@ -409,7 +411,8 @@ def verify_tokens(file: str | Path) -> None:
     found = hash_file(path)
     if wanted != found:
         raise ValueError(
-            f"{str(path)!r} has sha256 {found}, its sidecar says {wanted}; copy or prepare it again"
+            f"{str(path)!r} has sha256 {found}, but its sidecar states {wanted}; copy or prepare "
+            "it again"
         )
 
 

@@ -147,8 +147,8 @@ def _parse(text: str, name: str) -> dict[str, Any]:
         raise ConfigError(error.message, error.key, name) from None
     if not isinstance(value, dict):
         raise ConfigError(
-            f"expected {{key: value, ...}}, found {type(value).__name__}; a DeepSpeed "
-            'configuration begins like {"train_batch_size": 32}',
+            f"expected {{key: value, ...}}, got {type(value).__name__}; a DeepSpeed configuration "
+            'begins like {"train_batch_size": 32}',
             where=name,
         )
     _check_nesting(value, name)
@@ -183,7 +183,8 @@ def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     if repeated:
         values = [value for key, value in pairs if key == repeated[0]]
         raise ConfigError(
-            f"given {len(values)} times, as {quoted(values)}; keep one", (repeated[0],)
+            f"the key appears {len(values)} times, with the values {quoted(values)}; keep one",
+            (repeated[0],),
         )
     return dict(pairs)
 

@@ -37,7 +37,7 @@ def expert_size(file: File) -> int:
         return max(1, file[SIZE])
     for name in ("autoep_size", *_ROUTER, _SHARED):
         if file.has(f"{SECTION}.{name}"):
-            why = f"{SECTION}.enabled is false, and DeepSpeed reads no other key then"
+            why = f"{SECTION}.enabled is false, so DeepSpeed reads no other key of the section"
             file.notes.change(f"{SECTION}.{name}", "ignored", why)
     if file[SIZE] > 1:
         file.notes.warnings.append(f"{SIZE}={file[SIZE]} has no effect: enabled is false")
@@ -77,7 +77,7 @@ def check_experts_of_mesh(file: File, mesh: MeshConfig, shards: int | None) -> N
         file.notes.refuse(
             SIZE,
             mesh.expert,
-            "has to divide the devices, and elasticity changes their number; set it to 1, or "
+            "must divide the number of devices, which elasticity changes; set it to 1, or "
             "elasticity.enabled to false",
         )
 
@@ -105,9 +105,8 @@ def check_router(model: tracing.Model, says: Mapping[str, Any]) -> None:
         key = (SECTION, name)
         if not isinstance(own, MoEConfig):
             raise ConfigError(
-                f"{value!r} is of a router, and the model has no configuration of one "
-                "(zerojax.config.MoEConfig) to compare it with; the model's code says it: take it "
-                "out",
+                f"{value!r} describes a router, but the model has no zerojax.config.MoEConfig to "
+                "compare it with; set the router in the model's code and take this key out",
                 key,
             )
         field = "shared_dim" if name == _SHARED else _ROUTER[name]
@@ -115,7 +114,7 @@ def check_router(model: tracing.Model, says: Mapping[str, Any]) -> None:
         same = (found > 0) == value if name == _SHARED else found == value
         if not same:
             raise ConfigError(
-                f"{value!r}, and the model has moe.{field}={found!r}; build the model so, or take "
-                "it out",
+                f"{value!r} differs from the model's moe.{field}={found!r}; build the model with "
+                "this value, or take the key out",
                 key,
             )

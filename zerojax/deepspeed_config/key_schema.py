@@ -221,14 +221,12 @@ def as_kind(kind: str, value: Any) -> Any:
         return _as_number(kind, value)
     types = {"bool": bool, "text": str, "list": (list, tuple), "dict": Mapping}
     if kind != "any" and not isinstance(value, types[kind]):
-        raise ValueError(
-            f"expected {_WANTED[kind]}, found {quoted(value)} ({type(value).__name__})"
-        )
+        raise ValueError(f"expected {_WANTED[kind]}, got {quoted(value)} ({type(value).__name__})")
     return value
 
 
 def _as_number(kind: str, value: Any) -> int | float:
-    wrong = ValueError(f"expected {_WANTED[kind]}, found {quoted(value)} ({type(value).__name__})")
+    wrong = ValueError(f"expected {_WANTED[kind]}, got {quoted(value)} ({type(value).__name__})")
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise wrong
     try:

@@ -17,15 +17,22 @@ _WIDTH, _INDENT = 100, " " * 14
 _HEAD = """\
 # The keys of a ds_config
 
-Every key that DeepSpeed 0.19 reads, the default of its code, and what becomes of it here.
-`zerojax deepspeed keys --markdown` prints this page, and `zerojax deepspeed explain FILE` says the
-same of the keys of a file, with their values. A key that is not in this table is refused inside a
-section, and at the top of a file where it looks like a misspelt one; the nearest known key is
-named. Any other unknown key at the top, such as a comment, has no effect and gives a warning.
+This page lists every key that DeepSpeed 0.19 reads, its default in DeepSpeed's code, and what
+zerojax does with it. `zerojax deepspeed keys --markdown` prints this page.
+`zerojax deepspeed explain FILE` prints the same for the keys and values of one file.
+
+Other keys:
+
+- Inside a section, an unknown key is refused, with the nearest known key.
+- At the top level, an unknown key that looks like a misspelt one is refused in the same way.
+- Any other unknown key at the top level, such as a comment, has no effect, and a warning is
+  printed.
+
+The verdicts:
 
 {verdicts}
 
-| key | default | verdict | what becomes of it |
+| key | default | verdict | meaning in zerojax |
 |---|---|---|---|
 """
 
@@ -36,7 +43,7 @@ def entries() -> Iterator[tuple[str, Any, str, str]]:
     for name, table in OPTIMIZERS.items():
         yield from _entries(table, f"optimizer.params ({name}) ")
     for name in DEEPSPEED_SCHEDULES:
-        why = "its parameters, by DeepSpeed's formulas"
+        why = "its parameters, with DeepSpeed's formulas"
         yield f"scheduler.params ({name})", None, "honoured", why
 
 
@@ -50,7 +57,7 @@ def _entries(table: Table, prefix: str) -> Iterator[tuple[str, Any, str, str]]:
                 refused = f"; other values than {taken} are refused: {entry.otherwise}"
             yield path, entry.default, entry.verdict, f"{entry.why}{refused}"
         elif isinstance(entry, AbsentFeature):
-            yield path, None, "refused", f"where it is on: {entry.why}"
+            yield path, None, "refused", f"if it is on: {entry.why}"
         else:
             yield from _entries(entry, f"{path}.")
 

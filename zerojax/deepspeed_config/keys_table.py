@@ -3,10 +3,9 @@
 Facts are those of DeepSpeed 0.19.6 and 0.19.8: `runtime/config.py`, `constants.py` and
 `precision_config.py`, and the `config.py` of `monitor`, `comm`, `profiling`, `elasticity`,
 `compile`, and in `runtime/` those of `activation_checkpointing`, `tensor_parallel` and
-`model_checkpointing`; for `zero_optimization` those of `deepspeed/runtime/zero/config.py`,
-`offload_config.py` and `leaf_module_config.py`; for `expert_parallel` those of the commit 0067b11,
-`auto_ep_config.py` and `auto_ep_presets/base.py` in `deepspeed/module_inject`. What the later one
-dropped (elasticity, MiCS) is still read.
+`model_checkpointing`; for `expert_parallel` those of the commit 0067b11, `auto_ep_config.py` and
+`auto_ep_presets/base.py` in `deepspeed/module_inject`. What the later one dropped (elasticity) is
+still read. `zero_optimization` is in `zero_keys_table`.
 """
 
 from __future__ import annotations
@@ -18,22 +17,23 @@ from zerojax.deepspeed_config.key_schema import (
     is_enabled,
     is_enabled_inside,
 )
+from zerojax.deepspeed_config.zero_keys_table import ZERO
 
 _DTYPES = ("fp32", "fp16", "bf16")
-_IN_PLAN = "the plan says it before the run"
-_ALWAYS = "always there: metrics.jsonl has it"
+_IN_PLAN = "the plan shows these numbers before the run"
+_ALWAYS = "always written, to metrics.jsonl"
 _STORE = (
     "files are read and written by `zerojax.checkpoint.store`; `zerojax bench io` measures the disk"
 )
-_SAVES = "checkpoints are written in parallel, each process its shards, in the background"
-_PROFILE = "`zerojax profile` and the plan say it; no step runs slower for it"
-_RESCALED = "gradients are summed and divided once, in float32; only rounding would differ"
-_MOMENTS = "which fused kernel updates"
+_SAVES = "each process writes its own shards in the background"
+_PROFILE = "`zerojax profile` and the plan show these numbers; steps are not slower"
+_RESCALED = "gradients are divided once, in float32; another order would only change rounding"
+_MOMENTS = "chooses a fused kernel; here the compiler fuses the update"
 
 _FP16: Table = {
-    "enabled": Key("bool", False, "honoured", "precision fp16"),
+    "enabled": Key("bool", False, "honoured", "precision=fp16"),
     "auto_cast": Key("bool", False, "mapped", "floating-point inputs are always cast"),
-    "loss_scale": Key("float", 0.0, "honoured", "0 is dynamic; else loss_scale.static"),
+    "loss_scale": Key("float", 0.0, "honoured", "0: dynamic; other values: loss_scale.static"),
     "initial_scale_power": Key("int", 16, "honoured", "loss_scale.initial, 2 to this power"),
     "loss_scale_window": Key("int", 1000, "honoured", "loss_scale.window"),
     "hysteresis": Key("int", 2, "honoured", "loss_scale.hysteresis"),
@@ -43,18 +43,20 @@ _FP16: Table = {
         "bool",
         False,
         "honoured",
-        "off: masters are float32",
+        "off: master weights are float32",
         (False,),
-        "float16 masters lose small updates for good; set it to false, or use bf16 with "
+        "float16 masters would lose small updates permanently; set it to false, or use bf16 with "
         "bf16_master_weights_and_grads",
     ),
 }
 
 _BF16: Table = {
-    "enabled": Key("bool", False, "honoured", "precision bf16"),
-    "immediate_grad_update": Key("bool", False, "compiler", "gradients are summed in the step"),
+    "enabled": Key("bool", False, "honoured", "precision=bf16"),
+    "immediate_grad_update": Key(
+        "bool", False, "compiler", "gradients are accumulated inside the compiled step"
+    ),
     "check_grad_overflow": Key(
-        "bool", True, "honoured", "a step whose gradients are not finite changes nothing"
+        "bool", True, "honoured", "a step with non-finite gradients changes no parameter"
     ),
     "bf16_master_weights_and_grads": Key(
         "bool", False, "honoured", "param_dtype and accumulate_dtype"
@@ -64,12 +66,12 @@ _BF16: Table = {
 
 _ACTIVATIONS: Table = {
     "partition_activations": Key(
-        "bool", False, "mapped", "mesh.sequence_sharding where autotp_size is above 1"
+        "bool", False, "mapped", "mesh.sequence_sharding if autotp_size is above 1"
     ),
-    "cpu_checkpointing": Key("bool", False, "honoured", "mesh.offload.activations: host"),
-    "contiguous_memory_optimization": Key("bool", False, "compiler", "XLA places every buffer"),
+    "cpu_checkpointing": Key("bool", False, "honoured", "mesh.offload.activations=host"),
+    "contiguous_memory_optimization": Key("bool", False, "compiler", "XLA allocates every buffer"),
     "number_checkpoints": Key(
-        "int", None, "compiler", "the model's own remat says what is kept: one input per layer"
+        "int", None, "compiler", "set by the model's own remat, which keeps one input per layer"
     ),
     "synchronize_checkpoint_boundary": Key("bool", False, "compiler", "no step waits for the host"),
     "profile": Key("bool", False, "mapped", _PROFILE),
@@ -78,12 +80,21 @@ _ACTIVATIONS: Table = {
 _PIPELINE: Table = {
     "stages": Key("int", None, "honoured", "mesh.stage"),
     "partition": Key("text", "best", "mapped", "mesh.partition"),
-    "seed_layers": Key("bool", False, "compiler", "one seed makes all layers, on any mesh alike"),
-    "activation_checkpoint_interval": Key(
-        "int", 0, "mapped", "the model's own remat; mesh.stash=input keeps a stage's input only"
+    "seed_layers": Key(
+        "bool", False, "compiler", "one seed initializes all layers equally on every mesh"
     ),
-    "pipe_partitioned": Key("bool", True, "compiler", "activations go where they are read"),
-    "grad_partitioned": Key("bool", True, "compiler", "gradients go where they are read"),
+    "activation_checkpoint_interval": Key(
+        "int",
+        0,
+        "mapped",
+        "set by the model's own remat; mesh.stash=input keeps only the input of a stage",
+    ),
+    "pipe_partitioned": Key(
+        "bool", True, "compiler", "activations are sent only to the devices that read them"
+    ),
+    "grad_partitioned": Key(
+        "bool", True, "compiler", "gradients are sent only to the devices that read them"
+    ),
 }
 
 _TENSOR_PARALLEL: Table = {
@@ -91,38 +102,38 @@ _TENSOR_PARALLEL: Table = {
     "vocab_parallel_lm_head": Key(
         "bool", None, "mapped", "the model's own tensor_parallel_rules say what is split"
     ),
-    "vocab_parallel_ce_backend": Key("text", "torch", "compiler", "the loss is the model's own"),
+    "vocab_parallel_ce_backend": Key("text", "torch", "compiler", "the loss is part of the model"),
     "preset_model": Key(
         "text", None, "mapped", "the model's own tensor_parallel_rules say what is split"
     ),
-    "tp_overlap_comm": Key("bool", False, "compiler", "the latency-hiding scheduler"),
+    "tp_overlap_comm": Key("bool", False, "compiler", "XLA's latency-hiding scheduler decides"),
     "partition_config": {
         "use_default_specs": Key(
-            "bool", False, "mapped", "the model's own rules are used where no spec is given"
+            "bool", False, "mapped", "the model's own rules apply where layer_specs has none"
         ),
         "layer_specs": Key("list", None, "mapped", "mesh.rules"),
     },
-    "tp": AbsentFeature("is for inference; training has autotp_size", bool),
-    "tensor_parallel": AbsentFeature("is for inference; training has autotp_size", bool),
-    "dtype": Key("any", None, "compiler", "the precision says it"),
+    "tp": AbsentFeature("a key of inference; for training use autotp_size", bool),
+    "tensor_parallel": AbsentFeature("a key of inference; for training use autotp_size", bool),
+    "dtype": Key("any", None, "compiler", "set by the precision (fp16, bf16)"),
     "injection_policy_tuple": AbsentFeature(
-        "names torch modules; the model's own rules say it", bool
+        "names torch modules; the model's own tensor_parallel_rules replace it: take it out", bool
     ),
-    "keep_module_on_host": Key("bool", False, "compiler", "weights are born sharded"),
-    "replace_with_kernel_inject": AbsentFeature("is for inference; take it out", bool),
-    "kernel_inject": AbsentFeature("is for inference; take it out", bool),
+    "keep_module_on_host": Key("bool", False, "compiler", "weights are created in their shards"),
+    "replace_with_kernel_inject": AbsentFeature("a key of inference; take it out", bool),
+    "kernel_inject": AbsentFeature("a key of inference; take it out", bool),
 }
 
 _CHECKPOINT: Table = {
     "tag_validation": Key("text", "WARN", "honoured", "whether processes may differ in the tag"),
-    "load_universal": Key("bool", False, "compiler", "every checkpoint goes on any mesh"),
+    "load_universal": Key("bool", False, "compiler", "every checkpoint can be loaded on any mesh"),
     "use_node_local_storage": Key(
         "bool",
         False,
         "honoured",
-        "off: one folder that all nodes see",
+        "off: a checkpoint is one folder that all nodes share",
         (False,),
-        "a checkpoint is one folder that all nodes see; set it to false",
+        "a checkpoint is one folder that all nodes share; set it to false",
     ),
     "checkpoint_serialization": Key("bool", True, "compiler", _SAVES),
     "parallel_write": {"pipeline_stage": Key("bool", False, "compiler", _SAVES)},
@@ -147,17 +158,17 @@ _MONITORS: Table = {
         "job_name": Key("text", "DeepSpeedJobName", "mapped", "see output_path"),
     },
     "csv_monitor": {
-        "enabled": Key("bool", False, "mapped", "metrics.jsonl in the run's folder, always"),
+        "enabled": Key("bool", False, "mapped", "the run's folder always has metrics.jsonl"),
         "output_path": Key("text", "", "mapped", "with job_name, the folder of the run"),
         "job_name": Key("text", "DeepSpeedJobName", "mapped", "see output_path"),
     },
     "wandb": {
         "enabled": Key("bool", False, "honoured", "log.wandb"),
         "project": Key("text", "deepspeed", "honoured", "log.wandb"),
-        "group": Key("text", None, "honoured", "the environment's WANDB_RUN_GROUP says it"),
-        "team": Key("text", None, "honoured", "the environment's WANDB_ENTITY says it"),
+        "group": Key("text", None, "honoured", "set WANDB_RUN_GROUP in the environment"),
+        "team": Key("text", None, "honoured", "set WANDB_ENTITY in the environment"),
     },
-    "comet": AbsentFeature("Comet is not written to; tensorboard and wandb are", is_enabled),
+    "comet": AbsentFeature("Comet is not supported; use tensorboard or wandb", is_enabled),
 }
 
 _ELASTICITY: Table = {
@@ -167,11 +178,17 @@ _ELASTICITY: Table = {
     "min_gpus": Key("int", 1, "honoured", "elasticity.min_devices"),
     "max_gpus": Key("int", 10_000, "honoured", "elasticity.max_devices"),
     "num_gpus_per_node": Key("int", 1, "honoured", "elasticity.devices_per_node"),
-    "model_parallel_size": Key("int", 1, "honoured", "has to be autotp_size x pipeline.stages"),
-    "min_time": Key("int", 0, "compiler", "for DeepSpeed's scheduler; devices change at restarts"),
+    "model_parallel_size": Key("int", 1, "honoured", "must be autotp_size x pipeline.stages"),
+    "min_time": Key(
+        "int", 0, "compiler", "for DeepSpeed's scheduler; here devices change only at a restart"
+    ),
     "prefer_larger_batch": Key("bool", True, "honoured", "elasticity.prefer_larger_batch"),
-    "ignore_non_elastic_batch_info": Key("bool", False, "honoured", "whether batch keys may stand"),
-    "version": Key("float", 0.2, "honoured", "of the arithmetic", (0.1, 0.2), "is not 0.1 or 0.2"),
+    "ignore_non_elastic_batch_info": Key(
+        "bool", False, "honoured", "whether the batch keys of the file may stay beside elasticity"
+    ),
+    "version": Key(
+        "float", 0.2, "honoured", "version of the batch arithmetic", (0.1, 0.2), "use 0.1 or 0.2"
+    ),
 }
 
 _LAYOUT = "the layout of the model's calls of zerojax.attention"
@@ -180,9 +197,9 @@ _SPARSE_ATTENTION: Table = {
         "text",
         "fixed",
         "honoured",
-        f"{_LAYOUT}; a model with an attention_layout of its own has to have the same",
+        f"{_LAYOUT}; a model with its own attention_layout must have the same",
         ("dense", "fixed", "variable", "bigbird", "bslongformer"),
-        "is not one of dense, fixed, variable, bigbird, bslongformer",
+        "use dense, fixed, variable, bigbird or bslongformer",
     ),
     "block": Key("int", 16, "honoured", _LAYOUT),
     "different_layout_per_head": Key("bool", False, "honoured", _LAYOUT),
@@ -191,25 +208,27 @@ _SPARSE_ATTENTION: Table = {
     "attention": Key("text", "bidirectional", "honoured", _LAYOUT),
     "horizontal_global_attention": Key("bool", False, "honoured", _LAYOUT),
     "num_different_global_patterns": Key("int", 1, "honoured", _LAYOUT),
-    "num_random_blocks": Key("int", 0, "honoured", f"{_LAYOUT}; they are drawn with seed 0"),
+    "num_random_blocks": Key(
+        "int", 0, "honoured", f"{_LAYOUT}; random blocks are drawn with seed 0"
+    ),
     "local_window_blocks": Key("list", [4], "honoured", _LAYOUT),
     "global_block_indices": Key("list", [0], "honoured", _LAYOUT),
     "global_block_end_indices": Key("list", None, "honoured", _LAYOUT),
     "num_sliding_window_blocks": Key("int", 3, "honoured", _LAYOUT),
 }
 
-_NAMED = "the model says which parameters are experts' (expert_parameters), and its loss is checked"
-_SAME_ROUTER = "has to be what the model's router does (model.moe)"
-_PRODUCTS = "products of all experts are batched, on any GPU"
+_NAMED = "the model's attribute expert_parameters names the expert weights"
+_SAME_ROUTER = "must equal the model's router (model.moe)"
+_PRODUCTS = "the products of all experts are batched on any GPU"
 _EXCHANGE = "all-to-alls in static buffers, in as many rounds as the fullest expert needs"
 _EXPERTS: Table = {
-    "enabled": Key("bool", False, "honoured", "whether autoep_size is taken"),
+    "enabled": Key("bool", False, "honoured", "whether autoep_size is used"),
     "autoep_size": Key("int", 1, "honoured", "mesh.expert"),
     "expert_tensor_parallel_size": Key(
         "int",
         1,
         "mapped",
-        "the model's own tensor_parallel_rules say what mesh.model splits of an expert",
+        "mesh.model splits experts by the model's own tensor_parallel_rules",
         (1,),
         "experts have no tensor parallelism of their own; set it to 1, and autotp_size",
     ),
@@ -236,15 +255,15 @@ _EXPERTS: Table = {
         "honoured",
         f"{_SAME_ROUTER}: scores",
         ("softmax", "sigmoid"),
-        "is not one of softmax, sigmoid",
+        "use softmax or sigmoid",
     ),
     "score_apply": Key(
         "text",
         "auto",
         "honoured",
-        "scores multiply what experts give",
+        "scores multiply the outputs of experts",
         ("post",),
-        "scores multiply what experts give, and not what they are given; use post",
+        "scores multiply the outputs of experts, not their inputs; use post",
     ),
     "route_norm": Key("bool", None, "honoured", f"{_SAME_ROUTER}: renormalize"),
     "route_scale": Key("float", 1.0, "honoured", f"{_SAME_ROUTER}: scale"),
@@ -262,8 +281,8 @@ _EXPERTS: Table = {
         "replace in `apply` of zerojax.experts",
     ),
     "load_balance_coeff": AbsentFeature(
-        "a bias of the router, moved by the experts' load, is set by no key of a ds_config, and "
-        "DeepSpeed refuses any value but null; take it out (the model has moe.bias_rate)",
+        "DeepSpeed refuses any value but null; take it out, and set moe.bias_rate of the model "
+        "for a router bias that follows the load of experts",
         bool,
     ),
     "use_grouped_mm": Key("bool", True, "compiler", _PRODUCTS),
@@ -280,7 +299,7 @@ _EXPERTS: Table = {
     "comm_max_tokens_per_rank": Key("int", 0, "compiler", _EXCHANGE),
     "async_split_plan": Key("bool", False, "compiler", "no step waits for the host"),
     "validate_folding_routing": Key(
-        "bool", False, "compiler", "ids out of range make the loss NaN, on every mesh"
+        "bool", False, "compiler", "expert ids out of range make the loss NaN on every mesh"
     ),
 }
 
@@ -302,28 +321,30 @@ _COMPILE = (
 )
 
 _ABSENT: Table = {
-    "amp": AbsentFeature("Apex has no part here; use bf16 or fp16", is_enabled),
+    "amp": AbsentFeature("Apex is not supported; use bf16 or fp16", is_enabled),
     "moe": AbsentFeature(
-        "is for inference, and DeepSpeed's training reads no such section; experts are a part of "
-        "the model (zerojax.zoo.MoE), and expert_parallel.autoep_size splits them",
+        "a section of inference, which DeepSpeed's training does not read; experts are part of "
+        "the model (zerojax.zoo.MoE), and expert_parallel.autoep_size splits them: take it out",
         bool,
     ),
     "progressive_layer_drop": AbsentFeature(
-        "layers are not dropped; take it out", is_enabled, ("enabled", "theta", "gamma")
+        "dropping layers is not supported; take it out", is_enabled, ("enabled", "theta", "gamma")
     ),
     "curriculum_learning": AbsentFeature(
-        "batches are what you pass: grow their length in your own batches", is_enabled
+        "the curriculum is part of your batches: increase their length there, and take it out",
+        is_enabled,
     ),
     "data_efficiency": AbsentFeature(
-        "batches are what you pass: choose them in your own batches", is_enabled_inside
+        "sampling is part of your batches: choose the rows there, and take it out",
+        is_enabled_inside,
     ),
     "compression_training": AbsentFeature(
-        "models are not compressed; take it out", is_enabled_inside
+        "compression is not supported; take it out", is_enabled_inside
     ),
     "quantize_training": AbsentFeature("weights are not quantised; take it out", is_enabled_inside),
     "weight_quantization": AbsentFeature("weights are not quantised; take it out", bool),
     "eigenvalue": AbsentFeature(
-        "serves quantize_training alone; take it out",
+        "only for quantize_training, which is not supported; take it out",
         is_enabled,
         (
             "enabled",
@@ -337,7 +358,7 @@ _ABSENT: Table = {
         ),
     ),
     "hybrid_engine": AbsentFeature(
-        "no inference engine; `zerojax.load_run` gives the model",
+        "there is no inference engine; take it out and use `zerojax.load_run`",
         is_enabled,
         (
             "enabled",
@@ -366,203 +387,44 @@ _ABSENT: Table = {
     ),
 }
 
-_ALLOCATOR = "how buffers of eager PyTorch are kept; the compiled step has none"
-_HOOKS = "how hooks of torch modules gather; here a parameter is gathered where it is read"
-_STREAM = "reading, updating and writing overlap by themselves"
-
-OFFLOAD_OPTIMIZER: Table = {
-    "device": Key(
-        "text",
-        "none",
-        "honoured",
-        "none, cpu or nvme: mesh.offload.opt_state device, host or nvme",
-        ("none", "cpu", "nvme"),
-        "is not one of none, cpu, nvme",
-    ),
-    "nvme_path": Key("text", None, "honoured", "mesh.offload.folder"),
-    "buffer_count": Key("int", 4, "compiler", "buffers are as many as slices in flight"),
-    "pin_memory": Key("bool", True, "mapped", "host memory is always pinned"),
-    "pipeline_read": Key("bool", False, "compiler", _STREAM),
-    "pipeline_write": Key("bool", False, "compiler", _STREAM),
-    "fast_init": Key("bool", False, "compiler", "state is born in its tier, slice by slice"),
-    "ratio": Key("float", 1.0, "honoured", "share of the state that leaves the device"),
-    "super_offload": Key(
-        "bool",
-        False,
-        "honoured",
-        "off, as here",
-        (False,),
-        "updates on the host while the device goes on; here the update runs on the device: set it "
-        "to false",
-    ),
-    "cpuadam_cores_perc": Key("float", 0.8, "compiler", "the update runs on the device"),
-}
-
-OFFLOAD_PARAM: Table = {
-    "device": Key(
-        "text",
-        "none",
-        "honoured",
-        "none or cpu: mesh.offload.params device or host",
-        ("none", "cpu"),
-        "weights can wait in host memory, not in files; use cpu, and nvme for offload_optimizer",
-    ),
-    "nvme_path": Key("text", None, "compiler", "weights do not go to files"),
-    "buffer_count": Key("int", 5, "compiler", "layers come one ahead of their use"),
-    "buffer_size": Key("int", 100_000_000, "compiler", "a buffer is one layer"),
-    "max_in_cpu": Key("int", 1_000_000_000, "compiler", "all offloaded weights are in host memory"),
-    "pin_memory": Key("bool", True, "mapped", "host memory is always pinned"),
-}
-
-ZERO: Table = {
-    "stage": Key("int", 0, "honoured", "mesh.zero", (0, 1, 2, 3), "is not valid; use 0, 1, 2 or 3"),
-    "contiguous_gradients": Key("bool", True, "compiler", _ALLOCATOR),
-    "reduce_scatter": Key("bool", True, "honoured", "stages 1 to 3 scatter, stage 0 reduces"),
-    "reduce_bucket_size": Key("int", 500_000_000, "honoured", "mesh.reduce_bucket_size, elements"),
-    "use_multi_rank_bucket_allreduce": Key("bool", True, "compiler", "a bucket is one collective"),
-    "allgather_partitions": Key("bool", True, "compiler", "one gather per bucket, no broadcasts"),
-    "allgather_bucket_size": Key(
-        "int", 500_000_000, "honoured", "mesh.allgather_bucket_size, elements"
-    ),
-    "overlap_comm": Key(
-        "bool", None, "compiler", "the latency-hiding scheduler; the plan says what it overlaps"
-    ),
-    "load_from_fp32_weights": Key(
-        "bool",
-        True,
-        "honoured",
-        "checkpoints hold float32 masters",
-        (True,),
-        "checkpoints hold no 16-bit copy to start from; set it to true",
-    ),
-    "elastic_checkpoint": Key(
-        "bool", False, "compiler", "a checkpoint goes on any mesh and any stage"
-    ),
-    "offload_param": OFFLOAD_PARAM,
-    "offload_optimizer": OFFLOAD_OPTIMIZER,
-    "sub_group_size": Key(
-        "int", 1_000_000_000, "mapped", "without offload there is nothing to cut into tiles"
-    ),
-    "cpu_offload": Key("bool", None, "mapped", "old name of offload_optimizer.device: cpu"),
-    "cpu_offload_param": Key("bool", None, "mapped", "old name of offload_param.device: cpu"),
-    "cpu_offload_use_pin_memory": Key("bool", None, "mapped", "host memory is always pinned"),
-    "stage3_prefetch_bucket_size": Key(
-        "int", 50_000_000, "compiler", "the compiler gathers one layer ahead where that helps"
-    ),
-    "stage3_param_persistence_threshold": Key(
-        "int",
-        100_000,
-        "honoured",
-        "mesh.persistence_threshold, elements; layers in one stack count together",
-    ),
-    "stage3_model_persistence_threshold": Key(
-        "int", None, "honoured", "no limit on what stays whole"
-    ),
-    "stage3_max_live_parameters": Key(
-        "int",
-        1_000_000_000,
-        "compiler",
-        "layers of one scan are gathered one at a time; layers of a Python loop live together, as "
-        "the plan counts them",
-    ),
-    "stage3_max_reuse_distance": Key(
-        "int", 1_000_000_000, "compiler", "weights are gathered at each use"
-    ),
-    "stage3_gather_16bit_weights_on_model_save": Key(
-        "bool", False, "mapped", "`zerojax checkpoint export` writes whole weights, at any stage"
-    ),
-    "stage3_gather_fp16_weights_on_model_save": Key(
-        "bool", False, "mapped", "old name of stage3_gather_16bit_weights_on_model_save"
-    ),
-    "stage3_module_granularity_threshold": Key("int", 0, "compiler", _HOOKS),
-    "stage3_use_all_reduce_for_fetch_params": Key("bool", False, "compiler", _HOOKS),
-    "stage3_allgather_sequential": Key("bool", False, "compiler", _HOOKS),
-    "ignore_unused_parameters": Key(
-        "bool", True, "compiler", "what the loss does not read is named when the run is planned"
-    ),
-    "compute_grad_norm": Key("bool", True, "compiler", "every report has the gradient norm"),
-    "parameter_alignment": Key("bool", False, "compiler", _ALLOCATOR),
-    "legacy_stage1": Key("bool", False, "compiler", "there is one stage 1"),
-    "round_robin_gradients": Key("bool", False, "compiler", _ALLOCATOR),
-    "zero_hpz_partition_size": Key(
-        "int",
-        1,
-        "honoured",
-        "off; above 1 wire.secondary with mesh.node: weights cross nodes once per step",
-    ),
-    "zero_quantized_weights": Key("bool", False, "honoured", "wire.weights"),
-    "zero_quantized_nontrainable_weights": Key(
-        "bool",
-        False,
-        "honoured",
-        "off",
-        (False,),
-        "frozen weights are stored and gathered in codes with Precision.freeze_dtype int8 or nf4; "
-        "give that, and set it to false",
-    ),
-    "zero_quantized_gradients": Key("bool", False, "honoured", "off"),
-    "zeropp_loco_param": AbsentFeature("corrects quantised reductions, which are not built", bool),
-    "mics_shard_size": Key(
-        "int",
-        -1,
-        "honoured",
-        "mesh.data, and mesh.replica for the rest: groups hold all of the state, optimizer's too",
-    ),
-    "mics_hierarchical_params_gather": Key("bool", False, "compiler", "NCCL knows the topology"),
-    "memory_efficient_linear": Key("bool", True, "compiler", _ALLOCATOR),
-    "pipeline_loading_checkpoint": Key(
-        "bool", False, "compiler", "each process reads its own shards"
-    ),
-    "override_module_apply": Key("bool", True, "compiler", _HOOKS),
-    "log_trace_cache_warnings": Key("bool", False, "compiler", "nothing is traced at run time"),
-    "enable_sanity_checks": Key("bool", False, "compiler", "the plan checks before the run"),
-    "save_muon_momentum_buffer_in_memory": Key(
-        "bool", False, "compiler", "momentum is part of the state, and lies where that lies"
-    ),
-    "leaf_module": {
-        "classes": Key("list", None, "compiler", _HOOKS),
-        "names": Key("list", None, "compiler", _HOOKS),
-        "name_suffixes": Key("list", None, "compiler", _HOOKS),
-    },
-    "zenflow": AbsentFeature("updates with stale gradients; take the section out", bool),
-    "grad_hooks": AbsentFeature(
-        "is in DeepSpeed's documents, and its own code refuses it", is_enabled
-    ),
-}
-
 TABLE: Table = {
     "train_batch_size": Key("int", None, "honoured", "rows of one step over all devices"),
     "train_micro_batch_size_per_gpu": Key(
-        "int", None, "honoured", "rows of a data shard that go through the model at once"
+        "int", None, "honoured", "rows of one microbatch on each data shard"
     ),
     "gradient_accumulation_steps": Key("int", None, "honoured", "num_microbatches"),
     "managed_gradient_accumulation": Key(
         "bool",
         True,
         "honoured",
-        "a step sums its microbatches",
+        "a step sums the gradients of its microbatches",
         (True,),
-        "a step here is always forward, backward and update of all microbatches; set it to true",
+        "a step is always forward and backward pass of all microbatches and one update; set it "
+        "to true",
     ),
     "optimizer": {
         "type": Key("text", None, "honoured", "the update rule"),
-        "params": Key("dict", None, "honoured", "its numbers"),
+        "params": Key("dict", None, "honoured", "parameters of the update rule"),
         "legacy_fusion": Key("bool", False, "compiler", _MOMENTS),
     },
     "scheduler": {
-        "type": Key("text", None, "honoured", "the learning rate, stepped once per update"),
-        "params": Key("dict", None, "honoured", "its numbers"),
+        "type": Key(
+            "text", None, "honoured", "the schedule of the learning rate, one step per update"
+        ),
+        "params": Key("dict", None, "honoured", "parameters of the schedule"),
     },
     "gradient_clipping": Key(
-        "float", 1.0, "honoured", "limit of the global gradient norm; 0 is none"
+        "float", 1.0, "honoured", "limit of the global gradient norm; 0: no limit"
     ),
     "fp16": _FP16,
     "bf16": _BF16,
     "torch_autocast": {
-        "enabled": Key("bool", False, "mapped", "precision: float32 masters, this compute dtype"),
+        "enabled": Key(
+            "bool", False, "mapped", "float32 master weights with the compute dtype in `dtype`"
+        ),
         "dtype": Key("text", None, "honoured", "compute and reduce dtype"),
         "lower_precision_safe_modules": AbsentFeature(
-            "names torch modules; here every layer computes in the dtype, norms and losses in "
+            "names torch modules; here every layer computes in `dtype`, and norms and losses in "
             "float32: take it out",
             bool,
         ),
@@ -574,17 +436,24 @@ TABLE: Table = {
             "honoured",
             "accumulate_dtype",
             ("fp32", "bf16"),
-            "sums of gradients are float32 or bfloat16; use fp32",
+            "gradients are accumulated in float32 or bfloat16; use fp32",
         ),
-        "param_dtype": Key("text", None, "honoured", "has to be that of fp16 or bf16", _DTYPES),
+        "param_dtype": Key(
+            "text", None, "honoured", "must match the sections fp16 and bf16", _DTYPES
+        ),
         "buffer_dtype": Key("text", None, "mapped", "a model's own state keeps its dtypes"),
     },
     "keep_in_fp32_modules": Key("any", "auto", "mapped", "a model's own state keeps its dtypes"),
     "communication_data_type": Key(
-        "text", None, "honoured", "reduce_dtype", _DTYPES, "is not one of fp32, fp16, bf16"
+        "text", None, "honoured", "reduce_dtype", _DTYPES, "use fp32, fp16 or bf16"
     ),
     "seq_parallel_communication_data_type": Key(
-        "text", "fp32", "compiler", "sequences are not split", _DTYPES, "is not fp32, fp16 or bf16"
+        "text",
+        "fp32",
+        "compiler",
+        "gradients of split sequences are summed in the dtype of the other gradients",
+        _DTYPES,
+        "use fp32, fp16 or bf16",
     ),
     "prescale_gradients": Key("bool", False, "mapped", _RESCALED),
     "gradient_predivide_factor": Key("float", 1.0, "mapped", _RESCALED),
@@ -594,16 +463,16 @@ TABLE: Table = {
         "honoured",
         "the mean over the batch",
         ("mean",),
-        "the loss is divided once, over all rows; use mean, and multiply the learning rate",
+        "gradients are means over all rows; use mean, and scale the learning rate instead",
     ),
     "sparse_gradients": Key(
         "bool",
         False,
         "honoured",
-        "true is mesh.lookup=owners: rows of untied embeddings travel, at stages 1 to 3",
+        "true: mesh.lookup=owners, which sends rows of untied embeddings at stages 1 to 3",
     ),
     "zero_allow_untested_optimizer": Key(
-        "bool", False, "honoured", "every optimizer is given what makes shards equal to one device"
+        "bool", False, "honoured", "every supported optimizer gives the results of one device"
     ),
     "zero_force_ds_cpu_optimizer": Key("bool", True, "compiler", "the update runs on the device"),
     "zero_optimization": ZERO,
@@ -615,11 +484,11 @@ TABLE: Table = {
         "int",
         1,
         "mapped",
-        "mesh.context, for the reference decoders; Ulysses is one of its ways",
+        "mesh.context, for the reference decoders (Ulysses, ring or all-gather)",
     ),
     "data_parallel_size": Key("int", None, "honoured", "mesh.data"),
     "use_data_before_expert_parallelism": Key(
-        "bool", False, "compiler", "the order of axes is the mesh's"
+        "bool", False, "compiler", "the mesh has a fixed order of axes"
     ),
     "aio": {
         name: Key(kind, default, "compiler", _STORE)
@@ -635,14 +504,16 @@ TABLE: Table = {
         )
     },
     "checkpoint": _CHECKPOINT,
-    "steps_per_print": Key("int", None, "honoured", "log.every; inf: never"),
+    "steps_per_print": Key("int", None, "honoured", "log.every (inf: never)"),
     "wall_clock_breakdown": Key("bool", False, "mapped", _PROFILE),
     "memory_breakdown": Key("bool", False, "mapped", _IN_PLAN),
-    "dump_state": Key("bool", False, "mapped", "the resolved run is always written in its folder"),
-    "log_level": Key("text", None, "mapped", "log.console: quiet for error and critical"),
+    "dump_state": Key("bool", False, "mapped", "the run's folder always has the resolved settings"),
+    "log_level": Key("text", None, "mapped", "log.console=quiet for error and critical"),
     "flops_profiler": {
         "enabled": Key("bool", False, "mapped", _PROFILE),
-        "recompute_fwd_factor": Key("float", 0.0, "mapped", "what is computed again is counted"),
+        "recompute_fwd_factor": Key(
+            "float", 0.0, "mapped", "recomputed operations are always counted"
+        ),
         "profile_step": Key("int", 1, "mapped", _PROFILE),
         "module_depth": Key("int", -1, "mapped", _PROFILE),
         "top_modules": Key("int", 1, "mapped", _PROFILE),
@@ -660,9 +531,7 @@ TABLE: Table = {
     "timers": {
         "throughput": {
             "enabled": Key("bool", True, "mapped", _ALWAYS),
-            "synchronized": Key(
-                "bool", True, "mapped", "reports wait for the device, steps do not"
-            ),
+            "synchronized": Key("bool", True, "mapped", "only reports wait for the device"),
         }
     },
     "elasticity": _ELASTICITY,
@@ -679,15 +548,13 @@ TABLE: Table = {
     "sparse_attention": _SPARSE_ATTENTION,
     "expert_parallel": _EXPERTS,
     **_ABSENT,
-    "disable_python_gc": Key("bool", False, "compiler", "a step makes next to no Python objects"),
+    "disable_python_gc": Key("bool", False, "compiler", "a step creates hardly any Python objects"),
     "dataloader_drop_last": Key(
         "bool", False, "compiler", "a step needs whole batches; a shorter one is refused by name"
     ),
-    "vocabulary_size": Key("int", None, "honoured", "a warning where 8 does not divide it"),
+    "vocabulary_size": Key("int", None, "honoured", "warns if it is not divisible by 8"),
     "graph_harvesting": Key("bool", False, "compiler", "the whole step is one compiled program"),
-    "disable_allgather": Key(
-        "bool", False, "honoured", "does nothing, as in DeepSpeed, which reads it and goes on"
-    ),
+    "disable_allgather": Key("bool", False, "honoured", "without effect, as in DeepSpeed"),
 }
 
 

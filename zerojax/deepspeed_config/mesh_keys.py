@@ -283,7 +283,7 @@ def _device(file: File, section: str, old_name: str) -> str:
     file.notes.warnings.append(f'{old_name} is an old name: write "{name}": {{"device": "cpu"}}')
     if file.has(f"{section}.device"):
         file.notes.refuse(
-            f"{ZERO}.{old_name}", True, f"{name} stands there as well; take this old name out"
+            f"{ZERO}.{old_name}", True, f"the file also has {name}; take this old name out"
         )
     return "cpu"
 

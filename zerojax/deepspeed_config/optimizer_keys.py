@@ -35,7 +35,7 @@ from zerojax.optim import (
 from zerojax.optim.building import describe_numbers
 from zerojax.optim.schedules import as_schedule
 
-_EAGER = "how PyTorch runs the update; here it is one compiled program"
+_EAGER = "for PyTorch's update; here the update is part of a compiled program"
 _DECAY = "on every parameter, as in DeepSpeed (Hugging Face's Trainer leaves out biases and norms)"
 
 
@@ -67,7 +67,7 @@ _STATES = Key(
 )
 _ADAM = _adam_table(
     torch_adam=Key("bool", False, "compiler", _EAGER),
-    adam_w_mode=Key("bool", True, "honoured", "true: decay beside the moments, which is AdamW"),
+    adam_w_mode=Key("bool", True, "honoured", "true: decay apart from the moments, which is AdamW"),
     fp32_optimizer_states=_STATES,
 )
 _LION = {name: _ADAM[name] for name in ("lr", "betas", "weight_decay", "set_grad_none")} | {
@@ -75,7 +75,9 @@ _LION = {name: _ADAM[name] for name in ("lr", "betas", "weight_decay", "set_grad
 }
 _LAMB = {
     **{name: _ADAM[name] for name in ("lr", "betas", "eps", "weight_decay", "amsgrad")},
-    "bias_correction": Key("bool", True, "honoured", "part of the rate, as in DeepSpeed"),
+    "bias_correction": Key(
+        "bool", True, "honoured", "applied to the learning rate, as in DeepSpeed"
+    ),
     "eps_inside_sqrt": Key("bool", False, "honoured", "as in DeepSpeed"),
     "max_coeff": Key("float", 10.0, "honoured", "upper bound of the ratio of norms"),
     "min_coeff": Key("float", 0.01, "honoured", "lower bound of the ratio of norms"),
@@ -83,50 +85,77 @@ _LAMB = {
 _SGD = {
     **{name: _ADAM[name] for name in ("lr", "weight_decay", "foreach", "fused", "differentiable")},
     "momentum": Key("float", 0.0, "honoured", "decay of the sum of gradients"),
-    "nesterov": Key("bool", False, "honoured", "one step of the momentum ahead"),
-    "dampening": Key("float", 0.0, "honoured", "none", (0.0,), "momentum is not damped; set 0"),
-    "maximize": Key("bool", False, "honoured", "off", (False,), "a loss is minimised"),
+    "nesterov": Key("bool", False, "honoured", "Nesterov momentum"),
+    "dampening": Key(
+        "float", 0.0, "honoured", "none", (0.0,), "dampening is not supported; set it to 0"
+    ),
+    "maximize": Key(
+        "bool", False, "honoured", "off", (False,), "the loss is always minimised; set it to false"
+    ),
 }
 _MUON = {
-    "lr": Key("float", None, "honoured", "of all parameters; absent: 0.02, and 3e-4 of Adam's"),
-    "muon_lr": Key("float", None, "honoured", "of matrices, in place of lr"),
-    "adam_lr": Key("float", None, "honoured", "of the others, in place of lr"),
+    "lr": Key(
+        "float",
+        None,
+        "honoured",
+        "learning rate of all parameters; absent: 0.02 for matrices, 3e-4 for the others",
+    ),
+    "muon_lr": Key("float", None, "honoured", "learning rate of matrices, in place of lr"),
+    "adam_lr": Key(
+        "float", None, "honoured", "learning rate of the other parameters (Adam), in place of lr"
+    ),
     "momentum": Key("float", 0.95, "honoured", "decay of the momentum of matrices"),
-    "betas": Key("list", [0.9, 0.95], "honoured", "b1 and b2 of Adam"),
-    "eps": Key("float", 1e-10, "honoured", "of Adam: added to the root of the second moment"),
+    "betas": Key("list", [0.9, 0.95], "honoured", "b1 and b2 of Adam, for the other parameters"),
+    "eps": Key("float", 1e-10, "honoured", "added to the root of Adam's second moment"),
     "weight_decay": Key("float", 0.0, "honoured", _DECAY),
-    "ns_steps": Key("int", 5, "honoured", "rounds; DeepSpeed has no such key and takes 5"),
+    "ns_steps": Key(
+        "int", 5, "honoured", "Newton-Schulz iterations; DeepSpeed has no such key and uses 5"
+    ),
     "ns_method": Key(
         "text",
         "gram",
         "compiler",
         "both methods compute the same function; here in float32",
         ("gram", "standard"),
-        "is not one of gram, standard",
+        "use gram or standard",
     ),
     "per_head_muon": Key(
         "bool", False, "honoured", "off", (False,), "heads are parts of one matrix; set it to false"
     ),
 }
-_SENT_BY_JAX = "nothing to choose: XLA's collectives send codes"
+_SENT_BY_JAX = "XLA's collectives send the codes"
 _ONE_BIT_ADAM = {
     **{name: _ADAM[name] for name in ("lr", "betas", "eps", "weight_decay", "amsgrad")},
-    "freeze_step": Key("int", 100000, "honoured", "steps of AdamW before signs are sent"),
-    "bias_correction": Key("bool", True, "ignored", "DeepSpeed's 1-bit Adam corrects no moment"),
-    "eps_inside_sqrt": Key("bool", False, "ignored", "DeepSpeed's 1-bit Adam does not look at it"),
+    "freeze_step": Key(
+        "int", 100000, "honoured", "warm-up steps with AdamW, before signs are sent"
+    ),
+    "bias_correction": Key(
+        "bool", True, "ignored", "DeepSpeed's 1-bit Adam does not correct moments"
+    ),
+    "eps_inside_sqrt": Key(
+        "bool", False, "ignored", "DeepSpeed's 1-bit Adam does not read this key"
+    ),
     "cuda_aware": Key("bool", False, "compiler", _SENT_BY_JAX),
     "comm_backend_name": Key("text", "nccl", "compiler", _SENT_BY_JAX),
 }
 _ONE_BIT_LAMB = {
     **{name: key for name, key in _ONE_BIT_ADAM.items() if not name.startswith("bias")},
     **{name: _LAMB[name] for name in ("max_coeff", "min_coeff")},
-    "freeze_step": Key("int", 100000, "honoured", "steps of LAMB before signs are sent"),
-    "coeff_beta": Key("float", 0.9, "honoured", "decay of the average of a layer's ratios"),
+    "freeze_step": Key("int", 100000, "honoured", "warm-up steps with LAMB, before signs are sent"),
+    "coeff_beta": Key(
+        "float", 0.9, "honoured", "decay of the average of each layer's ratio of norms"
+    ),
     "factor_max": Key("float", 4.0, "honoured", "upper bound of that average's factor"),
     "factor_min": Key("float", 0.5, "honoured", "lower bound of that average's factor"),
-    "factor_threshold": Key("float", 0.1, "honoured", "part by which it may change in a step"),
-    "bias_correction": Key("bool", True, "ignored", "DeepSpeed's 1-bit LAMB corrects no moment"),
-    "eps_inside_sqrt": Key("bool", False, "ignored", "DeepSpeed's 1-bit LAMB does not look at it"),
+    "factor_threshold": Key(
+        "float", 0.1, "honoured", "largest change of that factor in a step, as a fraction"
+    ),
+    "bias_correction": Key(
+        "bool", True, "ignored", "DeepSpeed's 1-bit LAMB does not correct moments"
+    ),
+    "eps_inside_sqrt": Key(
+        "bool", False, "ignored", "DeepSpeed's 1-bit LAMB does not read this key"
+    ),
 }
 OPTIMIZERS: Mapping[str, Table] = {
     "adam": _ADAM,

@@ -66,7 +66,9 @@ def translate(
     ]
     more = f"; and {len(refused) - _SHOWN} more" if len(refused) > _SHOWN else ""
     raise ConfigError(
-        "; ".join(shown) + more + " (`zerojax deepspeed explain FILE` says it of every key)",
+        "; ".join(shown)
+        + more
+        + " (`zerojax deepspeed explain FILE` prints the verdict on every key)",
         where=translation.source,
     )
 
@@ -170,7 +172,7 @@ def _data_shards(file: File, mesh: MeshConfig, num_devices: int | None) -> int |
         file.notes.refuse(
             "data_parallel_size",
             mesh.data * mesh.expert,
-            f"{num_devices} devices and {axes} leave {shards}; write that, or take it out",
+            f"{num_devices} devices and {axes} leave {shards}; set {shards}, or take the key out",
         )
     return shards
 
@@ -262,7 +264,9 @@ def log_of(file: File, given: CallerValues) -> tuple[LogConfig, Path | None]:
     if given.log is not None:
         if every is not None and every != given.log.every:
             file.notes.refuse(
-                "steps_per_print", every, f"log.every is {given.log.every}: set it in one place"
+                "steps_per_print",
+                every,
+                f"differs from log.every={given.log.every}; set only one of them",
             )
         return given.log, _run_dir(file)
     log = LogConfig() if every is None else LogConfig(every=every)
@@ -276,7 +280,7 @@ def log_of(file: File, given: CallerValues) -> tuple[LogConfig, Path | None]:
                 file.notes.refuse(
                     f"wandb.{name}",
                     file[f"wandb.{name}"],
-                    f"is said by the environment: set {variable}, and take this out",
+                    f"is read from the environment: set {variable}, and take this key out",
                 )
     level = file.optional("log_level")
     if level is not None and level not in _LEVELS:

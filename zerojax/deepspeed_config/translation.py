@@ -19,11 +19,11 @@ from zerojax.optim.precision import Precision
 
 Verdict = Literal["honoured", "mapped", "compiler", "ignored", "refused"]
 VERDICTS: dict[Verdict, str] = {
-    "honoured": "means here what it means in DeepSpeed",
-    "mapped": "the same end by other means",
-    "compiler": "nothing to set: XLA decides, or the thing does not exist here",
-    "ignored": "without effect in DeepSpeed, and so here; a warning says so",
-    "refused": "the run would not be what the file says",
+    "honoured": "has the same meaning as in DeepSpeed",
+    "mapped": "supported through a different setting or mechanism",
+    "compiler": "nothing to set: XLA decides, or zerojax has no such part",
+    "ignored": "without effect in DeepSpeed and in zerojax; a warning is printed",
+    "refused": "not supported: the run would differ from what the file describes",
 }
 
 _WIDTH = 100

@@ -131,7 +131,8 @@ def initialize(
     """
     if hasattr(model, "deepspeed_config"):
         raise TypeError(
-            "the first argument of initialize is the model; pass what argparse gave as args=args"
+            "the first argument of initialize is the model, but it is the result of argparse; "
+            "pass that as args=args"
         )
     source = _configuration(config, args, config_params)
     join_processes()
@@ -167,7 +168,9 @@ def _configuration(config: Any, args: Any, config_params: Any) -> Any:
     }
     given = {name: value for name, value in ways.items() if value is not None}
     if len(given) != 1:
-        found = f"both {' and '.join(given)} were given" if given else "no configuration was given"
+        found = (
+            f"both {' and '.join(given)} were passed" if given else "no configuration was passed"
+        )
         raise TypeError(f"{found}; pass one: zerojax.initialize(model, config='ds_config.json')")
     return next(iter(given.values()))
 
@@ -298,11 +301,11 @@ class Engine(EngineQueries, AbsentMethods):
           ValueError: there is no state yet, or it is in durable files.
         """
         if self._runner is None or self.state is None:
-            raise ValueError(f"{_NO_STATE}; before that, change the configuration")
+            raise ValueError(f"{_NO_STATE}; until then, change the configuration instead")
         if (disk := self.state.get("disk")) and disk.store.is_durable:
             raise ValueError(
-                "the state is in durable files, which belong to one mesh; save_checkpoint, "
-                "initialize another engine with the other mesh, and load_checkpoint"
+                "the state is in durable files, which belong to one mesh; call save_checkpoint, "
+                "initialize another engine with the new mesh, and call its load_checkpoint"
             )
         plan = self._runner.plan
         with self._guard.during("changing the mesh", is_long=True), self._explaining(plan):
@@ -478,7 +481,8 @@ class Engine(EngineQueries, AbsentMethods):
         check_tag(tag)
         if self._runner is None or self.state is None:
             raise ValueError(
-                f"{_NO_STATE}; call save_checkpoint after it, or give initialize an example_batch"
+                f"{_NO_STATE}; call save_checkpoint after that batch, or pass example_batch= to "
+                "initialize"
             )
         what = f"saving step {self.global_steps}"
         plan = self._runner.plan
@@ -558,7 +562,7 @@ def as_batch(batch: Any, data_iter: Iterator[Any] | None, num_microbatches: int)
       StopIteration: of `data_iter`.
     """
     if (batch is None) == (data_iter is None):
-        raise TypeError("pass a batch or data_iter=, one of them")
+        raise TypeError("both or neither of a batch and data_iter= were passed; pass one of them")
     if data_iter is None:
         _check_is_batch(batch)
         return _taken(batch)
@@ -577,8 +581,8 @@ def _check_is_batch(batch: Any) -> None:
     gives = isinstance(batch, Iterator) or hasattr(batch, "__getitem__")
     if not is_tree and (gives or isinstance(batch, Iterable)):
         raise TypeError(
-            f"the batch is a {type(batch).__name__}, which gives batches; make an iterator before "
-            "the loop, it = iter(loader), and pass data_iter=it"
+            f"the batch is a {type(batch).__name__}, which yields batches; make an iterator "
+            "before the loop, it = iter(loader), and pass data_iter=it"
         )
 
 

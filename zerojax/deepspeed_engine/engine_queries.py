@@ -39,8 +39,9 @@ class ConfigQueries:
         """
         if self._num_rows is None:
             raise ValueError(
-                "the configuration has no batch size, so it is that of the first batch, and there "
-                "was none yet; set train_batch_size in it, or call this after the first batch"
+                "the configuration has no batch size, so the first batch decides it, and there "
+                "was no batch yet; set train_batch_size in the configuration, or call this "
+                "method after the first batch"
             )
         return self._num_rows
 
@@ -175,13 +176,13 @@ class EngineQueries(ConfigQueries):
         schedule = self.translation.learning_rate if self.plan is None else self.plan.learning_rate
         if schedule is None and isinstance(self.translation.optimizer, OptimizerConfig):
             raise ValueError(
-                "the learning rate is known from the first batch on; call "
-                "engine.prepare(example_batch) to ask for it before"
+                "the learning rate is unknown before the first batch; call "
+                "engine.prepare(example_batch) to read it earlier"
             )
         if schedule is None:
             raise ValueError(
-                "the learning rate is inside the optax transformation that initialize got; ask "
-                "the schedule that it was made of"
+                "the learning rate is inside the optax transformation that was passed to "
+                "initialize; call the schedule of which you made it"
             )
         return [float(schedule(self.global_steps - self.skipped_steps))]
 

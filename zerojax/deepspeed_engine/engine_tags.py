@@ -176,7 +176,7 @@ def find_tag(folder: Path, tag: str | None) -> Path | None:
         entries = folder.glob("[!.]*/") if folder.is_dir() else ()
         there = sorted(entry.name for entry in entries)
         raise CheckpointError(
-            f"there is no checkpoint {tag!r} in {folder}, which has {', '.join(there) or 'none'}"
+            f"{folder} has no checkpoint {tag!r}; its checkpoints are: {', '.join(there) or 'none'}"
         )
     return found
 

@@ -170,7 +170,7 @@ def run_request(request: Request, *, timeout: float) -> CheckResult:
         except subprocess.TimeoutExpired:
             raise RuntimeError(
                 f"the check took longer than timeout={timeout:g} seconds; check a smaller version "
-                "of the model, with fewer and narrower layers, or give more seconds"
+                "of the model, with fewer and narrower layers, or raise timeout"
             ) from None
         if not answer.exists():
             tail = "\n".join(ended.stderr.strip().splitlines()[-12:])

@@ -79,7 +79,7 @@ def explaining_memory(now: RunNow, folder: Path | None) -> Iterator[None]:
 
 
 def explain(error: BaseException, asked: MemoryRequest, now: RunNow, folder: Path | None) -> Page:
-    """Collects the content of the page."""
+    """Collects the content of the page about an out-of-memory error."""
     plan, state, num_steps, step = now()
     activity = find_activity(error, asked)
     sizes, source = sizes_by_role(plan, asked, None if activity == COMPILING else step, activity)
@@ -173,7 +173,7 @@ def _suffices(remedy: Remedy, excess: int | None) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Page:
-    """The content of the page.
+    """The content of the page about an out-of-memory error.
 
     Attributes:
       asked: the failed request.
@@ -367,7 +367,7 @@ class MemoryRequest:
 
 
 def find_memory_request(error: BaseException) -> MemoryRequest | None:
-    """Returns the failed request that an error describes; None if it is about something else."""
+    """Returns the failed request that an error describes; None if it is another error."""
     text = str(error)
     if not isinstance(error, MemoryError) and not any(kind in text for kind in _KINDS):
         return None

@@ -93,10 +93,10 @@ def _padded(values: jax.Array, size: int) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OneBit:
-    """The part of an optimizer with 1-bit communication that a step needs.
+    """Settings of an optimizer with 1-bit communication, and its update after the warm-up.
 
     Attributes:
-      freeze_step: warm-up steps, which run AdamW.
+      freeze_step: number of warm-up steps, which run AdamW (in the subclass LAMB).
       b1: decay of the momentum.
       method, options: of AdamW.
       name, warm_up_name: names for messages of a plan.

@@ -384,6 +384,6 @@ def _check_bounds(**bounds: float) -> None:
     (low_name, low), (high_name, high) = bounds.items()
     if not 0 < low <= high:
         raise ValueError(
-            f"{low_name}={low!r} and {high_name}={high!r} have to be above 0, the first no larger "
-            "than the second"
+            f"{low_name}={low!r} and {high_name}={high!r} must be above 0, and {low_name} at most "
+            f"{high_name}"
         )

@@ -343,8 +343,8 @@ def build_deepspeed_schedule(
     given = {name: _single(name, value) for name, value in params.items()}
     if given.pop("last_batch_iteration", -1) != -1:
         raise ConfigError(
-            "a schedule starts with the run and continues from a checkpoint; leave this out and "
-            "load the checkpoint",
+            "a schedule starts at the first step and continues from a checkpoint; leave this key "
+            "out and load the checkpoint",
             ("last_batch_iteration",),
         )
     if kind == "WarmupLR" and given.get("warmup_max_lr") is None:

@@ -77,7 +77,7 @@ class ParameterPieces:
 
 
 def build_fixed_norm(plan: Plan) -> Callable[..., GradientNorm]:
-    """Builds `zerojax.parallel.update.build_norm` with the same bits on any number of devices."""
+    """Builds the gradient norm with equal bits on every mesh; interface of `update.build_norm`."""
     pieces, specs = ParameterPieces(plan), specs_of_leaves(plan.abstract_state["params"])
     kind, order = barrier_kind(plan.mesh), list(specs)
 
@@ -120,7 +120,7 @@ def build_fixed_norm(plan: Plan) -> Callable[..., GradientNorm]:
 
 
 def build_chunked_update(plan: Plan) -> Callable[..., tuple[Arrays, Any]]:
-    """Builds `zerojax.parallel.update.build_update` with the same bits on any number of devices."""
+    """Builds the update with equal bits on every mesh; interface of `update.build_update`."""
     tx = plan.tx
     assert isinstance(tx, Optimizer)
     assert tx.begin is not None

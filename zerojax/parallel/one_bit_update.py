@@ -90,10 +90,11 @@ def _parts_of(plan: Plan) -> dict[str, _Parts]:
 
 
 def build_signed_update(plan: Plan) -> Callable[..., dict[str, Any]]:
-    """Builds the traced `(gradients, state, ThisStep) -> changed parts of the state`.
+    """Builds the traced update after the warm-up, in which signs of the momentum are sent.
 
-    Gradients of parameters whose momentum is sent as signs are [devices, ...], each device's own;
-    other gradients are summed.
+    The update is `(gradients, state, ThisStep) -> changed parts of the state`. Gradients of
+    parameters whose momentum is sent as signs are [devices, ...], each device's own; other
+    gradients are summed.
     """
     tx = plan.tx
     assert isinstance(tx, Optimizer)
@@ -187,10 +188,10 @@ def _with_layers(kept: dict[str, Any], key: str, changed: dict[str, Any]) -> dic
 
 
 def build_averaging_update(plan: Plan) -> Callable[..., dict[str, Any]]:
-    """Builds the traced `(gradients, state, ThisStep) -> changed parts of the state`.
+    """Builds the traced update in the warm-up of 1-bit LAMB, which also averages layers' ratios.
 
-    This is LAMB's update in the warm-up of 1-bit LAMB; it also averages each layer's ratio of
-    norms.
+    It is LAMB's update, `(gradients, state, ThisStep) -> changed parts of the state`. The ratios
+    are those of each layer's norms.
     """
     tx = plan.tx
     assert isinstance(tx, Optimizer)

@@ -199,9 +199,10 @@ class LiveStateOnly:
             array = _first_array(part)
             if array is not None and array.is_deleted():
                 raise ValueError(
-                    f"state[{name!r}] was given to a step before and its memory was freed; a step "
-                    "donates its state: write `state, metrics = step(state, batch)` and continue "
-                    "with the returned state (jax.device_get(state) before the step keeps a copy)"
+                    f"state[{name!r}] was passed to an earlier step, which freed its memory: a "
+                    "step donates its state. Write `state, metrics = step(state, batch)` and "
+                    "continue with the returned state (jax.device_get(state) before the step "
+                    "keeps a copy)"
                 )
         return self._compiled(state, batch)
 

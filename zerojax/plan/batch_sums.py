@@ -51,7 +51,7 @@ def check_batch_sums(
 def describe_batch_sums(
     sums: Sequence[BatchSum], mesh: Mesh | AbstractMesh, num_microbatches: int
 ) -> list[str]:
-    """Describes in one sentence what the calls mean on this mesh and what they send."""
+    """Describes in one sentence the batch sums on this mesh and the bytes that they send."""
     if not sums:
         return []
     names = " and ".join(f"zerojax.{kind}" for kind in sorted({one.kind for one in sums}))

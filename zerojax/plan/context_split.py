@@ -19,7 +19,7 @@ GPUS_OF_A_NODE = 8
 
 
 def check_context(settings: MeshConfig, mesh: Mesh | AbstractMesh, model: Model, loss: Any) -> None:
-    """Raises if results with split sequences are not known to equal those of whole sequences.
+    """Raises if `context` > 1 is combined with settings that may change the results.
 
     Args:
       loss: the user's loss; None: the model's own.
@@ -81,7 +81,7 @@ def _says_so(model: Model) -> bool:
 def plan_context(
     settings: MeshConfig, mesh: Mesh | AbstractMesh, trace: ModelTrace, microbatch: Any
 ) -> tuple[ContextSplit | None, list[str]]:
-    """Returns (the sequence layout, sentences of why); (None, []) where no sequence is split.
+    """Returns (the layout of split sequences, the reasons in sentences); (None, []) if context=1.
 
     Args:
       trace: of the loss of whole sequences.
@@ -97,8 +97,8 @@ def plan_context(
     mixes = what_takes_whole_sequences(trace.jaxpr.jaxpr)
     if mixes is not None:
         raise ValueError(
-            f"context={devices} splits sequences, and {mixes} needs whole ones; leave it out, or "
-            "use context=1"
+            f"context={devices} splits sequences, but {mixes} needs whole ones; leave that out, "
+            "or use context=1"
         )
     if not trace.attention_calls:
         raise ValueError(
@@ -150,7 +150,7 @@ def _shape_of(microbatch: Any) -> tuple[int, int]:
     shapes = {leaf.shape for leaf in jax.tree.leaves(microbatch)}
     if len(shapes) != 1 or len(next(iter(shapes))) != 2:
         raise ValueError(
-            f"a batch has arrays of the shapes {sorted(shapes)}; with context > 1 all have to be "
+            f"a batch has arrays of the shapes {sorted(shapes)}; with context > 1 all must be "
             "[rows, tokens] of one length; use context=1"
         )
     rows, tokens = next(iter(shapes))

@@ -33,7 +33,7 @@ Tiers = dict[str, int]
 
 
 def shard_bytes(tree: Any) -> int:
-    """Returns the device bytes per device of a tree of `ShapeDtypeStruct`s with shardings."""
+    """Returns the bytes of device memory on each device of `ShapeDtypeStruct`s with shardings."""
     return sum(_shard(leaf) for leaf in jax.tree.leaves(tree) if not _on_host(leaf))
 
 
@@ -125,7 +125,9 @@ def state_bytes(plan: Decisions, tier: str = DEVICE) -> int:
 
 
 def role_tiers(plan: Decisions) -> dict[str, Tiers]:
-    """Returns {role: {tier: bytes per device}}; state roles are exact, the others are by formula.
+    """Returns {role: {tier: bytes per device}}: the state exactly, the other roles by formula.
+
+    The sum is not the peak: activations on the device are left out.
 
     Returns:
       The roles of `state_tiers`, and
@@ -159,7 +161,7 @@ def large_constants(forward: ClosedJaxpr) -> int:
 
 
 def describe_constants(forward: ClosedJaxpr) -> list[str]:
-    """Returns the remedy for large constants."""
+    """Returns the remedy for large constants as a sentence; [] if there are none."""
     size = large_constants(forward)
     if not size:
         return []
@@ -214,7 +216,7 @@ def _stacked_bytes(loop: Any) -> int:
 
 
 def whole_elements(placement: Placement, leaf: LeafPlacement) -> int:
-    """Returns the elements of a gathered parameter on one device.
+    """Returns the number of elements of a gathered parameter on one device.
 
     These are its rows of a pipelined stack with padding, its experts, and its tensor-parallel part.
     """
@@ -232,7 +234,7 @@ def coded_bytes(placement: Placement, leaf: LeafPlacement) -> int:
 
 
 def layers_of(plan: Decisions, leaf: LeafPlacement) -> int:
-    """Returns the number of layers of a stack on one device; 1 for what is not a stack."""
+    """Returns the number of layers of a stack on one device; 1 for other parameters."""
     if plan.pipeline is not None and leaf.layer_rows is not None:
         return plan.pipeline.schedule.num_chunks * plan.pipeline.chunk_rows
     return leaf.num_slices

@@ -140,7 +140,7 @@ class Decisions:
 
     @property
     def batch_sharding(self) -> NamedSharding:
-        """Dimension 0 over the data axes; fits every leaf of a batch."""
+        """The sharding of every leaf of a batch: dimension 0 is split over the data axes."""
         return NamedSharding(self.mesh, P(DATA_AXES))
 
     @property
@@ -165,7 +165,11 @@ class Decisions:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the canonical state's names, shapes and dtypes; independent of the mesh."""
+        """A hash of the names, shapes and dtypes of the canonical state, the same on every mesh.
+
+        Without the error feedback of 1-bit optimizers and the copies of weights, which depend on
+        the mesh. `reshard` requires equal fingerprints.
+        """
         others = (ONE_BIT, COPIES)
         state = {name: x for name, x in self.abstract_canonical.items() if name not in others}
         leaves = trees.flatten_names(state)

@@ -95,9 +95,9 @@ def resolve_axis_sizes(config: MeshConfig, num_devices: int) -> dict[str, int]:
         named = " x ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
         needed, or_more = fixed * abs(sizes[DATA]), " or a multiple" * (sizes[DATA] == -1)
         raise ValueError(
-            f"mesh {named} needs {needed} devices{or_more}, found {num_devices} "
-            f"device{'s' * (num_devices > 1)}; use as many, or sizes whose product divides "
-            f"{num_devices}"
+            f"mesh {named} needs {needed} devices{or_more}, but found {num_devices} "
+            f"device{'s' * (num_devices > 1)}; use {needed} devices{or_more}, or sizes whose "
+            f"product divides {num_devices}"
         )
     if sizes[DATA] == -1:
         if num_devices % fixed:
@@ -110,8 +110,8 @@ def resolve_axis_sizes(config: MeshConfig, num_devices: int) -> dict[str, int]:
     product = math.prod(sizes.values())
     if product != num_devices:
         raise ValueError(
-            f"mesh {' x '.join(f'{axis}={size}' for axis, size in sizes.items())} needs "
-            f"{product} devices, found {num_devices}; use data=-1 to take what is there"
+            f"mesh {' x '.join(f'{axis}={size}' for axis, size in sizes.items())} needs {product} "
+            f"devices, but found {num_devices}; use data=-1 to use all of them"
             + (_on_fewer(config, sizes) if product < num_devices else "")
         )
     return sizes
@@ -214,7 +214,7 @@ def normalise_mesh(mesh: Mesh) -> Mesh:
 
 
 def normalise_abstract_mesh(mesh: AbstractMesh) -> AbstractMesh:
-    """Returns the same for a mesh without devices; the planned device kind is kept."""
+    """Returns an abstract mesh with zerojax's axes in zerojax's order, and its device kind."""
     made = AbstractMesh(_sizes_of_axes(mesh), AXES, axis_types=(AxisType.Auto,) * len(AXES))
     return made.update(abstract_device=mesh.abstract_device)
 

@@ -20,7 +20,7 @@ ATTRIBUTE = "expert_parameters"
 
 
 def check_expert_axis(settings: MeshConfig, mesh: Mesh | AbstractMesh, precision: Any) -> None:
-    """Raises if results with experts on several devices are not known to equal those on one.
+    """Raises if `expert` > 1 is combined with settings that may change the results.
 
     Args:
       precision: the user's setting.
@@ -45,7 +45,9 @@ def check_expert_axis(settings: MeshConfig, mesh: Mesh | AbstractMesh, precision
     }
     for what, is_there in others.items():
         if is_there:
-            raise ValueError(f"{asked} with {what} is not supported; leave it out, or use expert=1")
+            raise ValueError(
+                f"{asked} with {what} is not supported; leave {what} out, or use expert=1"
+            )
 
 
 def plan_experts(
@@ -55,7 +57,7 @@ def plan_experts(
     mesh: Mesh | AbstractMesh,
     stacks: Mapping[str, tuple[str, ...]],
 ) -> dict[str, int]:
-    """Returns {expert parameter: its expert dimension, negative}; {} without the axis.
+    """Returns {expert parameter: its expert dimension, negative}; {} if expert=1.
 
     Args:
       shapes: of all parameters, by name; program: the traced loss, whose first inputs they are,
@@ -116,8 +118,8 @@ def check_expert_calls(calls: ExpertCalls, declared: Iterable[str], asked: str) 
         where = calls.elsewhere.get(name)
         if where is not None:
             raise ValueError(
-                f"{asked}: {name} is declared in {ATTRIBUTE} and {where}, where a device has "
-                "its own experts only; give it to zerojax.experts alone, or use expert=1"
+                f"{asked}: {name} is declared in {ATTRIBUTE} and {where}, where a device has only "
+                "its own experts; pass it only to zerojax.experts, or use expert=1"
             )
         if name not in calls.dims:
             raise ValueError(
@@ -132,7 +134,7 @@ def check_expert_calls(calls: ExpertCalls, declared: Iterable[str], asked: str) 
     if calls.computed:
         raise ValueError(
             f"{asked}: zerojax.experts got computed weights of shape {list(calls.computed[0])} "
-            "instead of a stored parameter; give it parameters, or use expert=1"
+            "instead of stored parameters; pass the parameters themselves, or use expert=1"
         )
     if calls.conditional is not None:
         raise ValueError(
@@ -143,7 +145,7 @@ def check_expert_calls(calls: ExpertCalls, declared: Iterable[str], asked: str) 
 
 
 def describe_experts(mesh: Mesh | AbstractMesh, placement: Placement) -> list[str]:
-    """Describes in one sentence what the axis means."""
+    """Describes in one sentence how `expert` splits the experts over devices."""
     devices = mesh.shape[EXPERT]
     if devices == 1:
         return []

@@ -71,7 +71,7 @@ def check_cut(
 def check_codes(
     settings: MeshConfig, mesh: Any, precision: Precision, *, reads_lazily: bool
 ) -> None:
-    """Raises if codes cannot be decoded layer by layer.
+    """Raises if the codes of `freeze_dtype` (nf4, int8) cannot be decoded layer by layer.
 
     Raises:
       ValueError: names the conflicting setting and the remedy.
@@ -82,14 +82,14 @@ def check_codes(
     remedy = "or a freeze_dtype of numbers, such as bf16"
     if not reads_lazily:
         raise ValueError(
-            f"{asked} decodes a kernel where the model reads it, and a pair of functions has no "
-            "such point: all would be decoded when apply starts; give an nnx or linen module, "
-            f"{remedy}"
+            f"{asked} decodes each weight matrix (kernel) where the model uses it. A model that "
+            "is a pair of functions (init, apply) does not show where, so all of them would be "
+            f"decoded when apply starts; use an nnx or linen module, {remedy}"
         )
     if mesh.shape[meshes.STAGE] > 1:
         raise ValueError(
-            f"{asked} with stage={mesh.shape[meshes.STAGE]}: the stages of a pipeline do not "
-            f"decode what they read; use stage=1, {remedy}"
+            f"{asked} with stage={mesh.shape[meshes.STAGE]}: the stages of a pipeline cannot "
+            f"decode the weights that they use; use stage=1 (no pipeline), {remedy}"
         )
     if settings.offload.params == HOST:
         raise ValueError(
@@ -104,7 +104,7 @@ def check_codes(
 
 
 def check_some(leaves: Mapping[str, LeafPlacement], kind: str) -> None:
-    """Raises if codes are requested but no parameter would be coded.
+    """Raises if `freeze_dtype` requests codes but no parameter can be coded.
 
     Raises:
       ValueError: nothing is coded; names the requirement.
@@ -114,9 +114,9 @@ def check_some(leaves: Mapping[str, LeafPlacement], kind: str) -> None:
     reasons = [reason for leaf in leaves.values() for reason in leaf.reasons if kind in reason]
     why = f" ({reasons[0]})" if reasons else ""
     raise ValueError(
-        f"freeze_dtype={kind} is for frozen parameters that are named .../{KERNEL} and have a "
-        f"dimension that is a multiple of {BLOCK}, and none here is{why}; leave freeze_dtype out, "
-        "or freeze such"
+        f"freeze_dtype={kind} needs a frozen parameter that is named .../{KERNEL} and has a "
+        f"dimension divisible by {BLOCK}, but this model has none{why}; leave freeze_dtype out, "
+        "or freeze such parameters"
     )
 
 
@@ -133,9 +133,9 @@ def check_evaluation(leaves: Mapping[str, LeafPlacement], barriers: Mapping[str,
         codes = leaves[name].codes
         if codes is not None:
             raise ValueError(
-                f"{name} is stored in {codes.kind} and decoded where a model reads it, and in this "
-                f"evaluation it {why}; evaluate with a loss that reads it as in training, or train "
-                "with a freeze_dtype of numbers, such as bf16"
+                f"{name} is stored in {codes.kind} and decoded where the model uses it, but in "
+                f"this evaluation {why}; evaluate with a loss that uses it as in training, or "
+                "train with a freeze_dtype of numbers, such as bf16"
             )
 
 

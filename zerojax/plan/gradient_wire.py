@@ -22,7 +22,7 @@ BITS = {"int8": 8, "int4": 4}
 
 
 def check_gradient_wire(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> None:
-    """Raises if no gradient is scattered, or if codes are not proven for these settings.
+    """Raises if `wire.gradients` or `wire.exact` has no effect or conflicts with other settings.
 
     Raises:
       ValueError: names what to change.
@@ -34,8 +34,8 @@ def check_gradient_wire(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> None
     asked = f"wire.gradients={settings.wire.gradients}" if is_coded else "wire.exact"
     if is_coded and settings.zero == 0:
         raise ValueError(
-            f"{asked} is for gradients that are scattered, and with zero=0 every device keeps "
-            "whole ones; use zero=1, 2 or 3, or wire.gradients=reduce"
+            f"{asked} needs gradients that are sharded, but with zero=0 every device keeps whole "
+            "ones; use zero=1, 2 or 3, or wire.gradients=reduce"
         )
     check_no_other_way(asked, "sums gradients", settings, mesh)
 
@@ -43,8 +43,8 @@ def check_gradient_wire(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> None
 def _check_node(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> None:
     if settings.node is not None and mesh.size % settings.node:
         raise ValueError(
-            f"node={settings.node} does not divide the {mesh.size} devices; give the number of "
-            "devices of one node, or leave it out"
+            f"node={settings.node} does not divide the {mesh.size} devices; set node to the "
+            "number of devices in one node, or leave it out"
         )
 
 

@@ -90,9 +90,8 @@ def check_host_memory(plan: Plan, room: Room | None) -> None:
     kinds = "device" if number == 1 else "devices"
     limit = f"{format_bytes(there)}: {SPARE:.0%} of what {room.source} leaves"
     raise ValueError(
-        f"offload needs {format_bytes(needed)} of host memory for {number} {kinds} of "
-        f"this process and may take {limit}; "
-        f"{_join(host_remedies(plan, needed, there))}"
+        f"offload needs {format_bytes(needed)} of host memory for {number} {kinds} of this "
+        f"process, but may use only {limit}; {_join(host_remedies(plan, needed, there))}"
     )
 
 
@@ -162,7 +161,7 @@ def check_pinned_limit(plan: Plan, environ: Mapping[str, str]) -> None:
     told = environ.get(PINNED_LIMIT, "")
     if told and not told.isdigit():
         raise ValueError(
-            f"{PINNED_LIMIT}={told!r} is not a whole number of GiB; set it, or unset it"
+            f"{PINNED_LIMIT}={told!r} is not a whole number of GiB; set it to one, or unset it"
         )
     limit = _pinned_limit(environ)
     pinned = _pinned_bytes(plan, devices)
@@ -171,9 +170,9 @@ def check_pinned_limit(plan: Plan, environ: Mapping[str, str]) -> None:
     origin = f"{PINNED_LIMIT}={told}" if told else f"{PINNED_LIMIT} is not set, so it is {limit}"
     wanted = math.ceil(pinned * POOL / GIB)
     raise ValueError(
-        f"offload keeps {format_bytes(pinned)} in pinned host memory, and XLA takes at most "
-        f"{limit} GiB of it ({origin}); set {PINNED_LIMIT}={wanted} before JAX starts its devices: "
-        "in the shell, or in os.environ before the first use of jax"
+        f"offload keeps {format_bytes(pinned)} in pinned host memory, but XLA allocates at most "
+        f"{limit} GiB of it ({origin}); set {PINNED_LIMIT}={wanted} before JAX starts its "
+        "devices: in the shell, or in os.environ before the first use of jax"
     )
 
 
@@ -228,8 +227,9 @@ def check_disk(plan: Plan) -> None:
     twice = " in two generations" if config.durable else ""
     each = format_bytes(num_bytes(plan.abstract_canonical))
     raise ValueError(
-        f"offload needs {format_bytes(needed)} of disk{twice} in {place}, {format_bytes(there)} "
-        f"are there (not counting checkpoints, {each} each); {_join(iter(remedies))}"
+        f"offload needs {format_bytes(needed)} of disk{twice} in {place}, but only "
+        f"{format_bytes(there)} are free (not counting checkpoints, {each} each); "
+        f"{_join(iter(remedies))}"
     )
 
 

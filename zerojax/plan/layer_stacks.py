@@ -24,7 +24,7 @@ Stacks = Mapping[str, tuple[str, ...]]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StackRows:
-    """The rows of a stack in place of the stack; a leaf for JAX's tree functions.
+    """The rows of a stacked parameter, in place of the stack; a leaf for JAX's tree functions.
 
     Attributes:
       values: one for each row, in order.

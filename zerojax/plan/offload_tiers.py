@@ -253,9 +253,10 @@ def find_stacked(
     params, extras, batch = arrays
     if settings.stage > 1:
         raise ValueError(
-            f"offload.params=host cannot be combined with stage={settings.stage}: a pipeline stage "
-            "runs its layers once per microbatch, and would copy them to the device each time; use "
-            "stage=1, or leave offload.params on the device and put opt_state on the host"
+            f"offload.params=host cannot be combined with a pipeline of stage={settings.stage} "
+            "stages: each runs its layers once per microbatch, and would copy them to the device "
+            "each time; use stage=1 (no pipeline), or leave offload.params on the device and put "
+            "opt_state on the host"
         )
     if model.overwritten:
         raise ValueError(

@@ -38,7 +38,7 @@ def fit_padding(
     *,
     stacks: Collection[str],
 ) -> tuple[optax.GradientTransformation, list[str]]:
-    """Returns the optimizer for arrays as they are stored, and lines for the plan.
+    """Returns (an optimizer whose results padding does not change, lines for the plan).
 
     Padding zeros have no effect on zerojax's own optimizers. Any other optimizer is proven to be
     unaffected by padding, or gets arrays of the true shapes.
@@ -181,9 +181,9 @@ def _fit_keywords(
             else f"an array {list(wanted[at])} becomes {list(shapes[at])}"
         )
         raise ValueError(
-            "the optimizer's update returns other shapes than the gradients and the state that it "
-            f"is given ({what}); transformations of per-example gradients are not supported, and "
-            "others return updates like the parameters and a state like that of init"
+            f"the optimizer's update changes shapes ({what}): it must return updates of the "
+            "parameters' shapes, and a state of the shapes that init returned. Transformations "
+            "of per-example gradients are not supported"
         )
     return fitted, found
 

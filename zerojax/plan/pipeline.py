@@ -195,7 +195,7 @@ def partition_layers(
     if num_parts > num_layers:
         raise ValueError(
             f"{num_parts} parts (stages x chunks) for {num_layers} layers: each part needs at "
-            f"least one; use at most {num_layers} parts, or more layers"
+            f"least one layer; use at most {num_layers} parts, or more layers"
         )
     if method != "uniform":
         return _balance(num_layers, num_parts, layer_cost, embed_cost, head_cost)

@@ -64,9 +64,9 @@ class Placement:
         return trees.num_elements(leaf.stored_shape) // split
 
     def held_elements(self, leaf: LeafPlacement) -> int:
-        """Returns its elements on one device during a step: its shard, or part of a node's copy.
+        """Returns how many elements of this parameter one device holds during a step.
 
-        For nodes see `LeafPlacement.node_shards`.
+        These are its shard or, with `wire.secondary`, the part of a node's copy.
         """
         shard = self.shard_elements(leaf)
         return (

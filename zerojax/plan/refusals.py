@@ -46,7 +46,7 @@ def check_no_other_way(
     for other, is_there in others.items():
         if is_there:
             raise ValueError(
-                f"{asked} with {other} is not supported, because the latter {what} in its own way; "
+                f"{asked} with {other} is not supported, because {other} {what} in its own way; "
                 "leave one of them out"
             )
 
@@ -98,7 +98,7 @@ def check_deterministic(
     precision: Precision,
     num_microbatches: int | None,
 ) -> int | None:
-    """Raises if results cannot be identical on every number of devices.
+    """Raises if deterministic='mesh' cannot give the same bits on every mesh.
 
     Returns:
       The number of microbatches: the user's, or the one that follows from the virtual shards.
@@ -146,7 +146,7 @@ def check_deterministic(
 
 
 def check_wire(settings: MeshConfig, eight_bits: Collection[str]) -> None:
-    """Raises if 8-bit gathers are requested but no weight could use them.
+    """Raises if `wire.weights=fp8` is set but no weight could use it.
 
     Args:
       eight_bits: names of the parameters that the model uses only as 8-bit floats.
@@ -159,13 +159,13 @@ def check_wire(settings: MeshConfig, eight_bits: Collection[str]) -> None:
     asked = f"wire.weights={settings.wire.weights}"
     if settings.zero != 3:
         raise ValueError(
-            f"{asked} is for weights that are gathered on use, and with zero={settings.zero} none "
-            "is; use zero=3, or wire.weights=compute"
+            f"{asked} needs weights that are gathered on use, but zero={settings.zero} gathers "
+            "none on use; use zero=3, or wire.weights=compute"
         )
     if not eight_bits:
         raise ValueError(
-            f"{asked} is for parameters that a model uses only as 8-bit floats, and this model has "
-            "none: give a reference model matmul_dtype='fp8', or use wire.weights=compute"
+            f"{asked} needs parameters that the model uses only as 8-bit floats, but this model "
+            "has none; set matmul_dtype='fp8' of a reference model, or use wire.weights=compute"
         )
 
 
@@ -174,7 +174,7 @@ def _near_power(number: int) -> int:
 
 
 def check_elementwise(settings: MeshConfig, tx: Any) -> None:
-    """Raises if an optimizer's update of an element depends on other elements of its shard.
+    """Raises if `deterministic` is set and the optimizer's update is not elementwise.
 
     Raises:
       ValueError: names the elementwise optimizers.
@@ -215,8 +215,8 @@ def check_reads(names: Collection[str], read: Collection[str]) -> None:
     if not read:
         raise ValueError(
             f"the loss reads none of the model's {len(names)} parameters (such as "
-            f"{next(iter(names))}): loss(model, batch) has to call the model that it is given, not "
-            "one from outside"
+            f"{next(iter(names))}); loss(model, batch) must call the model in its first argument, "
+            "not one from outside"
         )
 
 

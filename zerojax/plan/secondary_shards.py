@@ -24,7 +24,7 @@ _ASKED = "wire.secondary=true"
 
 
 def check_secondary(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> None:
-    """Raises if nodes gather nothing, or if another setting changes how weights are gathered.
+    """Raises if `wire.secondary` has no effect or conflicts with other settings.
 
     Raises:
       ValueError: names what to change.
@@ -33,8 +33,8 @@ def check_secondary(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> None:
         return
     if settings.zero != 3:
         raise ValueError(
-            f"{_ASKED} is for weights that are gathered on use, and with zero={settings.zero} none "
-            "is; use zero=3, or wire.secondary=false"
+            f"{_ASKED} needs weights that are gathered on use, but zero={settings.zero} gathers "
+            "none on use; use zero=3, or wire.secondary=false"
         )
     check_no_other_way(_ASKED, "gathers weights", settings, mesh)
     over = state_axes(mesh.shape)
@@ -44,14 +44,14 @@ def check_secondary(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> None:
     members = shards_in_node(mesh, over, settings.node)
     if members == shards:
         raise ValueError(
-            f"{_ASKED} is for shards in several nodes, and all {shards} are in one node; use "
-            "wire.secondary=false, or say with mesh.node how many devices a node has"
+            f"{_ASKED} needs shards in several nodes, but all {shards} are in one node; use "
+            "wire.secondary=false, or set mesh.node to the number of devices in a node"
         )
     if members == 1:
         raise ValueError(
-            f"{_ASKED} needs the same number of shards in each node, at least 2, and the {shards} "
-            f"over {' x '.join(over)} are not distributed like that; use wire.secondary=false, or "
-            "say with mesh.node how many devices a node has"
+            f"{_ASKED} needs the same number of shards in each node, at least 2, but the {shards} "
+            f"over {' x '.join(over)} are distributed differently; use wire.secondary=false, or "
+            "set mesh.node to the number of devices in a node"
         )
 
 

@@ -58,10 +58,10 @@ def check_one_bit(
             3: "stage 3 would save the 2 bytes of a weight beside them",
         }[settings.zero]
         raise ValueError(
-            f"{one_bit.name} with zero={settings.zero} is not supported: the residual error of a "
-            "device's signs belongs to its own whole momentum, 4 bytes per parameter that no "
-            f"sharding divides, beside 16/{devices} = {16 / devices:.2g} of masters, moments and "
-            f"errors that stage 1 shards already, and {gain}; use zero=0 or 1"
+            f"{one_bit.name} with zero={settings.zero} is not supported: each device keeps the "
+            "residual errors of its signs for the whole momentum, 4 bytes per parameter that "
+            f"sharding cannot divide. Masters, moments and other errors take 16/{devices} = "
+            f"{16 / devices:.2g} bytes at stage 1 already, and {gain}; use zero=0 or 1"
         )
     others = {
         **{f"{axis}={mesh.shape[axis]}": mesh.shape[axis] > 1 for axis in AXES if axis != DATA},
@@ -74,9 +74,9 @@ def check_one_bit(
     for other, is_there in others.items():
         if is_there:
             raise ValueError(
-                f"{one_bit.name} with {other} is not supported: signs go between devices that "
-                "split the batch alone, each with its whole momentum in its memory; leave one of "
-                "them out"
+                f"{one_bit.name} with {other} is not supported: signs are exchanged only between "
+                "devices that split the batch, each with its whole momentum in device memory; "
+                "leave one of them out"
             )
     if not precision.has_masters or precision.moments_dtype != jnp.float32:
         raise ValueError(

@@ -372,7 +372,7 @@ def as_read(params: Mapping[str, Any], precision: Precision) -> dict[str, Any]:
 def abstract_offloaded(
     stored: TrainState, layout: OffloadLayout, precision: Precision
 ) -> TrainState:
-    """Returns the state with offload.
+    """Returns the state of a run with offload, as `ShapeDtypeStruct`s in slices and tiers.
 
     Args:
       stored: the state with everything on the device, in one piece.

@@ -48,7 +48,7 @@ class SlicedLeaf:
 
     @property
     def num_slices(self) -> int:
-        """Slices of one shard."""
+        """Number of slices of one shard."""
         return sum(self.counts.values())
 
     def first(self, tier: str) -> int:
@@ -105,8 +105,8 @@ def store_folder(config: OffloadConfig) -> Path:
     """
     if config.folder is None:
         raise ValueError(
-            "offload.opt_state has nvme, and offload.folder is not given: there is no folder of a "
-            "run to put the files into; set offload.folder to one on the disk to be used"
+            "offload.opt_state uses nvme, but offload.folder is not set and the run has no "
+            "folder for the files; set offload.folder to a folder on the disk to use"
         )
     return user_path(config.folder).absolute() / f"process_{jax.process_index()}"
 
@@ -167,7 +167,7 @@ class PipelineLayout:
 
 
 def layer_rows(schedule: Schedule, layers: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns `PipelineLayout.rows`.
+    """Returns the layer in each row of a stored stack, -1 for padding rows.
 
     >>> from zerojax.plan.schedules import make_schedule
     >>> layer_rows(make_schedule("1f1b", stages=2, microbatches=2), (2, 1))

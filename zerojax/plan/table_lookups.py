@@ -24,7 +24,7 @@ _ONE_DEVICE = tuple(axis for axis in AXES if axis not in DATA_AXES or axis == EX
 
 
 def check_lookup(settings: MeshConfig, mesh: Mesh | AbstractMesh, precision: Any) -> None:
-    """Raises if results with looked-up rows are not known to equal those of gathered tables.
+    """Raises if `lookup=owners` is combined with settings that may change the results.
 
     Args:
       precision: the user's setting.
@@ -45,12 +45,12 @@ def check_lookup(settings: MeshConfig, mesh: Mesh | AbstractMesh, precision: Any
     for what, is_there in others.items():
         if is_there:
             raise ValueError(
-                f"{_ASKED} with {what} is not supported; leave it out, or use lookup=gather"
+                f"{_ASKED} with {what} is not supported; leave {what} out, or use lookup=gather"
             )
 
 
 def check_update_of_tables(placement: Placement, tx: Any) -> None:
-    """Raises if an optimizer is not shown to give the same result as on one device.
+    """Raises if the optimizer's update may differ with `lookup=owners`.
 
     Raises:
       ValueError: an update that looks at whole shards.
@@ -58,8 +58,8 @@ def check_update_of_tables(placement: Placement, tx: Any) -> None:
     looked_up = any(leaf.asked is not None for leaf in placement.leaves.values())
     if looked_up and isinstance(tx, Optimizer) and getattr(tx, "begin", None) is None:
         raise ValueError(
-            f"{_ASKED} with the optimizer {tx.kernel}, whose update looks at more than one "
-            "element, is not supported; use zerojax.adamw, lion or sgd, or lookup=gather"
+            f"{_ASKED} is not supported with the optimizer {tx.kernel}, whose update of an "
+            "element depends on other elements; use zerojax.adamw, lion or sgd, or lookup=gather"
         )
 
 

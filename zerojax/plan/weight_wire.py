@@ -41,7 +41,7 @@ _GATHERED = (Access.GATHER_ONCE, Access.GATHER_ONCE_SCATTER_EARLY, Access.GATHER
 
 
 def check_weight_wire(settings: MeshConfig, mesh: Mesh | AbstractMesh, tx: Any) -> None:
-    """Raises if no weight is gathered, or if codes are not proven for these settings.
+    """Raises if `wire.weights` has no effect or conflicts with other settings.
 
     Raises:
       ValueError: names what to change.
@@ -52,7 +52,7 @@ def check_weight_wire(settings: MeshConfig, mesh: Mesh | AbstractMesh, tx: Any) 
         return
     if settings.zero == 0:
         raise ValueError(
-            f"{_ASKED} is for weights that are gathered, and with zero=0 none is; use zero=1, 2 or "
+            f"{_ASKED} needs weights that are gathered, but zero=0 gathers none; use zero=1, 2 or "
             "3, or wire.weights=compute"
         )
     check_no_other_way(_ASKED, "gathers weights", settings, mesh)
@@ -62,13 +62,13 @@ def _check_deltas(settings: MeshConfig, mesh: Mesh | AbstractMesh, tx: Any) -> N
     asked = f"wire.weights={settings.wire.weights}"
     if settings.zero == 0:
         raise ValueError(
-            f"{asked} is for weights that are gathered, and with zero=0 none is; use zero=1 or 2, "
+            f"{asked} needs weights that are gathered, but zero=0 gathers none; use zero=1 or 2, "
             "or wire.weights=compute"
         )
     if settings.zero == 3:
         raise ValueError(
-            f"{asked} is for a copy of the weights that every device keeps, and with zero=3 there "
-            "is none; use zero=1 or 2, or wire.weights=int8"
+            f"{asked} needs a copy of the weights on every device, but with zero=3 there is none; "
+            "use zero=1 or 2, or wire.weights=int8"
         )
     others = {
         f"deterministic={settings.deterministic}": settings.deterministic is not None,
@@ -80,8 +80,8 @@ def _check_deltas(settings: MeshConfig, mesh: Mesh | AbstractMesh, tx: Any) -> N
     for other, is_there in others.items():
         if is_there:
             raise ValueError(
-                f"{asked} with {other} is not supported: copies that follow the masters are not "
-                "tested there; leave one of them out"
+                f"{asked} with {other} is not supported, because this combination is not tested; "
+                "leave one of them out"
             )
 
 

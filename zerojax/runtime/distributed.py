@@ -220,9 +220,9 @@ def _resolve(host: str, port: int, limit: float) -> list[tuple[int, tuple]]:
         except OSError as error:
             if time.monotonic() + 1.0 > deadline:
                 raise ConnectionError(
-                    f"the coordinator's host {host!r} is not known here after {limit:g} seconds "
-                    f"({error.strerror or error}); set ZEROJAX_COORDINATOR to a name or address "
-                    "that every host knows"
+                    f"the coordinator's host {host!r} could not be resolved on this host within "
+                    f"{limit:g} seconds ({error.strerror or error}); set ZEROJAX_COORDINATOR to a "
+                    "name or address that every host can resolve"
                 ) from None
         time.sleep(1.0)
 

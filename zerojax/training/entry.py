@@ -242,7 +242,7 @@ def spec_of(arguments: Arguments, mesh: Mesh | AbstractMesh | None = None) -> Ru
         unit = _rows_that_divide(mesh, arguments)
         arguments, text, tokenizer = _with_text(arguments, unit)
     elif arguments.data is not None:
-        raise ValueError("both batches and data were given; pass one of them")
+        raise ValueError("both batches and data were passed; pass only one of them")
     check_validation(arguments.validation)
     feed = as_feed(arguments.batches, rows=rows_of_process(arguments.batches, mesh))
     example, why_rows = divide_batches(feed, mesh)
@@ -387,10 +387,9 @@ def _saying_where_batches_come_from(*, is_given: bool) -> Iterator[None]:
             raise
         first = (str(error).splitlines() or [""])[0]
         raise ValueError(
-            "no batches were given, so the model was traced with the text inside the package "
-            "(tokens and targets, int32 [rows, seq]) and failed "
-            f"({type(error).__name__}: {first}); "
-            "pass batches: zerojax.train(model, mesh_config, batches, loss=...)"
+            "no batches were passed, so the model was traced with the text inside the package "
+            f"(tokens and targets, int32 [rows, seq]) and failed ({type(error).__name__}: "
+            f"{first}); pass batches: zerojax.train(model, mesh_config, batches, loss=...)"
         ) from error
 
 

@@ -210,7 +210,7 @@ def _is_prepared(asked: FineTuning) -> bool:
             if getattr(asked, name) != getattr(FineTuning, name):
                 raise ValueError(
                     f"--{name} {getattr(asked, name)} is an option for preparing chats, but "
-                    f"{asked.data} is prepared already; leave the option out, or give the "
+                    f"{asked.data} is already prepared; leave the option out, or pass the "
                     "original chats"
                 )
         return True
@@ -293,7 +293,10 @@ def _check_their_keys(config: RunConfig, choices: Sequence[ChosenSetting]) -> No
         ("run_dir", config.run_dir, "--out"),
     ):
         if found != said[key]:
-            raise ValueError(f"{key}={found}: {by} sets it already ({said[key]}); leave {key} out")
+            raise ValueError(
+                f"{key}={found} conflicts with {by}, which sets {key}={said[key]}; leave the "
+                f"override {key} out"
+            )
 
 
 @contextlib.contextmanager

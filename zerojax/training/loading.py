@@ -124,8 +124,8 @@ class LoadedRun:
         )
         if validation is None:
             raise ValueError(
-                f"data.validation_fraction={data.validation_fraction} left nothing to evaluate "
-                "on; train with a fraction above 0"
+                f"data.validation_fraction={data.validation_fraction} left no validation data; "
+                "pass batches: evaluate(batches), or train with a larger fraction"
             )
         return validation
 
@@ -156,7 +156,7 @@ class LoadedRun:
             )
             first = next(iterator, None)
             if first is None:
-                raise ValueError("nothing to evaluate: there is no batch")
+                raise ValueError("nothing to evaluate: batches is empty; pass at least one batch")
             batches = itertools.chain([first], iterator)
         plan, evaluate = self._evaluation(first)
         default = self.record.eval_batches
@@ -294,8 +294,8 @@ def load_run(
         function = "" if record.loss != "own" else ", loss=LOSS"
         raise ValueError(
             f"{folder} was trained on a model of your own ({record.model_name}), which its folder "
-            f"cannot describe; in Python: zerojax.load_run({str(folder)!r}, model=MODEL{function})"
-            " with what `zerojax.train` was given"
+            f"cannot describe; in Python: zerojax.load_run({str(folder)!r}, "
+            f"model=MODEL{function}) with the same values as in `zerojax.train`"
         )
     checkpoints = record.checkpoints or str(folder / CHECKPOINT_FOLDER)
     if not user_path(checkpoints).is_dir():

@@ -115,7 +115,7 @@ class LoopClock:
 
 
 class _Devices:
-    """Records when the devices of this process finished their last dispatched step."""
+    """Waits in a thread for each dispatched step, and records when the last one had finished."""
 
     def __init__(self, watch: Stopwatch) -> None:
         self._given = 0

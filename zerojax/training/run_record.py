@@ -237,7 +237,7 @@ def check_record(record: RunRecord, where: str) -> None:
     except ConfigError as error:
         raise ConfigError(error.message, error.key, where) from error
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"no record of a run: {error}", (), where) from error
+        raise ConfigError(f"not a valid record of a run: {error}", (), where) from error
 
 
 def _record_in(values: Any, where: str) -> RunRecord:
@@ -252,7 +252,9 @@ def _record_in(values: Any, where: str) -> RunRecord:
     checked = _Checked(**{name: values[name] for name in _hints_of(_Checked)})
     architecture = checked.architecture
     if architecture and architecture not in MODELS:
-        raise ConfigError(f"none of {', '.join(MODELS)}", ("architecture",), where)
+        raise ConfigError(
+            f"unknown architecture; known are {', '.join(MODELS)}", ("architecture",), where
+        )
     sizes, precision = values["sizes"], values["precision"]
     fields = _hints_of(MODELS[architecture][0]) if architecture else ()
     known_dtypes = (*_DTYPE_NAMES, _FREEZE_CODES)
@@ -289,7 +291,9 @@ def abstract_of(batch: Any) -> Any:
     try:
         return _from_json(batch)
     except (KeyError, TypeError, ValueError, AttributeError):
-        raise ConfigError(f"no description of a batch: {quoted(batch, 200)}", ("batch",)) from None
+        raise ConfigError(
+            f"not a description of a batch: {quoted(batch, 200)}", ("batch",)
+        ) from None
 
 
 @dataclass(frozen=True, kw_only=True)

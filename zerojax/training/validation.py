@@ -46,8 +46,8 @@ def check_validation(validation: Any) -> None:
     if isinstance(validation, str | Path):
         raise TypeError(
             f"validation={str(validation)!r} is a path; give batches, or "
-            "zerojax.data.as_source(PATH, ...)[0]; text that is trained on brings its own "
-            "validation part"
+            "zerojax.data.as_source(PATH, ...)[0]. Data from text files needs no validation=: "
+            "its own validation part is used"
         )
     is_data = isinstance(validation, RowSource | Iterable) or callable(validation)
     if validation is not None and not is_data:

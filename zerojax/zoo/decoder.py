@@ -480,7 +480,7 @@ def build_block(config: DecoderConfig, rngs: nnx.Rngs) -> Block:
 
 
 def _build_mlp(config: DecoderConfig, output_stddev: float, rngs: nnx.Rngs) -> Mlp | MoE:
-    """Builds the MLP of one layer, or its experts."""
+    """Builds the MLP of a layer, or the mixture of experts in its place."""
     if config.moe.num_experts:
         return MoE(
             config.embed_dim,

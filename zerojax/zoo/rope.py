@@ -89,7 +89,8 @@ class RopeScaling:
         if len(self.short_factor) != len(self.long_factor) or not self.short_factor:
             raise ValueError(
                 f"rope_scaling: short_factor has {len(self.short_factor)} numbers and long_factor "
-                f"{len(self.long_factor)}; use one number per rotated pair of features in both"
+                f"{len(self.long_factor)}; both need equally many, one for each rotated pair of "
+                "features"
             )
         smallest = min(*self.short_factor, *self.long_factor)
         if not smallest > 0:

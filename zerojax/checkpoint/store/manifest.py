@@ -74,7 +74,7 @@ class Manifest:
 
     @property
     def num_slots(self) -> int:
-        """Number of bucket files."""
+        """Number of bucket files, each with room for all buckets: 2 if durable, else 1."""
         return 2 if self.durable else 1
 
 
@@ -146,14 +146,14 @@ def load_manifest(folder: Path) -> Manifest:
         raise StoreError(f"{error}; delete the folder and fill the store again") from None
     except FileNotFoundError as error:
         raise StoreError(
-            f"{folder}: no store is here ({NAME} is missing, for example because its creation was "
-            "interrupted); create it"
+            f"{folder}: this folder has no {NAME}, for example because the creation of the store "
+            "was interrupted; create the store again"
         ) from error
     text, _, rest = content.partition(b"\n")
     if rest != f"crc32 {zlib.crc32(text):08x}\n".encode():
         raise StoreError(
-            f"{path}: its checksum does not match its text, so it was changed or the disk is "
-            "faulty; delete the folder and fill the store again, from a checkpoint"
+            f"{path}: its checksum does not match its text, so the file was changed or the disk "
+            "is faulty; delete the folder and fill the store again, from a checkpoint"
         )
     try:
         fields = loads(text)
@@ -171,8 +171,8 @@ def load_manifest(folder: Path) -> Manifest:
     except (JsonError, TypeError, KeyError, AttributeError):
         pass
     raise StoreError(
-        f"{path}: its values are not valid for a store, so it was changed on purpose; delete the "
-        "folder and fill the store again, from a checkpoint"
+        f"{path}: its values are not valid for a store, so the file was edited; delete the folder "
+        "and fill the store again, from a checkpoint"
     )
 
 
@@ -224,8 +224,9 @@ def check_files(folder: Path, manifest: Manifest) -> None:
         size = path.stat().st_size if path.exists() else 0
         if size != manifest.file_bytes:
             raise StoreError(
-                f"{path}: {size} bytes, the manifest says {manifest.file_bytes}; it was truncated "
-                "or removed: delete the folder and fill the store again, from a checkpoint"
+                f"{path}: {size} bytes instead of {manifest.file_bytes} (from the manifest); the "
+                "file was truncated or removed: delete the folder and fill the store again, from "
+                "a checkpoint"
             )
 
 

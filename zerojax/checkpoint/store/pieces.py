@@ -215,7 +215,10 @@ def _read_table(path: Path) -> list[_Pieces]:
         with open(open_regular(data, follow=False), "rb") as file:
             size = os.fstat(file.fileno()).st_size
         if size != table["bytes"]:
-            raise StoreError(f"{data}: {size} bytes, the table says {quoted(table['bytes'])}")
+            raise StoreError(
+                f"{data}: {size} bytes instead of {quoted(table['bytes'])} (from the table of "
+                "arrays)"
+            )
         return [_as_pieces(data, entry, size) for entry in table["blocks"]]
     except UnreadableError as error:
         raise StoreError(str(error)) from None

@@ -142,7 +142,9 @@ class BucketStore:
         _check_counts(num_threads, num_buffers)
         path = Path(folder)
         if not path.is_dir():
-            raise StoreError(f"{path}: no store is here (there is no such folder); create it")
+            raise StoreError(
+                f"{path}: this folder does not exist, so it holds no store; create the store first"
+            )
         lock = direct_io.lock_folder(path)
         try:
             manifest = load_manifest(path)
@@ -253,8 +255,8 @@ class BucketStore:
             if not all_direct:
                 warn_user(
                     f"{self.folder}: this file system does not support O_DIRECT, so buckets go "
-                    "through the page cache: slower, and it takes memory from other programs; use "
-                    "another disk"
+                    "through the page cache, which is slower and takes memory from other "
+                    "programs; use another disk"
                 )
         except BaseException:
             self._pool.close()
@@ -299,9 +301,9 @@ class BucketStore:
             if self._wait(transfer, f"bucket {index} could not be read") != checksum:
                 raise StoreError(
                     f"{slot_path(self.folder, slot)}: bucket {index} (bytes {offset} to "
-                    f"{offset + len(buffer)}) is not what generation {self.generation} wrote: it "
-                    "was torn or changed on disk; delete the folder and fill the store again, from "
-                    "a checkpoint, and look after that disk"
+                    f"{offset + len(buffer)}) is not what generation {self.generation} wrote: the "
+                    "bytes were torn or changed on disk; delete the folder and fill the store "
+                    "again, from a checkpoint, and check that disk for errors"
                 )
 
         return finish
@@ -404,7 +406,9 @@ def _check_counts(num_threads: int, num_buffers: int) -> None:
 def _check_order(order: list[int], num_buckets: int) -> None:
     beyond = [index for index in order if not 0 <= index < num_buckets]
     if beyond:
-        raise ValueError(f"order names bucket {beyond[0]}; there are 0 to {num_buckets - 1}")
+        raise ValueError(
+            f"order contains bucket {beyond[0]}, but the buckets are 0 to {num_buckets - 1}"
+        )
     if len(set(order)) < len(order):
         twice = next(index for index in order if order.count(index) > 1)
-        raise ValueError(f"order names bucket {twice} more than once; sweep again instead")
+        raise ValueError(f"order contains bucket {twice} more than once; sweep again instead")

@@ -111,13 +111,13 @@ def check_asked(encoded: EncodedChat) -> None:
     """
     if not encoded.asked.any():
         raise RecordError(
-            "no token of it is an answer, so there is nothing to learn; leave the row out, or "
-            "check the template's generation marks"
+            "no token of the chat is part of an answer, so there is nothing to learn; leave the "
+            "row out, or check the template's generation marks"
         )
     if encoded.asked.all():
         raise RecordError(
-            "every token of it is an answer, so nothing is a question; give it a question, or "
-            "prepare such text with --format text"
+            "every token of the text is part of an answer, so it has no question; add a "
+            "question, or prepare such text with --format text"
         )
 
 

@@ -199,8 +199,9 @@ class ChatTemplate:
             before = sum(turn < first for turn in turns)
             if before and len(marked) != len(turns):
                 raise TurnError(
-                    f"the template marks {len(marked)} answers of {len(turns)}, so those of the "
-                    "question cannot be identified"
+                    f"the template marks {len(marked)} answers of {len(turns)}, so the answers "
+                    "inside the question cannot be identified; correct the template's generation "
+                    "marks"
                 )
             return text, marked[before:]
         return text, [self._place(messages, tools, turn, text) for turn in turns if turn >= first]

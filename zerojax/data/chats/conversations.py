@@ -96,13 +96,13 @@ def chat_of(record: Any) -> Chat | Pair:
         return _checked(Chat(messages=turns, tools=tools))
     if "prompt" in record and "completion" in record:
         return _prompt_and_completion(record["prompt"], record["completion"], tools)
-    raise RecordError(f"it has the keys {sorted(map(str, record))[:8]}; {_FORMS}")
+    raise RecordError(f"the row has the keys {sorted(map(str, record))[:8]}; {_FORMS}")
 
 
 def _prompt_and_completion(prompt: Any, completion: Any, tools: Any) -> Chat | Pair:
     if isinstance(prompt, str) and isinstance(completion, str):
         if not completion:
-            raise RecordError("its completion is empty; leave the row out, or write one")
+            raise RecordError("the completion is empty; leave the row out, or write a completion")
         return Pair(prompt=prompt, completion=completion)
     if isinstance(prompt, str) or isinstance(completion, str):
         raise RecordError(
@@ -125,9 +125,9 @@ def _checked(chat: Chat) -> Chat:
 
 def _messages(value: Any, name: str) -> tuple[Mapping[str, Any], ...]:
     if not isinstance(value, list):
-        raise RecordError(f"its {name} are {quoted(value)}, which is not a list; {_FORMS}")
+        raise RecordError(f"the {name} are {quoted(value)}, which is not a list; {_FORMS}")
     if not value:
-        raise RecordError(f"its {name} are empty; leave the row out, or write at least two")
+        raise RecordError(f"the list of {name} is empty; leave the row out, or write at least two")
     return tuple(_message(item, number, name) for number, item in enumerate(value, start=1))
 
 
@@ -172,7 +172,9 @@ def _tools(value: Any) -> Any:
         try:
             value = loads(value, finite=False)
         except JsonError as error:
-            raise RecordError(f"its tools {error.what}; make them a list of objects") from error
+            raise RecordError(
+                f"the text of tools {error.what}; make them a list of objects"
+            ) from error
     if not isinstance(value, list):
-        raise RecordError(f"its tools are {quoted(value)}; make them a list of objects")
+        raise RecordError(f"the tools are {quoted(value)}; make them a list of objects")
     return value or None

@@ -103,7 +103,7 @@ class Dataflow:
         return found if isinstance(found, Array) else None
 
     def is_workspace(self, value: Value) -> bool:
-        """Returns whether it is a library's scratch memory: the last bytes of a custom call."""
+        """Returns whether a value is scratch memory of a library: the end of a custom call."""
         name, index = value
         if self.instructions[name].opcode != "custom-call" or not index:
             return False

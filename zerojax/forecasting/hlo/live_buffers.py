@@ -80,9 +80,8 @@ class LiveAtPeak:
 def read_live(folder: Path) -> LiveAtPeak | None:
     """Reads the content of a device at the peak of the one program whose reports are in `folder`.
 
-    Returns:
-      None if there are no such reports (XLA's CPU compiler writes others), and, with a warning that
-      names the file and the line, if their format is unknown.
+    Returns: None if there are no such reports (XLA's CPU compiler writes others). Also None, with a
+      warning that quotes the line, if their format is unknown.
     """
     found = [
         sorted(folder.glob(f"{_ACCOUNT}{end}.txt"))
@@ -97,7 +96,7 @@ def read_live(folder: Path) -> LiveAtPeak | None:
         assignment, ranges, text = (paths[0].read_text() for paths in found)
         return live_at_peak(assignment, ranges, read_program(text))
     except ValueError as problem:  # also of `read_program`
-        warn_user(f"memory cannot be reported by role: {problem}")
+        warn_user(f"memory cannot be reported by role, which changes nothing else: {problem}")
         return None
 
 
@@ -148,7 +147,9 @@ def live_at_peak(assignment: str, ranges: str, program: Program) -> LiveAtPeak:
     for value in (value for block in blocks for value in block.values):
         key = value.name, value.index
         if key not in lives:
-            raise _NotUnderstood(f"no live range of {value.name}{set(value.index) or '{}'}")
+            raise _NotUnderstood(
+                f"XLA's live ranges do not contain {value.name}{set(value.index) or '{}'}"
+            )
         spans.append(_Span(value, *lives[key]))
     moment, owned = _fullest(spans)
 
@@ -181,14 +182,18 @@ def _argument(allocation: _Allocation, program: Program) -> _Placed:
     for value in allocation.values:
         if _find(program, value.name).opcode == "parameter":
             return value
-    raise _NotUnderstood(f"allocation {allocation.number} names no parameter")
+    raise _NotUnderstood(
+        f"allocation {allocation.number} of XLA's buffer assignment contains no parameter"
+    )
 
 
 def _find(program: Program, name: str) -> Instruction:
     try:
         return program.find(name)[1]
     except KeyError as error:
-        raise _NotUnderstood(f"the program has no {name}, which has memory") from error
+        raise _NotUnderstood(
+            f"{name} has memory in XLA's buffer assignment but is not in the program"
+        ) from error
 
 
 def _total(allocations: Iterable[_Allocation], kind: str) -> int:
@@ -219,21 +224,25 @@ def _read_allocations(text: str) -> list[_Allocation]:
         elif line.startswith(" value: "):
             match = _VALUE.match(line)
             if match is None or not allocations:
-                raise _NotUnderstood(f"unknown line {line[:120]!r} in the buffer assignment")
+                raise _NotUnderstood(
+                    f"XLA's buffer assignment has a line in an unknown format: {line[:120]!r}"
+                )
             name, index, size, offset, shape = match.groups()
             place = allocations[-1].number, int(offset), int(size)
             allocations[-1].values.append(_Placed(name, _as_index(index), *place, shape))
         elif not line.startswith(" ") and allocations:
             break  # the report that follows the list
     if not any(allocation.kind == "temporary" for allocation in allocations):
-        raise _NotUnderstood("the buffer assignment has no preallocated-temp")
+        raise _NotUnderstood("XLA's buffer assignment has no preallocated-temp")
     return allocations
 
 
 def _read_header(line: str) -> _Allocation:
     match = _HEADER.match(line)
     if match is None:
-        raise _NotUnderstood(f"unknown line {line[:120]!r} in the buffer assignment")
+        raise _NotUnderstood(
+            f"XLA's buffer assignment has a line in an unknown format: {line[:120]!r}"
+        )
     number, size, rest = match.groups()
     rest = re.sub(r"\|.*\|(?: at ShapeIndex \{[\d,]*\})?", "", rest)
     words = [word.split() for word in rest.split(",") if word.strip()]
@@ -241,7 +250,9 @@ def _read_header(line: str) -> _Allocation:
     unknown = named.keys() - _KINDS.keys() - {"page", "color", "shape", "output"}
     kinds = [_KINDS[name] for name in _KINDS if name in named]
     if unknown or not kinds:
-        raise _NotUnderstood(f"allocation {number} is of no known kind: {line[:120]!r}")
+        raise _NotUnderstood(
+            f"allocation {number} of XLA's buffer assignment is of an unknown kind: {line[:120]!r}"
+        )
     return _Allocation(
         number=int(number),
         size=int(size),
@@ -255,14 +266,16 @@ def _read_ranges(text: str) -> dict[tuple[str, tuple[int, ...]], tuple[int, int]
     """Returns {(name, index): first and last instruction at which a value has its memory}."""
     _, found, rest = text.partition("BufferLiveRange:\n")
     if not found:
-        raise _NotUnderstood("the live ranges have no part called BufferLiveRange")
+        raise _NotUnderstood("XLA's live ranges have no part called BufferLiveRange")
     ranges = {}
     for line in rest.splitlines():
         if not line.startswith("    "):
             break
         match = _RANGE.match(line.strip())
         if match is None:
-            raise _NotUnderstood(f"unknown line {line.strip()[:120]!r} in the live ranges")
+            raise _NotUnderstood(
+                f"XLA's live ranges have a line in an unknown format: {line.strip()[:120]!r}"
+            )
         name, index, start, end = match.groups()
         ranges[name, _as_index(index)] = int(start), int(end)
     return ranges

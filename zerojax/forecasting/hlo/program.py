@@ -138,7 +138,7 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """Its origin in the traced program; "" if the text does not say."""
+        """The instruction's origin in the traced program; "" if the text does not state it."""
         found = _OP_NAME.search(self.attribute_text)
         return found[1] if found else ""
 
@@ -175,7 +175,7 @@ class Instruction:
 
     @property
     def trip_count(self) -> int | None:
-        """Number of runs of a loop's body; None if neither the compiler nor its condition says."""
+        """Runs of a loop's body; None if neither the compiler nor its condition states them."""
         known = self.backend_config.get("known_trip_count")
         return int(known["n"]) if known else self.derived_trip_count
 
@@ -184,7 +184,7 @@ class Instruction:
         return tuple(int(n) for n in re.findall(r"\d+", self.attributes.get(attribute, "")))
 
     def runs(self) -> Iterator[tuple[str, int]]:
-        """Yields the computations it runs and how often, each branch of a conditional once.
+        """Yields each computation that the instruction runs and how often; branches count once.
 
         A loop whose trip count is not known counts as one iteration.
         """

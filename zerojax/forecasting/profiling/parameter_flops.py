@@ -51,7 +51,7 @@ class ParameterFlops:
 
     @property
     def total(self) -> float:
-        """Sum of all of them."""
+        """Operations of the forward pass, the backward pass and recomputation together."""
         return self.forward + self.backward + self.recomputed
 
 
@@ -84,7 +84,7 @@ def _inputs(plan: Plan) -> list[str | None]:
 
 
 def rows_of(program: ClosedJaxpr, names: Sequence[str | None], loss: int) -> list[ParameterFlops]:
-    """Returns the rows of a traced step.
+    """Returns the rows of `flops_by_parameter` from a traced step.
 
     Args:
       names: for each input the parameter that it holds, or None.

@@ -69,7 +69,7 @@ def profile_dict(profile: StepProfile) -> dict[str, Any]:
 
 
 def draw(profile: StepProfile) -> str:
-    """Formats the page, at most 100 columns."""
+    """Formats a step profile as a page of text, at most 100 columns."""
     parts = [_speed(profile), _wall_clock(profile), _top_ops(profile), _flops(profile)]
     if profile.trace is not None:
         parts.append(

@@ -58,7 +58,7 @@ class Candidate:
         return (self.stage, self.model, self.expert, self.num_microbatches, remat, self.zero)
 
     def words(self) -> tuple[str, ...]:
-        """Returns the KEY=VALUE words that set it; `data` takes the remaining devices.
+        """Returns the KEY=VALUE words that set this candidate; `data` takes the remaining devices.
 
         `expert` is included only if above 1: models without experts do not have it.
         """
@@ -74,7 +74,7 @@ class Candidate:
         )
 
     def describe(self) -> str:
-        """Describes it in one line for users."""
+        """Describes the candidate in one line for users."""
         plural = "es" if self.num_microbatches > 1 else ""
         stages = f"stage={self.stage}, " if self.stage > 1 else ""
         experts = f"expert={self.expert}, " if self.expert > 1 else ""

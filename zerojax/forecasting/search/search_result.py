@@ -69,7 +69,7 @@ class BucketTrial:
     peak: int | None = None
 
     def words(self) -> tuple[str, ...]:
-        """Returns the KEY=VALUE words that set it."""
+        """Returns the KEY=VALUE words that set these bucket sizes."""
         return tuple(f"mesh.{option}={size}" for option, size in sorted(self.sizes.items()))
 
 

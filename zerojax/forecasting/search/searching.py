@@ -349,7 +349,7 @@ class CompiledCandidate:
 
 
 def expected_peak(entry: OpenCandidate, compiled: Sequence[CompiledCandidate]) -> float | None:
-    """Returns bytes, with activations scaled from a compiled plan; None if there is none.
+    """Returns a candidate's bytes, with activations scaled from a compiled plan; None without one.
 
     At the same number of microbatches they do not depend on `model`: what it splits comes back as
     rows;
@@ -380,7 +380,7 @@ def expected_peak(entry: OpenCandidate, compiled: Sequence[CompiledCandidate]) -
 
 
 def least_seconds(entry: OpenCandidate, compiled: Sequence[CompiledCandidate]) -> float:
-    """Returns a lower bound of its time, by formula or by compiled plans.
+    """Returns a lower bound of a candidate's time per step, by formula or from compiled plans.
 
     Compiled plans count if they have the same remat and number of pipeline stages, and fit: in
     plans that do not fit, the compiler itself recomputes. They must also split experts at least as

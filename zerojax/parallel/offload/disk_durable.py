@@ -79,7 +79,7 @@ class AnotherPlanError(StoreError):
 
 
 def resume_step(plan: Plan) -> int | None:
-    """Returns the batches consumed by the last complete generation in a plan's folder, or None.
+    """Returns the step of the last complete generation in the plan's folder; None if there is none.
 
     Raises:
       StoreError: this version did not write the contents of the folder.
@@ -94,7 +94,8 @@ def resume_step(plan: Plan) -> int | None:
     step = _unpacked(path)[0].get("step")
     if step is None or step.ndim or step.dtype.kind not in "iu":
         raise StoreError(
-            f"{path}: has no step; delete its folder to continue from the last checkpoint"
+            f"{path} does not contain the number of a step; delete its folder to continue from "
+            "the last checkpoint"
         )
     return int(step)
 
@@ -114,10 +115,10 @@ def resume(plan: Plan) -> tuple[TrainState, dict[str, Any] | None]:
         arrays, about = _unpacked(folder / f"state-{store.generation}.npz")
         if about.get("signature") != _signature(plan):
             raise AnotherPlanError(
-                f"{folder}: the optimizer's state there is of another model, optimizer, mesh, "
-                "order of layers or slicing than this run's; resume with the settings that wrote "
-                "it and save a checkpoint, which fits any mesh, or delete the folder to continue "
-                "from the last checkpoint"
+                f"{folder} holds the optimizer state of a run with another model, optimizer, "
+                "mesh, order of layers or slicing. Resume with the settings of that run and save "
+                "a checkpoint, which fits any mesh, or delete the folder to continue from the "
+                "last checkpoint"
             )
         disk = DiskState(store, disk_leaves(plan))
         arrays |= {f"frozen/{n}": x for n, x in _unpacked(folder / _FROZEN)[0].items()}

@@ -127,7 +127,7 @@ def _all_microbatches(
 
 
 def build_forward(config: PassConfig, function: Loss) -> Callable[..., Arrays]:
-    """Builds `zerojax.parallel.zero.build_forward`, with the same arguments and results."""
+    """Builds the forward function with streamed weights; interface of `zero.build_forward`."""
     config = dataclasses.replace(config, loss=function)
 
     def local(params: Arrays, frozen: Arrays, extras: Arrays, key_data: Any, batch: Arrays):

@@ -55,7 +55,7 @@ Several = list[jax.Array]
 
 
 def build_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, Arrays]]:
-    """Builds `parallel.zero.build_gradients`, same arguments and results, for several stages.
+    """Builds the gradient function of a pipeline; interface of `parallel.zero.build_gradients`.
 
     Parameters that the layer loop slices have the row order of `LeafPlacement.layer_rows`.
     """
@@ -92,7 +92,10 @@ def build_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, A
 
 
 def build_forward(config: PassConfig, function: Loss) -> Callable[..., Arrays]:
-    """Builds `parallel.zero.build_forward`; a shard's rows are divided into microbatches too."""
+    """Builds the forward function of a pipeline; interface of `parallel.zero.build_forward`.
+
+    A shard's rows are divided into microbatches, as in training.
+    """
     layout = _layout(config)
     config = dataclasses.replace(config, loss=function)
 

@@ -47,7 +47,7 @@ _EARLY = (Access.GATHER_ON_USE, Access.GATHER_ONCE_SCATTER_EARLY)
 
 
 def build_virtual_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, Arrays]]:
-    """Builds `parallel.zero.gradients.build_gradients` with equal bits on any number of devices."""
+    """Builds the gradient function with equal bits on every mesh, as `build_gradients`."""
     count, order, zeros = config.num_microbatches, config.tree, no_sums(config.metrics)
     assert order is not None
 
@@ -113,7 +113,7 @@ def build_virtual_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, A
 
 
 def build_virtual_forward(config: PassConfig, function: Loss) -> Callable[..., Arrays]:
-    """Builds `parallel.zero.gradients.build_forward`, with equal bits on any number of devices."""
+    """Builds the forward function with equal bits on every mesh, as `build_forward`."""
     config = dataclasses.replace(config, loss=function)
     count = config.num_microbatches
 

@@ -161,7 +161,10 @@ def _split_name(source: str, chunks: int | None) -> tuple[str, int | None]:
     if name not in SCHEDULES:
         nearest = difflib.get_close_matches(name, SCHEDULES, 1, 0.5)
         hint = f"did you mean {nearest[0]!r}?" if nearest else f"use {_or(list(SCHEDULES))}."
-        raise ScheduleError(f"no schedule {name!r}; {hint} A file of one's own ends in .csv")
+        raise ScheduleError(
+            f"no schedule {name!r}; {hint} The name of a file with your own schedule must end in "
+            ".csv"
+        )
     return name, chunks
 
 

@@ -300,8 +300,8 @@ def _check_cells(schedule: Schedule) -> None:
             for operation in cell:
                 if cell.count(operation) > 1:
                     raise ScheduleError(
-                        f"{where}: {operation} is there twice; every operation runs exactly once, "
-                        "remove one",
+                        f"{where}: {operation} appears twice, but every operation runs exactly "
+                        "once; remove one",
                         tick=tick,
                     )
             for kind in KINDS:
@@ -338,8 +338,8 @@ def _check_complete(schedule: Schedule) -> None:
         key = (event.operation.kind, event.virtual_stage, event.operation.microbatch)
         if key in found:
             raise ScheduleError(
-                f"{_where(event)} is there twice, first at tick {found[key].tick}; "
-                "every operation runs exactly once, remove one",
+                f"{_where(event)} appears twice, first at tick {found[key].tick}, but every "
+                "operation runs exactly once; remove one",
                 tick=event.tick,
             )
         found[key] = event
@@ -351,10 +351,10 @@ def _check_complete(schedule: Schedule) -> None:
                 if (kind, virtual, microbatch) not in found:
                     missing = Operation(kind, microbatch, chunk)
                     raise ScheduleError(
-                        f"stage {stage} never does {missing}: the table has microbatches 0 to "
+                        f"stage {stage} never runs {missing}: the table has microbatches 0 to "
                         f"{schedule.num_microbatches - 1} and chunks 0 to "
-                        f"{schedule.num_chunks - 1}, and every stage does "
-                        f"{_join(kinds)} once for each; add it"
+                        f"{schedule.num_chunks - 1}, and every stage must run {_join(kinds)} once "
+                        "for each; add the missing operation"
                     )
 
 

@@ -92,7 +92,7 @@ def _idle_share(work: float, time: float) -> float:
 
 
 def used_slots(schedule: Schedule) -> list[tuple[str, ...]]:
-    """Returns for each tick the kinds of operations that at least one stage does."""
+    """Returns for each tick the kinds of operations that at least one stage runs."""
     return [
         tuple(
             kind

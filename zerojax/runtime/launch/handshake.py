@@ -167,12 +167,12 @@ class Handshake:
         said = self._read()
         numbers, other, proof = _numbers(said.get("hello")), said.get("nonce"), said.get("proof")
         if numbers is None or not (isinstance(other, str) and isinstance(proof, str)):
-            raise UnauthenticatedPeer("its message is not one of a launcher")
+            raise UnauthenticatedPeer("its message is not that of a launcher")
         if not hmac.compare_digest(
             proof.encode(), self._proof("host", nonce, other, numbers).encode()
         ):
             self._send({"unknown": True})
-            raise UnauthenticatedPeer("its token is another one")
+            raise UnauthenticatedPeer("its token differs from that of this host")
         return numbers, other.encode()
 
     def accept(self, numbers: dict[str, int], nonce: bytes, refused: str | None = None) -> None:
@@ -193,7 +193,9 @@ class Handshake:
         said = self._read().get(_NAME)
         nonce = said.get("nonce") if isinstance(said, dict) else None
         if not isinstance(nonce, str):
-            raise UnauthenticatedPeer("the program there is no launcher of this version")
+            raise UnauthenticatedPeer(
+                "the program at this address is not a launcher of this version"
+            )
         mine = secrets.token_hex(16)
         proof = self._proof("host", nonce, mine, numbers)
         self._send({"hello": numbers, "nonce": mine, "proof": proof})
@@ -201,7 +203,7 @@ class Handshake:
         proof, refused = answer.get("proof"), answer.get("refused")
         wanted = self._proof("leader", mine, refused if isinstance(refused, str) else "", numbers)
         if not isinstance(proof, str) or not hmac.compare_digest(proof.encode(), wanted.encode()):
-            raise UnauthenticatedPeer("the token of host 0 is another one")
+            raise UnauthenticatedPeer("the token of host 0 differs from that of this host")
         return refused if isinstance(refused, str) else None
 
     def _proof(self, role: str, nonce: str, more: str, numbers: dict[str, int]) -> str:
@@ -229,7 +231,7 @@ class Handshake:
         except JsonError as error:
             raise UnauthenticatedPeer(f"its message {error}") from None
         if not isinstance(said, dict):
-            raise UnauthenticatedPeer("its message is not one of a launcher")
+            raise UnauthenticatedPeer("its message is not that of a launcher")
         return said
 
     def _left(self) -> float:

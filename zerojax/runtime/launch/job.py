@@ -97,8 +97,8 @@ class Job:
             raise ValueError(f"--cpu-devices {self.cpu_devices} is less than 1")
         if not 0 <= self.grace <= MAX_GRACE:
             raise ValueError(
-                f"--grace {self.grace:g} is not in [0, {MAX_GRACE:g}] seconds, so that all "
-                "processes have ended five seconds after a failure"
+                f"--grace {self.grace:g} is not between 0 and {MAX_GRACE:g} seconds; with more, "
+                "processes could outlive a failure by more than five seconds"
             )
         if not 0 <= self.host < self.num_hosts:
             raise ValueError(

@@ -21,7 +21,7 @@ Key = tuple[Any, ...]
 
 
 def check_unrolled(rolled: Rolled, equality: Equality) -> None:
-    """Unrolls a loop and compares it with the program that it replaces.
+    """Unrolls a loop and compares its equations with those of the layers that it is to replace.
 
     Raises:
       Mismatch: an equation, an operand or a result differs.

@@ -172,7 +172,7 @@ def _checked(record: dict[str, Any], place: str) -> dict[str, Any]:
                 "rename the file"
             )
     if record["kind"] == "event" and not isinstance(record.get("event"), str):
-        raise ValueError(f"{place} does not say which event it is; remove the line")
+        raise ValueError(f'{place} is an event without a name (key "event"); remove the line')
     return {key: _finite(value) for key, value in record.items()}
 
 

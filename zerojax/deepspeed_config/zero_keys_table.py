@@ -1,0 +1,191 @@
+"""Table of the keys of `zero_optimization` with DeepSpeed's defaults and their treatment.
+
+Facts are those of DeepSpeed 0.19.6 and 0.19.8: `deepspeed/runtime/zero/config.py`,
+`offload_config.py` and `leaf_module_config.py`. What the later one dropped (MiCS) is still read.
+"""
+
+from __future__ import annotations
+
+from zerojax.deepspeed_config.key_schema import AbsentFeature, Key, Table, is_enabled
+
+_ALLOCATOR = "for buffers of eager PyTorch, which a compiled step does not have"
+_HOOKS = "for hooks of torch modules; here a parameter is gathered where the model uses it"
+_STREAM = "reading, updating and writing always overlap"
+
+OFFLOAD_OPTIMIZER: Table = {
+    "device": Key(
+        "text",
+        "none",
+        "honoured",
+        "none, cpu, nvme: mesh.offload.opt_state=device, host, nvme",
+        ("none", "cpu", "nvme"),
+        "use none, cpu or nvme",
+    ),
+    "nvme_path": Key("text", None, "honoured", "mesh.offload.folder"),
+    "buffer_count": Key("int", 4, "compiler", "there is one buffer for each slice in flight"),
+    "pin_memory": Key("bool", True, "mapped", "host memory is always pinned"),
+    "pipeline_read": Key("bool", False, "compiler", _STREAM),
+    "pipeline_write": Key("bool", False, "compiler", _STREAM),
+    "fast_init": Key("bool", False, "compiler", "the state is created in its tier, slice by slice"),
+    "ratio": Key("float", 1.0, "honoured", "share of the state that leaves the device"),
+    "super_offload": Key(
+        "bool",
+        False,
+        "honoured",
+        "off",
+        (False,),
+        "updates run on the device and not on the host; set it to false",
+    ),
+    "cpuadam_cores_perc": Key("float", 0.8, "compiler", "the update runs on the device"),
+}
+
+OFFLOAD_PARAM: Table = {
+    "device": Key(
+        "text",
+        "none",
+        "honoured",
+        "none, cpu: mesh.offload.params=device, host",
+        ("none", "cpu"),
+        "weights can be offloaded to host memory, not to files; use cpu, and nvme for "
+        "offload_optimizer",
+    ),
+    "nvme_path": Key("text", None, "compiler", "weights are not offloaded to files"),
+    "buffer_count": Key("int", 5, "compiler", "each layer is fetched one layer ahead of its use"),
+    "buffer_size": Key("int", 100_000_000, "compiler", "a buffer is one layer"),
+    "max_in_cpu": Key("int", 1_000_000_000, "compiler", "all offloaded weights are in host memory"),
+    "pin_memory": Key("bool", True, "mapped", "host memory is always pinned"),
+}
+
+ZERO: Table = {
+    "stage": Key("int", 0, "honoured", "mesh.zero", (0, 1, 2, 3), "use 0, 1, 2 or 3"),
+    "contiguous_gradients": Key("bool", True, "compiler", _ALLOCATOR),
+    "reduce_scatter": Key(
+        "bool", True, "honoured", "stages 1 to 3 reduce-scatter, stage 0 all-reduces"
+    ),
+    "reduce_bucket_size": Key(
+        "int", 500_000_000, "honoured", "mesh.reduce_bucket_size, in elements"
+    ),
+    "use_multi_rank_bucket_allreduce": Key("bool", True, "compiler", "a bucket is one collective"),
+    "allgather_partitions": Key("bool", True, "compiler", "one gather per bucket, no broadcasts"),
+    "allgather_bucket_size": Key(
+        "int", 500_000_000, "honoured", "mesh.allgather_bucket_size, in elements"
+    ),
+    "overlap_comm": Key(
+        "bool", None, "compiler", "XLA's latency-hiding scheduler; the plan shows what it overlaps"
+    ),
+    "load_from_fp32_weights": Key(
+        "bool",
+        True,
+        "honoured",
+        "checkpoints hold float32 masters",
+        (True,),
+        "checkpoints hold no 16-bit copy to start from; set it to true",
+    ),
+    "elastic_checkpoint": Key(
+        "bool", False, "compiler", "a checkpoint can be loaded on any mesh and at any stage"
+    ),
+    "offload_param": OFFLOAD_PARAM,
+    "offload_optimizer": OFFLOAD_OPTIMIZER,
+    "sub_group_size": Key(
+        "int",
+        1_000_000_000,
+        "mapped",
+        "mesh.offload.slice_elements with offload; without effect otherwise",
+    ),
+    "cpu_offload": Key("bool", None, "mapped", "old name of offload_optimizer.device: cpu"),
+    "cpu_offload_param": Key("bool", None, "mapped", "old name of offload_param.device: cpu"),
+    "cpu_offload_use_pin_memory": Key("bool", None, "mapped", "host memory is always pinned"),
+    "stage3_prefetch_bucket_size": Key(
+        "int", 50_000_000, "compiler", "the compiler gathers one layer ahead where it is faster"
+    ),
+    "stage3_param_persistence_threshold": Key(
+        "int",
+        100_000,
+        "honoured",
+        "mesh.persistence_threshold, in elements; the layers of a stack count together",
+    ),
+    "stage3_model_persistence_threshold": Key(
+        "int", None, "honoured", "absent: the parameters that stay whole have no common limit"
+    ),
+    "stage3_max_live_parameters": Key(
+        "int",
+        1_000_000_000,
+        "compiler",
+        "layers of one scan are gathered one at a time; those of a Python loop together, as the "
+        "plan counts them",
+    ),
+    "stage3_max_reuse_distance": Key(
+        "int", 1_000_000_000, "compiler", "weights are gathered at each use"
+    ),
+    "stage3_gather_16bit_weights_on_model_save": Key(
+        "bool", False, "mapped", "`zerojax checkpoint export` writes whole weights, at any stage"
+    ),
+    "stage3_gather_fp16_weights_on_model_save": Key(
+        "bool", False, "mapped", "old name of stage3_gather_16bit_weights_on_model_save"
+    ),
+    "stage3_module_granularity_threshold": Key("int", 0, "compiler", _HOOKS),
+    "stage3_use_all_reduce_for_fetch_params": Key("bool", False, "compiler", _HOOKS),
+    "stage3_allgather_sequential": Key("bool", False, "compiler", _HOOKS),
+    "ignore_unused_parameters": Key(
+        "bool", True, "compiler", "planning names the parameters that the loss does not read"
+    ),
+    "compute_grad_norm": Key("bool", True, "compiler", "every report has the gradient norm"),
+    "parameter_alignment": Key("bool", False, "compiler", _ALLOCATOR),
+    "legacy_stage1": Key("bool", False, "compiler", "there is one stage 1"),
+    "round_robin_gradients": Key("bool", False, "compiler", _ALLOCATOR),
+    "zero_hpz_partition_size": Key(
+        "int",
+        1,
+        "honoured",
+        "above 1: wire.secondary with mesh.node, so that weights cross nodes once per step",
+    ),
+    "zero_quantized_weights": Key("bool", False, "honoured", "wire.weights"),
+    "zero_quantized_nontrainable_weights": Key(
+        "bool",
+        False,
+        "honoured",
+        "off",
+        (False,),
+        "Precision.freeze_dtype (int8, nf4) stores and gathers frozen weights in codes; use it, "
+        "and set this key to false",
+    ),
+    "zero_quantized_gradients": Key("bool", False, "honoured", "off"),
+    "zeropp_loco_param": AbsentFeature(
+        "LoCo, which corrects quantized reductions, is not implemented; take it out", bool
+    ),
+    "mics_shard_size": Key(
+        "int",
+        -1,
+        "honoured",
+        "mesh.data, with mesh.replica for the rest: each group holds the whole state, including "
+        "the optimizer's",
+    ),
+    "mics_hierarchical_params_gather": Key(
+        "bool", False, "compiler", "NCCL chooses by the topology"
+    ),
+    "memory_efficient_linear": Key("bool", True, "compiler", _ALLOCATOR),
+    "pipeline_loading_checkpoint": Key(
+        "bool", False, "compiler", "each process reads its own shards"
+    ),
+    "override_module_apply": Key("bool", True, "compiler", _HOOKS),
+    "log_trace_cache_warnings": Key(
+        "bool", False, "compiler", "there is no trace cache at run time"
+    ),
+    "enable_sanity_checks": Key(
+        "bool", False, "compiler", "the plan makes its checks before the run"
+    ),
+    "save_muon_momentum_buffer_in_memory": Key(
+        "bool", False, "compiler", "the momentum is part of the state, in the same memory"
+    ),
+    "leaf_module": {
+        "classes": Key("list", None, "compiler", _HOOKS),
+        "names": Key("list", None, "compiler", _HOOKS),
+        "name_suffixes": Key("list", None, "compiler", _HOOKS),
+    },
+    "zenflow": AbsentFeature(
+        "ZenFlow updates with stale gradients, which is not supported; take it out", bool
+    ),
+    "grad_hooks": AbsentFeature(
+        "documented by DeepSpeed but refused by its code; take it out", is_enabled
+    ),
+}
