@@ -282,7 +282,7 @@ def _restore_damaged(
     found: Counter[str] = Counter()
     with Checkpointer(path) as checkpointer, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        restored = checkpointer.restore(plan.abstract_canonical)
+        restored = checkpointer.restore(plan.abstract_portable)
         text = " ".join(str(one.message) for one in told)
         verification = checkpointer.verify(2)
     same = _flat(restored.state)
@@ -299,7 +299,7 @@ def _restore_damaged(
 
 def _values(plan: Any, path: Path, step: int) -> dict[str, np.ndarray]:
     with Checkpointer(path) as checkpointer:
-        return _flat(checkpointer.restore(plan.abstract_canonical, step).state)
+        return _flat(checkpointer.restore(plan.abstract_portable, step).state)
 
 
 def _flat(state: Any) -> dict[str, np.ndarray]:

@@ -44,8 +44,8 @@ def train(devices: list[int], folder: str) -> list[float]:
         )
         with zerojax.Checkpointer(folder) as checkpointer:
             if losses:
-                restored = checkpointer.restore(plan.abstract_canonical)
-                state = zerojax.from_canonical(plan, restored.state)
+                restored = checkpointer.restore(plan.abstract_portable)
+                state = zerojax.from_portable_state(plan, restored.state)
             else:
                 state = zerojax.init_state(plan, seed=0)
             step = zerojax.build_step(plan)
@@ -54,7 +54,7 @@ def train(devices: list[int], folder: str) -> list[float]:
                 state, metrics = step(state, batch)
                 losses.append(float(metrics["loss"]))
             about = {"data_state": {}, "config": {}, "plan": plan.as_dict()}
-            checkpointer.save(len(losses), zerojax.to_canonical(plan, state), **about)
+            checkpointer.save(len(losses), zerojax.to_portable_state(plan, state), **about)
     return losses
 
 

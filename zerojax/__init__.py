@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from zerojax.optim import adam8bit, adamw, lamb, lion, muon, sgd, with_ema
     from zerojax.optim.precision import Precision
     from zerojax.parallel.initialization import init_state
-    from zerojax.parallel.reshard import from_canonical, reshard_state, to_canonical
+    from zerojax.parallel.reshard import from_portable_state, reshard_state, to_portable_state
     from zerojax.parallel.step import build_evaluation, build_step
     from zerojax.plan.device_mesh import make_abstract_mesh, make_mesh
     from zerojax.plan.make import Plan, make_plan
@@ -81,8 +81,8 @@ __all__ = [
     "check",
     "experts",
     "forecast",
-    "from_canonical",
     "from_hugging_face",
+    "from_portable_state",
     "init_state",
     "initialize",
     "join_processes",
@@ -98,9 +98,9 @@ __all__ = [
     "run_from_config",
     "sgd",
     "shard_batch",
-    "to_canonical",
     "to_hugging_face",
     "to_peft",
+    "to_portable_state",
     "train",
     "tune",
     "with_ema",
@@ -140,7 +140,7 @@ _HOME_OF_NAME = {
     "check": "equality",
     "experts": "operators",
     "forecast": "forecasting",
-    "from_canonical": "parallel.reshard",
+    "from_portable_state": "parallel.reshard",
     "from_hugging_face": "zoo.hugging_face",
     "init_state": "parallel.initialization",
     "initialize": "deepspeed_engine",
@@ -157,7 +157,7 @@ _HOME_OF_NAME = {
     "run_from_config": "training.run_file",
     "sgd": "optim",
     "shard_batch": "data",
-    "to_canonical": "parallel.reshard",
+    "to_portable_state": "parallel.reshard",
     "to_hugging_face": "training.hugging_face_export",
     "to_peft": "training.hugging_face_export",
     "train": "training.entry",

@@ -23,7 +23,7 @@ from benchmarks.gpu.subjects import make_factory, make_optimizer, make_source
 from benchmarks.gpu.workloads import Workload, choose_workload
 from benchmarks.machine import load_average
 from benchmarks.recording import Goal, Record, parse_arguments, save_so_far, write_record
-from zerojax.parallel.reshard import to_canonical
+from zerojax.parallel.reshard import to_portable_state
 
 STEPS = 20
 DETERMINISTIC = "--xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=0"
@@ -97,7 +97,7 @@ def measure(workload: Workload, folder: Path, smoke: bool) -> Iterator[Record]:
 def _train(
     workload: Workload, precision: str, offload: Mapping[str, Any]
 ) -> tuple[np.ndarray, dict[str, bytes]]:
-    """(losses, {path: bytes} of the canonical state, which knows no tiers)."""
+    """(losses, {path: bytes} of the portable state, which knows no tiers)."""
     source = make_source(workload)
     plan = zerojax.make_plan(
         make_factory(workload),
@@ -113,7 +113,7 @@ def _train(
         state, metrics = step(state, zerojax.shard_batch(plan, source.batch(index)))
         losses.append(metrics["loss"])
     found = np.array([float(loss) for loss in losses])
-    paths = jax.tree.leaves_with_path(to_canonical(plan, state))
+    paths = jax.tree.leaves_with_path(to_portable_state(plan, state))
     return found, {jax.tree_util.keystr(path): np.asarray(leaf).tobytes() for path, leaf in paths}
 
 

@@ -99,7 +99,7 @@ def flip(content: bytearray) -> None:
 @pytest.mark.thorough
 def test_a_step_has_the_bytes_of_what_trains_and_no_others(theirs, saved, tmp_path):
     plan = lora_plan(theirs, devices=1)
-    state = plan.abstract_canonical
+    state = plan.abstract_portable
     frozen = num_bytes(state["frozen"])
     whole = save(tmp_path, plan, init_state(plan, 0), "saved")
     sizes = [
@@ -167,7 +167,7 @@ def test_other_files_are_refused_with_the_way_out(change, what, theirs, saved, t
     with Checkpointer(saved) as checkpointer:
         plan = lora_plan(theirs, devices=1)
         with pytest.raises(BaseWeightsError, match=what) as told:
-            checkpointer.restore(plan.abstract_canonical, pretrained=place)
+            checkpointer.restore(plan.abstract_portable, pretrained=place)
         for way in ("--pretrained FOLDER", "model.pretrained=FOLDER", "checkpoint.frozen=saved"):
             assert way in str(told.value)
         found = checkpointer.verify(pretrained=place)
@@ -238,7 +238,7 @@ def test_a_folder_that_changes_under_way_makes_checkpoints_whole(theirs, tmp_pat
 def test_what_is_left_and_what_is_said(theirs, tmp_path):
     plan = lora_plan(theirs, devices=1)
     base, said = base_of(plan)
-    size = format_bytes(num_bytes(plan.abstract_canonical["frozen"]))
+    size = format_bytes(num_bytes(plan.abstract_portable["frozen"]))
     assert base is not None
     assert base.folder == theirs
     assert set(base.files) == {FILE}
@@ -485,7 +485,7 @@ def test_values_are_rounded_as_those_of_a_new_state(theirs, saved):
 
 def test_a_7b_with_adapters_is_saved_in_half_a_gigabyte():
     """Bytes by the plan: rank 16 beside all projections of Llama 2 7B, AdamW, bf16."""
-    state = large_plan("7B", BF16).abstract_canonical
+    state = large_plan("7B", BF16).abstract_portable
     whole, frozen = num_bytes(state), num_bytes(state["frozen"])
     assert whole == pytest.approx(13.96e9, rel=1e-3)
     assert whole - frozen == pytest.approx(0.480e9, rel=1e-2)

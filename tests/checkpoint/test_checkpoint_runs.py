@@ -11,18 +11,18 @@ import pytest
 
 from tests.support.offload_disk_runs import (
     Regression,
-    canonical,
     close,
     differing,
     offload,
     plan_of,
+    portable,
 )
 from tests.support.offload_disk_runs import train as train_steps
 from tests.support.trajectories import regression_batch
 from zerojax.checkpoint import Checkpointer, CheckpointError
 from zerojax.config import CheckpointConfig, LogConfig
 from zerojax.optim import adamw
-from zerojax.parallel.reshard import to_canonical
+from zerojax.parallel.reshard import to_portable_state
 from zerojax.tracing.trees import flatten_names
 from zerojax.training.checkpointing import restore_state, save_state
 from zerojax.training.entry import train
@@ -41,7 +41,7 @@ def run(folder: Path, steps: int):
         log=LogConfig(every=1, tensorboard=False, console="lines"),
     )
     trainer.close()
-    named = flatten_names(to_canonical(trainer.plan, trainer.state))
+    named = flatten_names(to_portable_state(trainer.plan, trainer.state))
     return trainer, {name: np.asarray(x) for name, x in named.items()}
 
 
@@ -120,12 +120,12 @@ def test_durable_files_are_preferred_to_an_older_step(tmp_path: Path) -> None:
         for step in (1, 3):
             save_state(checkpointer, plan, state, step=step, about=about)
         state, _ = train_steps(plan, 1, state, first=1)
-        expected = canonical(plan, state)
+        expected = portable(plan, state)
         checkpointer.wait()
         close(state)
         damage_values(tmp_path / "saves" / "3")
         with pytest.warns(RuntimeWarning, match="/3 is damaged: pieces/"):
             restored, state = restore_state(checkpointer, plan, at_start=True)
     assert restored.step == 2
-    assert differing(canonical(plan, state), expected) == []
+    assert differing(portable(plan, state), expected) == []
     close(state)

@@ -45,7 +45,12 @@ from zerojax.hardware import compile_client, gpus
 from zerojax.optim.precision import Precision, as_precision
 from zerojax.optim.weight_codes import BLOCK, bytes_per_parameter
 from zerojax.parallel.initialization import init_state
-from zerojax.parallel.reshard import from_canonical, model_parts, reshard_state, to_canonical
+from zerojax.parallel.reshard import (
+    from_portable_state,
+    model_parts,
+    reshard_state,
+    to_portable_state,
+)
 from zerojax.parallel.step import build_evaluation, build_step
 from zerojax.plan.counts import role_bytes
 from zerojax.plan.device_mesh import make_mesh
@@ -178,16 +183,16 @@ def test_whatever_else_a_run_does_it_computes_with_decoded_weights(options):
         lora_plan(as_precision("fp32", freeze_dtype=dtype), **options) for dtype in ("nf4", None)
     )
     state = init_state(coded, 0)
-    canonical = to_canonical(plain, init_state(plain, 0))
+    portable = to_portable_state(plain, init_state(plain, 0))
     leaves = coded.users_placement.leaves
     assert any(leaf.codes is not None for leaf in leaves.values())
-    values = decoded(leaves, jax.device_get(to_canonical(coded, state)["frozen"]))
-    frozen = canonical["frozen"]
-    canonical["frozen"] = {n: jax.device_put(values[n], x.sharding) for n, x in frozen.items()}
+    values = decoded(leaves, jax.device_get(to_portable_state(coded, state)["frozen"]))
+    frozen = portable["frozen"]
+    portable["frozen"] = {n: jax.device_put(values[n], x.sharding) for n, x in frozen.items()}
     batch = options.get("batch", text_batch)
     runs = [
         advance(plan, one, range(3), batch=batch)
-        for plan, one in ((coded, state), (plain, from_canonical(plain, canonical)))
+        for plan, one in ((coded, state), (plain, from_portable_state(plain, portable)))
     ]
     np.testing.assert_array_equal(runs[0].losses, runs[1].losses)
     same_bits(runs[0].state["params"], runs[1].state["params"])
@@ -204,10 +209,10 @@ def test_new_codes_are_those_of_float32_weights_on_any_mesh(kind):
     precision = as_precision("bf16", freeze_dtype=kind)
     factory = add_lora(reference_model("llama", **{**SIZES, "num_kv_heads": 2}), LORA)
     for given in (factory, model()):
-        wide = to_canonical(plan := lora_plan(WIDE, given, devices=1), init_state(plan, 0))
+        wide = to_portable_state(plan := lora_plan(WIDE, given, devices=1), init_state(plan, 0))
         for options in ({"devices": 1}, {"zero": 3}, {"zero": 1, "devices": 4}):
             plan = lora_plan(precision, given, **options)
-            found = to_canonical(plan, init_state(plan, 0))["frozen"]
+            found = to_portable_state(plan, init_state(plan, 0))["frozen"]
             for name, leaf in plan.users_placement.leaves.items():
                 if leaf.codes is not None:
                     wanted = leaf.codes.encode(np.asarray(wide["frozen"][name]))
@@ -541,7 +546,7 @@ def test_a_run_file_names_the_codes():
         *("data.seq_len=16", "global_batch_size=8", "model.lora.rank=2", "precision=bf16"),
     ]
     plan = plan_from_config(load(RunConfig, None, [*words, "freeze_dtype=int8"]), 8)
-    dtypes = {x.dtype.name for x in plan.abstract_canonical["frozen"].values()}
+    dtypes = {x.dtype.name for x in plan.abstract_portable["frozen"].values()}
     assert dtypes == {"uint8", "bfloat16"}
     with pytest.raises(ConfigError, match=r"freeze_dtype.*nf4"):
         load(RunConfig, None, [*words, "freeze_dtype=fp4"])

@@ -355,7 +355,7 @@ RUN = [
 )
 def test_a_run_file_names_the_dtype(words, expected):
     plan = plan_from_config(load(RunConfig, None, [*RUN, *words]), 8)
-    assert {x.dtype.name for x in plan.abstract_canonical["frozen"].values()} == {expected}
+    assert {x.dtype.name for x in plan.abstract_portable["frozen"].values()} == {expected}
 
 
 def test_a_record_from_before_keeps_what_is_frozen_as_all_parameters():

@@ -323,9 +323,9 @@ def test_a_state_without_shardings(saved):
         for more in ({}, {"sharding": sharding})
     )
     with Checkpointer(saved) as checkpointer:
-        remedy = "plan.abstract_canonical sharding="
+        remedy = "plan.abstract_portable sharding="
         Refusal(bare, "params/w sharding", remedy, [good], TypeError).check(checkpointer.restore)
-    leaves = jax.tree.leaves(line_plan().abstract_canonical)
+    leaves = jax.tree.leaves(line_plan().abstract_portable)
     assert all(leaf.sharding is not None for leaf in leaves)
 
 

@@ -52,7 +52,7 @@ def go_on(run: Path, steps: int) -> zerojax.Trainer:
 
 
 def digests(trainer: zerojax.Trainer) -> dict[str, str]:
-    state = zerojax.to_canonical(trainer.plan, trainer.state)
+    state = zerojax.to_portable_state(trainer.plan, trainer.state)
     return {
         jax.tree_util.keystr(path): hashlib.sha256(np.asarray(leaf).tobytes()).hexdigest()[:16]
         for path, leaf in jax.tree_util.tree_leaves_with_path(state)

@@ -36,7 +36,7 @@ from flax.training.train_state import TrainState
 from tests.support.trajectories import TOLERANCE, advance, plan_for, train_for
 from zerojax.data.corpus import read_text
 from zerojax.parallel.initialization import init_state
-from zerojax.parallel.reshard import to_canonical
+from zerojax.parallel.reshard import to_portable_state
 from zerojax.training.entry import train
 
 CHECKOUT = os.environ.get("FLAX_CHECKOUT")
@@ -367,7 +367,7 @@ def test_the_language_model_follows_its_own_training_step():
     optimizer = optax.adamw(3e-3, eps=1e-5)
     plan = plan_for(model, batch=batch, loss=loss, optimizer=optimizer, zero=3)
     state = init_state(plan, seed=0)
-    start = jax.tree.map(np.asarray, to_canonical(plan, state)["params"])
+    start = jax.tree.map(np.asarray, to_portable_state(plan, state)["params"])
     run = advance(plan, state, range(STEPS), batch=batch)
 
     own = TrainState.create(apply_fn=model.apply, params=nested(start), tx=optimizer)

@@ -40,7 +40,7 @@ from tests.support.foreign_modules import is_given, load
 from tests.support.foreign_shapes import SHAPES, ForeignModel
 from tests.support.trajectories import TOLERANCE
 from zerojax.parallel.initialization import init_state
-from zerojax.parallel.reshard import to_canonical
+from zerojax.parallel.reshard import to_portable_state
 from zerojax.tracing.rolling import RolledModel
 
 REQUIRED = {
@@ -184,7 +184,7 @@ def test_a_new_state_has_the_bits_and_the_names_of_the_unrolled_one(name):
     """With twelve layers too, whose names are in another order than their numbers."""
     plans = [train(_model(name), zero=3, roll=roll, steps=0).plan for roll in ("auto", "off")]
     assert isinstance(plans[0].model, RolledModel)
-    rolled, plain = (to_canonical(plan, init_state(plan, seed=3))["params"] for plan in plans)
+    rolled, plain = (to_portable_state(plan, init_state(plan, seed=3))["params"] for plan in plans)
     assert rolled.keys() == plain.keys()
     for one in plain:
         np.testing.assert_array_equal(np.asarray(rolled[one]), np.asarray(plain[one]))

@@ -13,7 +13,7 @@ from tests.support import equal_trees, small_models
 from tests.support.small_models import reference_model
 from tests.support.trajectories import advance, optimizer, plan_for, regression_batch, text_batch
 from zerojax.parallel.initialization import build_initialiser, init_state
-from zerojax.parallel.reshard import from_canonical, reshard_state, to_canonical
+from zerojax.parallel.reshard import from_portable_state, reshard_state, to_portable_state
 from zerojax.plan.counts import shard_bytes
 from zerojax.plan.device_mesh import make_abstract_mesh
 from zerojax.plan.make import make_plan
@@ -54,8 +54,8 @@ def test_values_do_not_depend_on_the_mesh_and_padding_is_zero():
     leaf = sharded.placement.leaves["out/bias"]
     assert (leaf.shape, leaf.stored_shape) == ((5,), (8,))
     np.testing.assert_array_equal(padded["params"]["out/bias"][5:], 0)
-    assert_same_state(to_canonical(sharded, padded), whole)
-    assert_same_state(from_canonical(sharded, to_canonical(sharded, padded)), padded)
+    assert_same_state(to_portable_state(sharded, padded), whole)
+    assert_same_state(from_portable_state(sharded, to_portable_state(sharded, padded)), padded)
 
 
 def test_another_seed_gives_other_parameters():
@@ -74,7 +74,7 @@ def test_users_own_arrays_survive(devices):
     plan = plan_for(model, devices=devices, zero=1, **USER)
     state = init_state(plan)
     np.testing.assert_array_equal(
-        to_canonical(plan, state)["params"]["hidden/kernel"], model.hidden.kernel[...]
+        to_portable_state(plan, state)["params"]["hidden/kernel"], model.hidden.kernel[...]
     )
     run = advance(plan, state, range(3), batch=regression_batch)
     assert np.abs(run.state["extras"]["norm/mean"]).max() > 0

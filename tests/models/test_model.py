@@ -19,7 +19,7 @@ from zerojax.models.adapt import as_model, default_loss
 from zerojax.models.losses import mean_squared_error
 from zerojax.parallel import model_state
 from zerojax.parallel.initialization import init_state
-from zerojax.parallel.reshard import to_canonical
+from zerojax.parallel.reshard import to_portable_state
 from zerojax.parallel.step import build_evaluation, build_step
 from zerojax.plan.leaf_placement import Access
 from zerojax.tracing.trace import trace_model
@@ -212,10 +212,10 @@ def of_a_step(model, loss, *, zero, **options):
         **{"optimizer": optax.sgd(1.0), "persistence_threshold": 0, **options},
     )
     state = init_state(plan)
-    before = jax.device_get(to_canonical(plan, state)["params"])
+    before = jax.device_get(to_portable_state(plan, state)["params"])
     batch = jax.device_put(regression_batch(0), plan.batch_sharding)
     state, metrics = build_step(plan)(state, batch)
-    after = jax.device_get(to_canonical(plan, state)["params"])
+    after = jax.device_get(to_portable_state(plan, state)["params"])
     return metrics["loss"], {name: before[name] - after[name] for name in before}, plan
 
 
@@ -518,7 +518,7 @@ def test_functions_may_look_at_the_batch_and_get_mode_and_key():
 def test_the_users_kind_of_object_comes_back():
     for model, loss in ((Plain(nnx.Rngs(0)), regression_loss), (LinenNorm(), linen_loss)):
         plan = plan_for(model, zero=3, loss=loss, batch=regression_batch)
-        state = to_canonical(plan, init_state(plan))
+        state = to_portable_state(plan, init_state(plan))
         source = plan.model.to_source({**state["params"], **state["frozen"]}, state["extras"])
         x = regression_batch(0)["x"]
         output = source(x) if isinstance(source, nnx.Module) else model.apply(source, x)

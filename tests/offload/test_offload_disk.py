@@ -12,12 +12,12 @@ import pytest
 from tests.support.offload_disk_runs import (
     SHARES,
     batch_of,
-    canonical,
     close,
     differing,
     num_leaves,
     offload,
     plan_of,
+    portable,
     train,
 )
 from tests.support.recipe import RECIPE
@@ -38,10 +38,10 @@ STEPS = 5
 
 @pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 3])
 def on_device(request):
-    """(ZeRO stage, losses, canonical state) of a run with everything on the device."""
+    """(ZeRO stage, losses, portable state) of a run with everything on the device."""
     plan = plan_of(None, request.param, text=True)
     state, losses = train(plan, STEPS)
-    return request.param, losses, canonical(plan, state)
+    return request.param, losses, portable(plan, state)
 
 
 @pytest.mark.thorough
@@ -55,7 +55,7 @@ def test_the_bits_of_the_device_tier(tmp_path, on_device, share):
     state, found = train(plan, STEPS)
     try:
         assert found == losses
-        assert differing(canonical(plan, state), expected) == []
+        assert differing(portable(plan, state), expected) == []
         assert state["disk"].store.generation == STEPS + 1  # the fill, and one sweep for each step
         assert num_leaves(state) == 0
         many = [leaf for leaf in plan.offload.on_disk if leaf.num_slices > 1]
@@ -84,12 +84,12 @@ def test_a_skipped_step_touches_no_bucket(tmp_path):
 def test_from_files_to_another_mesh_on_the_device_and_back(tmp_path):
     files, device = plan_of(offload(tmp_path), zero=3, data=4), plan_of(None, data=2)
     state, _ = train(files, 2)
-    expected = canonical(files, state)
+    expected = portable(files, state)
     moved = reshard_state(files, device, state)
-    assert differing(canonical(device, moved), expected) == []
+    assert differing(portable(device, moved), expected) == []
     back = reshard_state(device, files, moved)
     try:
-        assert differing(canonical(files, back), expected) == []
+        assert differing(portable(files, back), expected) == []
     finally:
         close(back)
 
@@ -179,7 +179,7 @@ def test_files_go_with_every_axis_of_the_mesh(tmp_path, mesh, options, opt_state
             **{"precision": "fp32", "persistence_threshold": 100, **options},
         )
         state, losses = train(plan, 3)
-        runs.append((losses, canonical(plan, state)))
+        runs.append((losses, portable(plan, state)))
         if config is not None:
             assert plan.offload.on_disk
             close(state)

@@ -11,18 +11,18 @@ import pytest
 
 from tests.support.offload_disk_runs import (
     SHARES,
-    canonical,
     close,
     differing,
     offload,
     plan_of,
+    portable,
     train,
 )
 from zerojax.checkpoint import Checkpointer, CheckpointError, DamagedError
 from zerojax.checkpoint.fingerprint_math import as_text, of_array
 from zerojax.parallel.offload import sliced_state as offload_state
 from zerojax.parallel.offload.disk_saving import saved_names, write_pieces
-from zerojax.parallel.reshard import from_canonical, to_canonical
+from zerojax.parallel.reshard import from_portable_state, to_portable_state
 
 
 def save(folder, plan, state, step=1):
@@ -31,7 +31,7 @@ def save(folder, plan, state, step=1):
     with Checkpointer(folder) as checkpointer:
         checkpointer.save(
             step,
-            to_canonical(plan, state, joined=False),
+            to_portable_state(plan, state, joined=False),
             data_state={},
             config={},
             plan={},
@@ -43,8 +43,8 @@ def restore(folder, plan):
     names = saved_names(plan) if plan.offload is not None else {}
     unread = [name for arrays in names.values() for name in arrays.values()]
     with Checkpointer(folder) as checkpointer:
-        restored = checkpointer.restore(plan.abstract_canonical, unread=unread)
-    return from_canonical(plan, restored.state)
+        restored = checkpointer.restore(plan.abstract_portable, unread=unread)
+    return from_portable_state(plan, restored.state)
 
 
 WAYS = [
@@ -56,12 +56,12 @@ WAYS = [
 
 @pytest.fixture(scope="module", params=WAYS)
 def saved(request, tmp_path_factory):
-    """(folder of checkpoints, canonical state, losses of two more steps, plan)."""
+    """(folder of checkpoints, portable state, losses of two more steps, plan)."""
     folder = tmp_path_factory.mktemp("saved")
     plan = plan_of(offload(folder / "store", request.param), zero=3, data=4)
     state, _ = train(plan, 2)
     save(folder / "checkpoints", plan, state)
-    expected = canonical(plan, state)
+    expected = portable(plan, state)
     state, losses = train(plan, 2, state, first=2)
     close(state)
     return folder / "checkpoints", expected, losses, plan
@@ -122,7 +122,7 @@ def test_it_comes_back_on_any_mesh_and_tier(saved, tmp_path, tier, data, zero):
     plan = plan_of(None if tier is None else offload(tmp_path, tier), zero=zero, data=data)
     state = restore(folder, plan)
     try:
-        assert differing(canonical(plan, state), expected) == []
+        assert differing(portable(plan, state), expected) == []
         if data == 4:
             again = train(plan, 2, state, first=2)[1]
             assert again == losses
@@ -135,7 +135,7 @@ def test_state_on_the_host_is_neither_joined_to_be_saved_nor_restored_whole(tmp_
     """It may fill most of the machine's memory."""
     plan = plan_of(offload(tmp_path, "host"), zero=1, data=2)
     state, _ = train(plan, 2)
-    expected = canonical(plan, state)
+    expected = portable(plan, state)
 
     def refuse(*_, **__):
         raise AssertionError("a whole parameter was put together")
@@ -146,7 +146,7 @@ def test_state_on_the_host_is_neither_joined_to_be_saved_nor_restored_whole(tmp_
     restored = restore(tmp_path / "checkpoints", plan)
     monkeypatch.undo()
     assert jax.tree.map(lambda x: x.sharding, restored) == plan.state_shardings
-    assert differing(canonical(plan, restored), expected) == []
+    assert differing(portable(plan, restored), expected) == []
     for name, weights in restored["params"].items():
         np.testing.assert_array_equal(np.asarray(weights), np.asarray(state["params"][name]))
 
@@ -156,12 +156,12 @@ def test_state_on_the_host_is_neither_joined_to_be_saved_nor_restored_whole(tmp_
 def test_an_ordinary_checkpoint_goes_into_files(tmp_path, tier):
     plain = plan_of(None, zero=2, data=2)
     state, _ = train(plain, 2)
-    expected = canonical(plain, state)
+    expected = portable(plain, state)
     save(tmp_path / "checkpoints", plain, state)
     plan = plan_of(offload(tmp_path / "store", tier), zero=1, data=4)
     restored = restore(tmp_path / "checkpoints", plan)
     try:
-        assert differing(canonical(plan, restored), expected) == []
+        assert differing(portable(plan, restored), expected) == []
         for name, weights in restored["params"].items():
             master = expected[f"params/{name}"]
             true_part = np.asarray(weights)[tuple(slice(size) for size in master.shape)]
@@ -174,7 +174,7 @@ def test_an_ordinary_checkpoint_goes_into_files(tmp_path, tier):
 def test_what_only_reads_weights_reads_them_from_pieces(saved):
     folder, expected, _, _ = saved
     plan = plan_of(None, data=1)
-    abstract = {"params": plan.abstract_canonical["params"]}
+    abstract = {"params": plan.abstract_portable["params"]}
     with Checkpointer(folder) as checkpointer:
         params = checkpointer.restore(abstract, subset=True).state["params"]
     assert params
@@ -197,7 +197,7 @@ def test_a_piece_that_was_cut_off_is_damage(tmp_path):
 def test_no_space_for_the_pieces_leaves_the_former_checkpoint(tmp_path, monkeypatch):
     plan = plan_of(offload(tmp_path / "store"), data=2)
     state, _ = train(plan, 1)
-    expected = canonical(plan, state)
+    expected = portable(plan, state)
     save(tmp_path / "checkpoints", plan, state)
     state, _ = train(plan, 1, state, first=1)
 
@@ -210,4 +210,4 @@ def test_no_space_for_the_pieces_leaves_the_former_checkpoint(tmp_path, monkeypa
     monkeypatch.undo()
     close(state)
     plain = plan_of(None, data=2)
-    assert differing(canonical(plain, restore(tmp_path / "checkpoints", plain)), expected) == []
+    assert differing(portable(plain, restore(tmp_path / "checkpoints", plain)), expected) == []

@@ -16,11 +16,11 @@ from tests.offload.test_offload_disk_checkpoints import restore, save
 from tests.support.offload_disk_runs import (
     SHARES,
     Regression,
-    canonical,
     close,
     differing,
     offload,
     plan_of,
+    portable,
     train,
 )
 from tests.support.small_models import reference_model
@@ -66,7 +66,7 @@ def test_layers_in_another_order_are_another_store(tmp_path):
     """One mesh, one slicing: the schedules differ in which layers lie in which rows."""
     written, other = pipelined(tmp_path, "1f1b"), pipelined(tmp_path, "interleaved")
     state, _ = train_text(written)
-    expected = canonical(written, state)
+    expected = portable(written, state)
     close(state)
     assert {leaf.shard_shape for leaf in written.offload.on_disk} == {
         leaf.shard_shape for leaf in other.offload.on_disk
@@ -74,7 +74,7 @@ def test_layers_in_another_order_are_another_store(tmp_path):
     with pytest.raises(StoreError, match="order of layers"):
         resume(other)
     state, _ = resume(written)
-    assert differing(canonical(written, state), expected) == []
+    assert differing(portable(written, state), expected) == []
     close(state)
 
 
@@ -114,7 +114,7 @@ def test_a_durable_run_that_was_restored_needs_no_step_to_be_gone_on_from(tmp_pa
     given = None if source == "plain" else offload(tmp_path / "other")
     written = plan_of(given, zero=2, data=2, freeze=("down/bias",))
     state, _ = train(written, 3)
-    expected = canonical(written, state)
+    expected = portable(written, state)
     save(tmp_path / "checkpoints", written, state, step=3)
     close(state)
 
@@ -124,7 +124,7 @@ def test_a_durable_run_that_was_restored_needs_no_step_to_be_gone_on_from(tmp_pa
     killed_before_its_next_step(state)
     assert resume_step(plan) == 3
     state, _ = resume(plan)
-    assert differing(canonical(plan, state), expected) == []
+    assert differing(portable(plan, state), expected) == []
     close(state)
 
 
@@ -132,12 +132,12 @@ def test_a_durable_run_that_was_restored_needs_no_step_to_be_gone_on_from(tmp_pa
 def test_a_reshard_into_a_durable_store_keeps_step_and_data(tmp_path):
     old, new = plan_of(None, data=4), plan_of(offload(tmp_path, durable=True), data=2)
     state, _ = train(old, 2)
-    expected = canonical(old, state)
+    expected = portable(old, state)
     killed_before_its_next_step(reshard_state(old, new, state, data_state={"at": 7}))
     assert resume_step(new) == 2
     state, data_state = resume(new)
     assert data_state == {"at": 7}
-    assert differing(canonical(new, state), expected) == []
+    assert differing(portable(new, state), expected) == []
     close(state)
 
 
@@ -149,12 +149,12 @@ def test_a_live_reshard_of_a_durable_run_is_gone_on_from(tmp_path):
     batches = [regression_batch(index) for index in range(4)]
     trainer = train_run(Regression, settings, batches, steps=2, **run)
     trainer.reshard(MeshConfig(data=-1, zero=3, offload=settings.offload))
-    plan, expected = trainer.plan, canonical(trainer.plan, trainer.state)
+    plan, expected = trainer.plan, portable(trainer.plan, trainer.state)
     trainer.close()
     assert resume_step(plan) == 2
     state, data_state = resume(plan)
     assert data_state is not None
-    assert differing(canonical(plan, state), expected) == []
+    assert differing(portable(plan, state), expected) == []
     close(state)
 
 
@@ -255,12 +255,12 @@ def test_a_parameter_without_dimensions_comes_back(tmp_path):
     plan = scaled_plan(tmp_path / "store")
     assert "scale" in {leaf.name for leaf in plan.offload.on_disk}
     state, _ = train(plan, 2)
-    expected = canonical(plan, state)
+    expected = portable(plan, state)
     save(tmp_path / "checkpoints", plan, state, step=2)
     close(state)
     again = restore(tmp_path / "checkpoints", plan)
     try:
-        assert differing(canonical(plan, again), expected) == []
+        assert differing(portable(plan, again), expected) == []
     finally:
         close(again)
 
@@ -307,7 +307,7 @@ def test_one_memory_for_all_is_what_jax_would_give():
 def test_a_model_is_handed_over_without_its_moments(tmp_path, monkeypatch):
     plan = plan_of(offload(tmp_path), data=2, freeze=("down/bias",))
     state, _ = train(plan, 2)
-    expected = canonical(plan, state)
+    expected = portable(plan, state)
     read, real = [], type(state["disk"]).read
 
     def note(disk, leaf, array):

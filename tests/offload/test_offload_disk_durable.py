@@ -8,11 +8,11 @@ import pytest
 from tests.support.offload_disk_runs import (
     SHARES,
     Regression,
-    canonical,
     close,
     differing,
     offload,
     plan_of,
+    portable,
     train,
 )
 from tests.support.trajectories import regression_batch
@@ -28,11 +28,11 @@ from zerojax.training.entry import train as train_run
 
 @pytest.fixture(scope="module")
 def left(tmp_path_factory):
-    """(folder of a durable store after two steps, the state's canonical form)."""
+    """(folder of a durable store after two steps, the state's portable form)."""
     folder = tmp_path_factory.mktemp("durable")
     plan = plan_of(offload(folder, durable=True), data=2, zero=3, freeze=("down/bias",))
     state, _ = train(plan, 2)
-    expected = canonical(plan, state)
+    expected = portable(plan, state)
     close(state)
     return folder, expected
 
@@ -43,7 +43,7 @@ def test_everything_comes_back(left):
     plan = plan_of(offload(folder, durable=True), data=2, zero=3, freeze=("down/bias",))
     assert resume_step(plan) == 2
     state, _ = resume(plan)
-    assert differing(canonical(plan, state), expected) == []
+    assert differing(portable(plan, state), expected) == []
     assert {n: x.dtype for n, x in state["params"].items()} == {
         n: x.dtype for n, x in plan.abstract_state["params"].items()
     }

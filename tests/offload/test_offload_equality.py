@@ -1,7 +1,7 @@
 """Masters and moments outside device memory change no bit of a run.
 
 Each row trains twenty steps with everything on the device and again with the optimizer's state on
-the host, whole or in shares; losses, gradient norms and the whole canonical state are compared by
+the host, whole or in shares; losses, gradient norms and the whole portable state are compared by
 their bits. Both runs read the same weights and gradients, and a slice is updated by the same rule
 as a whole shard, so that nothing is allowed to differ. The quick rows span every choice.
 """
@@ -24,7 +24,7 @@ from tests.support.trajectories import STEPS, Trajectory, regression_batch, trai
 from zerojax.config import LossScale
 from zerojax.config.mesh import DEVICE, HOST
 from zerojax.optim.precision import Precision
-from zerojax.parallel.reshard import to_canonical
+from zerojax.parallel.reshard import to_portable_state
 
 OPTIMIZERS = {
     "adamw": functools.partial(zerojax.adamw, 1e-3, eps=1e-5, **RECIPE),
@@ -191,8 +191,8 @@ def assert_same_bits(model: Any, tiers: Any, **options: Any) -> tuple[Trajectory
     assert_is_offloaded(run, tiers)
     assert run.losses.tobytes() == expected.losses.tobytes()
     assert run.norms.tobytes() == expected.norms.tobytes()
-    mine = jax.tree.leaves_with_path(to_canonical(run.plan, run.state))
-    other = jax.tree.leaves_with_path(to_canonical(expected.plan, expected.state))
+    mine = jax.tree.leaves_with_path(to_portable_state(run.plan, run.state))
+    other = jax.tree.leaves_with_path(to_portable_state(expected.plan, expected.state))
     assert [path for path, _ in mine] == [path for path, _ in other]
     for (path, value), (_, exact) in zip(mine, other, strict=True):
         name = jax.tree_util.keystr(path)

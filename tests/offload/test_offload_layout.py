@@ -129,8 +129,8 @@ def test_what_is_read_is_of_the_compute_dtype_and_masters_lie_on_the_host():
     master = state["masters"][name]["host"]
     assert (master.dtype, master.sharding.memory_kind) == (np.float32, "pinned_host")
     assert master.shape == (leaf.num_shards * leaf.num_slices, leaf.slice_elements)
-    canonical = plan.abstract_canonical["params"][name]
-    assert (canonical.dtype, canonical.sharding.memory_kind) == (np.float32, "pinned_host")
+    portable = plan.abstract_portable["params"][name]
+    assert (portable.dtype, portable.sharding.memory_kind) == (np.float32, "pinned_host")
     assert plan.fingerprint == plan_of({}, precision="bf16").fingerprint
 
 

@@ -32,7 +32,7 @@ from tests.support.trajectories import (
 )
 from zerojax.models.losses import next_token
 from zerojax.parallel.initialization import init_state
-from zerojax.parallel.reshard import to_canonical
+from zerojax.parallel.reshard import to_portable_state
 from zerojax.parallel.step import build_evaluation, build_step
 
 STREAMED = {"params": "host", "opt_state": "host", "min_elements": 30, "slice_elements": 60}
@@ -92,7 +92,7 @@ def assert_equal(run: Trajectory, expected: Trajectory, tolerance: float = TOLER
     assert_streams(run)
     np.testing.assert_allclose(run.losses, expected.losses, rtol=0, atol=tolerance)
     np.testing.assert_allclose(run.norms, expected.norms, rtol=4 * tolerance)
-    mine, other = (to_canonical(one.plan, one.state)["params"] for one in (run, expected))
+    mine, other = (to_portable_state(one.plan, one.state)["params"] for one in (run, expected))
     for name, value in mine.items():
         # A step of AdamW is 1e-2 for each weight, whatever its gradient: hundreds of tolerances.
         np.testing.assert_allclose(value, other[name], rtol=0, atol=100 * tolerance, err_msg=name)
@@ -281,10 +281,10 @@ def test_an_update_in_backward_leaves_out_the_layer_whose_gradient_is_not_finite
     """The loss is finite, since the gates are 0; the squares of one layer's gradient are not."""
     plan = streamed_plan(Gated, in_backward=True, batch=gated_batch)
     step, state = build_step(plan), init_state(plan, 0)
-    before = jax.tree.map(np.asarray, to_canonical(plan, state)["params"])
+    before = jax.tree.map(np.asarray, to_portable_state(plan, state)["params"])
     spoilt = jax.device_put(gated_batch(0, 1e30), plan.batch_sharding)
     state, metrics = step(state, spoilt)
-    after = jax.tree.map(np.asarray, to_canonical(plan, state)["params"])
+    after = jax.tree.map(np.asarray, to_portable_state(plan, state)["params"])
     assert plan.offload.streamed == {"blocks/gate/kernel", "blocks/linear/kernel"}
     for name in plan.offload.streamed:
         moved = np.any(after[name] != before[name], axis=(1, 2))
@@ -304,12 +304,12 @@ def test_a_loss_that_is_not_finite_changes_nothing(in_backward):
     plan = streamed_plan(small(layers=3), in_backward=in_backward, batch=given)
     step, state = build_step(plan), init_state(plan, 0)
     state, _ = step(state, jax.device_put(given(0), plan.batch_sharding))
-    before = jax.tree.map(np.asarray, to_canonical(plan, state))
+    before = jax.tree.map(np.asarray, to_portable_state(plan, state))
     bad = given(1)
     bad["weights"] = np.full((32, 16), np.inf, np.float32)
     state, metrics = step(state, jax.device_put(bad, plan.batch_sharding))
     assert int(metrics["skipped"]) == 1
-    after = jax.tree.map(np.asarray, to_canonical(plan, state))
+    after = jax.tree.map(np.asarray, to_portable_state(plan, state))
     for part in ("params", "opt_state"):
         for old, new in zip(
             jax.tree.leaves(before[part]), jax.tree.leaves(after[part]), strict=True

@@ -19,7 +19,7 @@ from tests.support.small_models import reference_model
 from tests.support.trajectories import TOLERANCE, advance, plan_for, text_batch, train_for
 from zerojax.checkpoint import Checkpointer
 from zerojax.config import LogConfig
-from zerojax.parallel.reshard import from_canonical, to_canonical
+from zerojax.parallel.reshard import from_portable_state, to_portable_state
 
 BATCHES = [text_batch(index) for index in range(4)]
 SLICES = {"slice_elements": 400, "min_elements": 100}
@@ -45,8 +45,8 @@ def train(mesh: Any, steps: int, **changes: Any) -> tuple[zerojax.Trainer, list[
 
 
 def bits(plan: zerojax.Plan, state: Any) -> dict[str, bytes]:
-    """{path: bytes} of the canonical state, which has no tiers."""
-    leaves = jax.tree.leaves_with_path(to_canonical(plan, state))
+    """{path: bytes} of the portable state, which has no tiers."""
+    leaves = jax.tree.leaves_with_path(to_portable_state(plan, state))
     return {jax.tree_util.keystr(path): np.asarray(x).tobytes() for path, x in leaves}
 
 
@@ -106,13 +106,13 @@ ON_FOUR = {**ON_EIGHT, "devices": 4}
 def test_what_is_saved_is_what_another_mesh_and_stage_restores(first, second, tmp_path):
     model = reference_model("llama")
     saved = train_for(model, steps=4, **first)
-    canonical = to_canonical(saved.plan, saved.state)
+    portable = to_portable_state(saved.plan, saved.state)
     with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(4, canonical, data_state={}, config={}, plan={})
+        checkpointer.save(4, portable, data_state={}, config={}, plan={})
     plan = plan_for(model, **second)
     with Checkpointer(tmp_path) as checkpointer:
-        restored = checkpointer.restore(plan.abstract_canonical).state
-    state = from_canonical(plan, restored)
+        restored = checkpointer.restore(plan.abstract_portable).state
+    state = from_portable_state(plan, restored)
     assert bits(plan, state) == bits(saved.plan, saved.state)
     run = advance(plan, state, range(4, 8))
     whole = train_for(model, steps=8, **ON_EIGHT)

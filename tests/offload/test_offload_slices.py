@@ -16,7 +16,7 @@ from tests.support.recipe import CLIPPED, DECAYED, RECIPE
 from zerojax.hardware import compile_client
 from zerojax.optim.precision import Precision
 from zerojax.parallel.offload.sliced_update import build_offload_update
-from zerojax.parallel.reshard import from_canonical, to_canonical
+from zerojax.parallel.reshard import from_portable_state, to_portable_state
 from zerojax.parallel.update import ThisStep, build_update
 
 HOST = {"opt_state": "host", **SMALL}
@@ -45,7 +45,9 @@ def test_a_state_is_born_in_slices_with_the_values_it_would_have_in_one_piece(me
     assert jax.tree.map(lambda x: x.sharding, state) == plan.state_shardings
     kinds = {x.sharding.memory_kind for x in jax.tree.leaves(state["masters"])}
     assert kinds == ({"pinned_host"} if offload is HOST else {"device", "pinned_host"})
-    assert_same(to_canonical(plan, state), to_canonical(plain, zerojax.init_state(plain, 3)))
+    assert_same(
+        to_portable_state(plan, state), to_portable_state(plain, zerojax.init_state(plain, 3))
+    )
 
 
 @pytest.mark.thorough
@@ -59,8 +61,8 @@ def test_what_was_joined_is_cut_again_to_the_same_state(mesh):
         ),
         state["opt_state"],
     )
-    canonical = to_canonical(plan, state)
-    again = from_canonical(plan, canonical)
+    portable = to_portable_state(plan, state)
+    again = from_portable_state(plan, portable)
     assert jax.tree.map(lambda x: x.sharding, again) == plan.state_shardings
     assert_same(again, state)
 
@@ -71,11 +73,11 @@ def test_slices_share_no_memory_with_their_joined_form(donated):
     """Steps write over their arrays. (Leaves that are not sliced are passed on as they are.)"""
     plan = plan_of(HOST)
     slices = zerojax.init_state(plan)
-    canonical = to_canonical(plan, slices)
-    sliced = {name: canonical["params"][name] for name in plan.offload.leaves}
+    portable = to_portable_state(plan, slices)
+    sliced = {name: portable["params"][name] for name in plan.offload.leaves}
     before = {name: np.array(x, copy=True) for name, x in sliced.items()}
     if donated == "the slices it became":
-        slices = from_canonical(plan, canonical)
+        slices = from_portable_state(plan, portable)
     shardings = plan.state_shardings["masters"]
     change = jax.jit(
         lambda tree: jax.tree.map(lambda x: x * 0, tree), donate_argnums=0, out_shardings=shardings
@@ -120,7 +122,7 @@ class Updates:
             grads[name] = jax.device_put(np.full_like(value, np.nan) if skip else value, x.sharding)
         scale, norm = jnp.float32(0.5), jnp.float32(np.nan if skip else 3.0)
         self.state = self._update(grads, self.state, scale, norm, jnp.asarray(skip))
-        return to_canonical(self.plan, self.state)
+        return to_portable_state(self.plan, self.state)
 
 
 @pytest.mark.thorough
@@ -174,7 +176,7 @@ def test_weights_without_masters_are_updated_where_they_are():
     precision = Precision(param_dtype="bfloat16", moments_dtype="bfloat16")
     updates = Updates(plan_of(HOST, precision=precision))
     name = "blocks/mlp/up/kernel"
-    before = np.asarray(to_canonical(updates.plan, updates.state)["params"][name], np.float32)
+    before = np.asarray(to_portable_state(updates.plan, updates.state)["params"][name], np.float32)
     after = np.asarray(updates(0)["params"][name], np.float32)
     assert updates.state["masters"] == {}
     moved = np.abs(after - before)

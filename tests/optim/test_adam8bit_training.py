@@ -125,7 +125,7 @@ def test_the_plan_counts_two_bytes_of_moments_per_coded_parameter():
     sizes = {name: shard_bytes(plan.abstract_state["opt_state"]) for name, plan in plans.items()}
     large = {
         name: leaf.size
-        for name, leaf in plans["coded"].abstract_canonical["params"].items()
+        for name, leaf in plans["coded"].abstract_portable["params"].items()
         if leaf.size >= 4096
     }
     assert min(large.values()) < 8 * 4096, "one must be small in its shards, and coded"

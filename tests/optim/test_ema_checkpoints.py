@@ -156,13 +156,13 @@ def test_rolled_layers_are_saved_under_their_names_and_begin_as_their_weights(pl
 
 def test_an_average_that_is_half_there_is_another_models(tmp_path):
     run = Followed(planned(PLACES["one device"], ADAMW, tmp_path / "a"))
-    canonical = zerojax.to_canonical(run.plan, run.state)
-    average = {n: x for n, x in canonical["opt_state"].ema.items() if n != "up/kernel"}
+    portable = zerojax.to_portable_state(run.plan, run.state)
+    average = {n: x for n, x in portable["opt_state"].ema.items() if n != "up/kernel"}
     broken = zerojax.optim.EmaState(
-        canonical["opt_state"].inner, canonical["opt_state"].count, average
+        portable["opt_state"].inner, portable["opt_state"].count, average
     )
     with Checkpointer(tmp_path / "saved") as checkpointer:
-        checkpointer.save(3, {**canonical, "opt_state": broken}, **ABOUT)
+        checkpointer.save(3, {**portable, "opt_state": broken}, **ABOUT)
     with pytest.raises(CheckpointError, match="'opt_state/ema/up/kernel' .* is not in the checkp"):
         restore(tmp_path / "saved", run.plan)
 

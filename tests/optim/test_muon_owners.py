@@ -21,7 +21,7 @@ from zerojax.forecasting import hlo
 from zerojax.forecasting.hlo.costs import Matmuls
 from zerojax.optim import muon_dimensions
 from zerojax.optim.matrices import newton_schulz_flops
-from zerojax.parallel.reshard import to_canonical
+from zerojax.parallel.reshard import to_portable_state
 from zerojax.parallel.step import build_step
 from zerojax.plan.whole_matrices import classes_of_plan, matrix_bytes
 from zerojax.plan.wire import wire_bytes
@@ -118,7 +118,7 @@ def on_one_device(layers: int, dimensions):
 
 
 def params_of(run):
-    named = flatten_names(to_canonical(run.plan, run.state)["params"])
+    named = flatten_names(to_portable_state(run.plan, run.state)["params"])
     return {name: np.asarray(x) for name, x in named.items()}
 
 
@@ -156,8 +156,8 @@ def test_parameters_are_those_of_optax_on_one_device(zero, model, layers, dimens
 ABOUT = {"data_state": {}, "config": {}, "plan": {}}
 
 
-def canonical(plan, state):
-    named = flatten_names(to_canonical(plan, state))
+def portable(plan, state):
+    named = flatten_names(to_portable_state(plan, state))
     return {name: np.asarray(x) for name, x in named.items()}
 
 
@@ -181,7 +181,7 @@ def test_a_checkpoint_goes_to_optax_and_comes_from_it(tmp_path, from_optax):
     plan = plan_for(model, **second)
     with Checkpointer(tmp_path) as checkpointer:
         _, state = restore_state(checkpointer, plan)
-    saved, found = canonical(run.plan, run.state), canonical(plan, state)
+    saved, found = portable(run.plan, run.state), portable(plan, state)
     assert saved.keys() == found.keys()
     assert any("mu/blocks/mlp/up/kernel" in name for name in found)
     for name, value in saved.items():

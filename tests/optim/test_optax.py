@@ -24,7 +24,7 @@ from tests.support.optax_table import (
 from tests.support.trajectories import plan_for
 from zerojax.optim import OnTrueShapes
 from zerojax.parallel.initialization import init_state
-from zerojax.parallel.reshard import to_canonical
+from zerojax.parallel.reshard import to_portable_state
 from zerojax.parallel.step import build_step
 
 STEPS = 3
@@ -81,9 +81,9 @@ def advance(plan, state, indices):
 
 
 def trained(tx, zero, **options):
-    """The state in its canonical form after some steps on 8 devices."""
+    """The state in its portable form after some steps on 8 devices."""
     plan = plan_of(tx, zero=zero, **options)
-    return to_canonical(plan, advance(plan, init_state(plan), range(STEPS)))
+    return to_portable_state(plan, advance(plan, init_state(plan), range(STEPS)))
 
 
 def alone(tx):

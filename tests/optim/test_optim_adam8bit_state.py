@@ -32,23 +32,23 @@ from zerojax.tracing import trees
 
 
 @pytest.mark.thorough
-def test_the_canonical_form_is_the_state_of_adamw():
+def test_the_portable_form_is_the_state_of_adamw():
     for tx in (adam8bit(1e-2, clip_norm=1.0), adam8bit(optax.constant_schedule(1e-2))):
         bfloat16 = {name: x.astype(jnp.bfloat16) for name, x in tree(0).items()}
         coding = coding_of(tx)
         for params in (tree(0), bfloat16):
-            fresh = coding.to_canonical(tx.init(params))
-            assert_same(fresh, coding.canonical_init(params))
+            fresh = coding.to_portable_state(tx.init(params))
+            assert_same(fresh, coding.portable_init(params))
             assert {x.dtype for x in jax.tree.leaves(fresh)} == {
                 np.dtype("float32"),
                 np.dtype("int32"),
             }
-    assert_same(adamw(**RATE).init(tree(0)), coding_of(adam8bit(**RATE)).canonical_init(tree(0)))
+    assert_same(adamw(**RATE).init(tree(0)), coding_of(adam8bit(**RATE)).portable_init(tree(0)))
     assert coding_of(adamw(1e-2)) is None
 
 
 @pytest.mark.thorough
-def test_canonical_moments_are_those_of_float32_up_to_their_codes():
+def test_portable_moments_are_those_of_float32_up_to_their_codes():
     """After 40 steps. Neighbouring codes of mu differ by up to 1.6 % of the block's scale, which is
     about 4 standard deviations: 0.03 of one where rounding is stochastic and ten steps count."""
     tx, plain = adam8bit(**RATE), adamw(**RATE)
@@ -63,7 +63,7 @@ def test_canonical_moments_are_those_of_float32_up_to_their_codes():
         return state
 
     state, exact = run(tx), run(plain)
-    found, exact = coding_of(tx).to_canonical(state)[1][0], exact[1][0]
+    found, exact = coding_of(tx).to_portable_state(state)[1][0], exact[1][0]
     assert int(found.count) == int(exact.count) == 40
     for moment, spread in (("mu", 0.04), ("nu", 0.03)):
         for name in CODED:
@@ -82,8 +82,8 @@ def test_what_was_stored_comes_back_to_the_bit():
     coding, params = coding_of(tx), tree(0)
     structs, state = jax.eval_shape(tx.init, params), tx.init(params)
     for number in range(4):
-        stored = jax.jit(coding.to_canonical)(state)
-        back = jax.jit(lambda x: coding.from_canonical(x, structs))(stored)
+        stored = jax.jit(coding.to_portable_state)(state)
+        back = jax.jit(lambda x: coding.from_portable_state(x, structs))(stored)
         assert_same(back, state)
         params, state = stepped(tx, params, state, first=5 * number, steps=5)
 
@@ -93,8 +93,8 @@ def test_adamw_goes_on_where_adam8bit_stopped_and_the_other_way():
     eight, plain = adam8bit(**RATE), adamw(**RATE)
     coding = coding_of(eight)
     params, state = stepped(eight, tree(0), eight.init(tree(0)), steps=5)
-    after, exact = stepped(plain, params, coding.to_canonical(state), first=5)
-    back = coding.from_canonical(exact, jax.eval_shape(eight.init, params))
+    after, exact = stepped(plain, params, coding.to_portable_state(state), first=5)
+    back = coding.from_portable_state(exact, jax.eval_shape(eight.init, params))
     after, state = stepped(eight, after, back, first=8)
     assert int(part_of(state).count) == 11
     moved = jax.tree.map(lambda a, b: float(jnp.abs(a - b).mean()), after, params)
@@ -145,7 +145,7 @@ class Split:
         self.specs = jax.tree.map(lambda x: x.sharding.spec, (self.params, self.state))
 
     def canonical_specs(self):
-        structs = jax.eval_shape(self.coding.canonical_init, self.params)
+        structs = jax.eval_shape(self.coding.portable_init, self.params)
         is_moment = lambda x: isinstance(x, dict)  # noqa: E731
         return jax.tree.map(lambda x: SPECS if is_moment(x) else P(), structs, is_leaf=is_moment)
 
@@ -248,13 +248,15 @@ def test_a_split_state_comes_back_to_the_bit_and_moves_to_another_mesh(mesh):
     split = Split(tx, *mesh)
     params, state = split.steps(*split.begin())
     canonical_specs = split.canonical_specs()
-    decode = split.on_shards(split.coding.to_canonical, (split.specs[1],), canonical_specs)
+    decode = split.on_shards(split.coding.to_portable_state, (split.specs[1],), canonical_specs)
     stored = decode(state)
     # What is stored has no padding, and what comes back is padded with 0.
     for moment in (stored[0].mu, stored[0].nu):
         moment["odd"] = moment["odd"].at[61:].set(0)
     encode = lambda split: split.on_shards(  # noqa: E731
-        lambda x: split.coding.from_canonical(x, split.state), (canonical_specs,), split.specs[1]
+        lambda x: split.coding.from_portable_state(x, split.state),
+        (canonical_specs,),
+        split.specs[1],
     )
     assert_same(encode(split)(stored), state)
     other = Split(tx, 2, 1)
@@ -265,7 +267,7 @@ def test_a_split_state_comes_back_to_the_bit_and_moves_to_another_mesh(mesh):
     params = jax.device_put(params, other.shardings[0])
     params, _ = other.steps(params, again)
     assert all(bool(jnp.isfinite(x).all()) for x in params.values())
-    decode = other.on_shards(other.coding.to_canonical, (other.specs[1],), canonical_specs)
+    decode = other.on_shards(other.coding.to_portable_state, (other.specs[1],), canonical_specs)
     for name, after in decode(again)[0].nu.items():
         before = np.asarray(stored[0].nu[name])
         # Half a code of another block: 2 / 256 of the fourth root of the largest value.

@@ -16,7 +16,7 @@ from zerojax.checkpoint import Checkpointer
 from zerojax.forecasting.hlo import find_collectives, read_program
 from zerojax.optim import OnTrueShapes, why_padding_shows
 from zerojax.parallel.initialization import init_state
-from zerojax.parallel.reshard import reshard_state, to_canonical
+from zerojax.parallel.reshard import reshard_state, to_portable_state
 from zerojax.parallel.step import build_step
 
 TRUE = {"a": (5, 6), "b": (7,), "whole": (4, 2)}
@@ -225,14 +225,14 @@ def test_a_state_with_shapes_of_its_own_is_saved_and_goes_on_on_another_mesh(tmp
     first, then = plan_of(tx, zero=3), plan_of(tx, zero=1, devices=4)
     state = advance(first, init_state(first), range(2))
     moved = reshard_state(first, then, state)
-    assert_equal(to_canonical(then, moved), to_canonical(first, state))
+    assert_equal(to_portable_state(then, moved), to_portable_state(first, state))
     with Checkpointer(tmp_path / "run") as checkpointer:
-        saved = to_canonical(first, state)
+        saved = to_portable_state(first, state)
         checkpointer.save(1, saved, data_state={}, config={}, plan={})
         checkpointer.wait()
-        again = checkpointer.restore(then.abstract_canonical).state
+        again = checkpointer.restore(then.abstract_portable).state
     assert_equal(again, saved)
-    last = to_canonical(then, advance(then, moved, range(2, STEPS)))
+    last = to_portable_state(then, advance(then, moved, range(2, STEPS)))
     params, opt_state = alone(tx)
     assert_equal(last["params"], params)
     assert_equal(last["opt_state"], opt_state)

@@ -14,7 +14,7 @@ from tests.support.trajectories import plan_for, regression_batch
 from zerojax.data import shard_batch
 from zerojax.optim.parameter_tree import OnParameterTree, ParameterTree
 from zerojax.parallel.initialization import init_state
-from zerojax.parallel.reshard import to_canonical
+from zerojax.parallel.reshard import to_portable_state
 from zerojax.parallel.step import build_step
 from zerojax.tracing import trees
 
@@ -156,7 +156,7 @@ def trained(model, optimizer, steps=3, **options):
     state, step = init_state(plan, seed=0), build_step(plan)
     for number in range(steps):
         state, _ = step(state, shard_batch(plan, regression_batch(number)))
-    return to_canonical(plan, state), plan
+    return to_portable_state(plan, state), plan
 
 
 def by_plain_optax(model, optimizer, params, tree):

@@ -16,7 +16,7 @@ from zerojax.checkpoint import Checkpointer
 from zerojax.config import LossScale
 from zerojax.optim.precision import as_precision
 from zerojax.parallel.initialization import init_state
-from zerojax.parallel.reshard import to_canonical
+from zerojax.parallel.reshard import to_portable_state
 from zerojax.parallel.step import build_step
 from zerojax.plan.make import Plan
 from zerojax.training.checkpointing import restore_state, save_state
@@ -50,13 +50,13 @@ def test_eight_devices_then_fewer_are_eight_throughout(devices, tmp_path):
     with Checkpointer(str(tmp_path)) as checkpointer:
         save_state(checkpointer, plan, state, step=half, about=ABOUT)
         state, whole = advance(plan, state, half, STEPS)
-        expected = arrays_of(to_canonical(plan, state))
+        expected = arrays_of(to_portable_state(plan, state))
         moved = plan_of(devices)
         restored, state = restore_state(checkpointer, moved)
     assert restored.step == half
     state, rest = advance(moved, state, half, STEPS)
     assert rest == whole
-    assert differences(arrays_of(to_canonical(moved, state)), expected) == []
+    assert differences(arrays_of(to_portable_state(moved, state)), expected) == []
 
 
 CONFIG = """

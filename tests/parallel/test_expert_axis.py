@@ -28,7 +28,7 @@ from zerojax.operators.routed_experts import experts_split_over
 from zerojax.optim.precision import Precision
 from zerojax.parallel import zero as passes
 from zerojax.parallel.initialization import init_state
-from zerojax.parallel.reshard import reshard_state, to_canonical
+from zerojax.parallel.reshard import reshard_state, to_portable_state
 from zerojax.parallel.step import build_evaluation, pass_config
 from zerojax.zoo import MoE, Routing, balance_losses
 
@@ -260,16 +260,16 @@ def test_experts_are_sharded_over_data_and_all_else_over_both():
 
 @pytest.mark.thorough
 def test_a_state_goes_to_another_degree_bit_by_bit():
-    """Canonical arrays have all experts, whatever the degree; the run goes on as it would have."""
+    """Portable arrays have all experts, whatever the degree; the run goes on as it would have."""
     options = {"zero": 3, "persistence_threshold": 1, "optimizer": fast()}
     run = run_of(mixture(), mesh={"data": 1, "expert": 8}, steps=3, **options)
-    expected = jax.tree.map(np.asarray, to_canonical(run.plan, run.state))
+    expected = jax.tree.map(np.asarray, to_portable_state(run.plan, run.state))
     assert expected["params"]["layers/0/experts/gate"].shape == (8, 16, 12)
     plan, state = run.plan, run.state
     for mesh in {"data": 4, "expert": 2}, {"data": 8}, {"data": 2, "expert": 4}:
         old, plan = plan, plan_for(mixture(), mesh=mesh, **options)
         state = reshard_state(old, plan, state)
-        found = to_canonical(plan, state)
+        found = to_portable_state(plan, state)
         assert jax.tree.all(jax.tree.map(np.array_equal, found, expected))
     rest = advance(plan, state, range(3, STEPS))
     assert np.abs(rest.losses - on_one_device().losses[3:]).max() <= TOLERANCE

@@ -15,7 +15,7 @@ from tests.parallel.test_expert_axis import mixture
 from tests.support.offload_disk_runs import close
 from tests.support.trajectories import TOLERANCE, advance, plan_for, train_for
 from tests.zoo.test_moe import llama
-from zerojax.parallel.reshard import reshard_state, to_canonical
+from zerojax.parallel.reshard import reshard_state, to_portable_state
 
 STEPS = 4
 MESH = {"data": 2, "expert": 4}
@@ -43,7 +43,7 @@ def test_on_the_host_as_on_the_device(zero, mesh, tiers):
     assert gate.num_slices > 2
     assert run.losses.tobytes() == here.losses.tobytes()
     assert run.norms.tobytes() == here.norms.tobytes()
-    mine, other = to_canonical(run.plan, run.state), to_canonical(here.plan, here.state)
+    mine, other = to_portable_state(run.plan, run.state), to_portable_state(here.plan, here.state)
     assert jax.tree.all(jax.tree.map(np.array_equal, mine, other))
     assert len(set(here.losses)) == STEPS  # something changes
 
@@ -80,10 +80,10 @@ def test_a_state_in_slices_goes_to_another_degree_bit_by_bit():
     options = {"zero": 3, "persistence_threshold": 1, "optimizer": OPTIMIZERS["adamw"]()}
     offload = {"opt_state": "host", **SLICES}
     run = train_for(mixture(), mesh=MESH, offload=offload, steps=2, **options)
-    expected = jax.tree.map(np.asarray, to_canonical(run.plan, run.state))
+    expected = jax.tree.map(np.asarray, to_portable_state(run.plan, run.state))
     plan = plan_for(mixture(), mesh={"data": 4, "expert": 2}, **options)
     state = reshard_state(run.plan, plan, run.state)
-    found = to_canonical(plan, state)
+    found = to_portable_state(plan, state)
     assert jax.tree.all(jax.tree.map(np.array_equal, found, expected))
     back = plan_for(mixture(), mesh={"data": 1, "expert": 8}, offload=offload, **options)
     state = reshard_state(plan, back, state)

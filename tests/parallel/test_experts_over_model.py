@@ -16,7 +16,7 @@ from tests.support.trajectories import TOLERANCE, advance, plan_for, text_batch,
 from tests.zoo.test_moe import llama, of_microbatches
 from zerojax.parallel import zero as passes
 from zerojax.parallel.initialization import init_state
-from zerojax.parallel.reshard import reshard_state, to_canonical
+from zerojax.parallel.reshard import reshard_state, to_portable_state
 from zerojax.parallel.step import pass_config
 
 MESHES = (
@@ -128,7 +128,7 @@ def test_updates_that_look_at_more_than_one_element(make, zero, mesh):
     many = train_for(split(), mesh=mesh, zero=zero, **options)
     one = train_for(split(), devices=1, **options)
     assert_same_run(many, one)
-    mine, other = (to_canonical(run.plan, run.state)["params"] for run in (many, one))
+    mine, other = (to_portable_state(run.plan, run.state)["params"] for run in (many, one))
     for name, value in mine.items():
         # A step moves weights by up to 1e-2.
         np.testing.assert_allclose(value, other[name], rtol=0, atol=1e-4, err_msg=name)
@@ -160,12 +160,12 @@ def test_each_dimension_lies_over_one_axis():
 def test_a_state_goes_to_other_degrees_of_both_bit_by_bit():
     options = {"zero": 3, "persistence_threshold": 1}
     run = train_for(split(), mesh=MESHES[0], steps=3, **options)
-    expected = jax.tree.map(np.asarray, to_canonical(run.plan, run.state))
+    expected = jax.tree.map(np.asarray, to_portable_state(run.plan, run.state))
     plan, state = run.plan, run.state
     for mesh in MESHES[2], {"data": 2, "expert": 4}, {"data": 4, "model": 2}, MESHES[1]:
         old, plan = plan, plan_for(split(), mesh=mesh, **options)
         state = reshard_state(old, plan, state)
-        found = to_canonical(plan, state)
+        found = to_portable_state(plan, state)
         assert jax.tree.all(jax.tree.map(np.array_equal, found, expected))
     one = train_for(split(), devices=1, steps=STEPS)
     rest = advance(plan, state, range(3, STEPS))

@@ -24,7 +24,7 @@ from zerojax.optim.precision import Precision
 from zerojax.parallel import zero as passes
 from zerojax.parallel.initialization import init_state
 from zerojax.parallel.owned_tables import OwnedTable
-from zerojax.parallel.reshard import reshard_state, to_canonical
+from zerojax.parallel.reshard import reshard_state, to_portable_state
 from zerojax.parallel.step import build_evaluation, build_step, pass_config
 from zerojax.parallel.zero.table_reads import StandIn, with_lookups
 from zerojax.plan.leaf_placement import Access
@@ -415,15 +415,15 @@ def test_each_device_has_columns_and_the_plan_says_what_it_sends():
 
 @pytest.mark.thorough
 def test_a_state_goes_from_columns_to_a_gathered_table_and_back_bit_by_bit():
-    """Checkpoints hold canonical arrays, which are the same."""
+    """Checkpoints hold portable arrays, which are the same."""
     run = train_for(reader(), batch=batch_of("Zipf"), **owners(steps=3))
-    expected = jax.tree.map(np.asarray, to_canonical(run.plan, run.state))
+    expected = jax.tree.map(np.asarray, to_portable_state(run.plan, run.state))
     plan, state = run.plan, run.state
     for options in {"zero": 3}, {"zero": 1, "lookup": "owners"}, {"zero": 2}:
         old, plan = plan, plan_for(reader(), batch=batch_of("Zipf"), **options)
         assert is_looked_up(plan) == ("lookup" in options)
         state = reshard_state(old, plan, state)
-        found = to_canonical(plan, state)
+        found = to_portable_state(plan, state)
         assert jax.tree.all(jax.tree.map(np.array_equal, found, expected))
     rest = advance(plan, state, range(3, STEPS), batch=batch_of("Zipf"))
     assert np.abs(rest.losses - on_one_device("Zipf").losses[3:]).max() <= TOLERANCE

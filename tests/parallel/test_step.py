@@ -19,7 +19,7 @@ from tests.support.trajectories import plan_for, regression_batch
 from zerojax.config.mesh import OffloadConfig
 from zerojax.optim import sgd
 from zerojax.parallel.initialization import init_state
-from zerojax.parallel.reshard import to_canonical
+from zerojax.parallel.reshard import to_portable_state
 from zerojax.parallel.step import build_evaluation, build_step
 
 
@@ -162,8 +162,8 @@ def test_a_state_that_was_given_away_is_refused(kind, tmp_path):
 def test_what_a_step_changes_and_what_it_does_not(zero):
     plan = make(zero)
     state = init_state(plan)
-    before = jax.device_get(to_canonical(plan, state))
-    after = jax.device_get(to_canonical(plan, build_step(plan)(state, batch_of(plan))[0]))
+    before = jax.device_get(to_portable_state(plan, state))
+    after = jax.device_get(to_portable_state(plan, build_step(plan)(state, batch_of(plan))[0]))
     assert before["params"].keys() == {
         "first/kernel",
         "last/bias",

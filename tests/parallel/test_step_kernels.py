@@ -20,7 +20,7 @@ from zerojax.optim import adam8bit_state
 from zerojax.optim.precision import as_precision
 from zerojax.parallel.initialization import init_state
 from zerojax.parallel.offload import sliced_update
-from zerojax.parallel.reshard import to_canonical
+from zerojax.parallel.reshard import to_portable_state
 from zerojax.parallel.step import build_step
 from zerojax.plan import slices
 
@@ -74,7 +74,7 @@ def run(kernels: str, mesh: dict, optimizer: Any, precision: Any = "fp32", **mor
     for number in range(STEPS):
         state, metrics = step(state, shard_batch(plan, more.get("make_batch", make_batch)(number)))
         seen.append({name: float(x) for name, x in metrics.items()})
-    result = jax.tree.map(np.asarray, to_canonical(plan, state))
+    result = jax.tree.map(np.asarray, to_portable_state(plan, state))
     columns = [np.array([row[name] for row in seen]) for name in ("loss", "grad_norm")]
     kept = {name: result[name] for name in ("params", "opt_state", "loss_scale")}
     return Result(*columns, [int(row["skipped"]) for row in seen], kept, plan)

@@ -22,7 +22,7 @@ from zerojax.checkpoint import Checkpointer
 from zerojax.optim import OnTrueShapes
 from zerojax.parallel import reshard
 from zerojax.parallel.initialization import build_initialiser, init_state
-from zerojax.parallel.reshard import from_canonical, reshard_state, to_canonical
+from zerojax.parallel.reshard import from_portable_state, reshard_state, to_portable_state
 from zerojax.parallel.update import ThisStep, build_update
 from zerojax.plan.state import rows_of_state, run_key_data
 
@@ -77,7 +77,7 @@ def pipeline(name):
 
 
 def random_state(plan):
-    """A canonical state of any bits, among them -0, NaN and denormal numbers."""
+    """A portable state of any bits, among them -0, NaN and denormal numbers."""
     random = np.random.default_rng(0)
 
     def fill(leaf):
@@ -88,7 +88,7 @@ def random_state(plan):
             value.reshape(-1)[:4] = [-0.0, np.nan, np.inf, 1e-42]
         return jax.device_put(value, leaf.sharding)
 
-    return jax.tree.map(fill, plan.abstract_canonical)
+    return jax.tree.map(fill, plan.abstract_portable)
 
 
 def assert_same_bits(left, right):
@@ -112,9 +112,9 @@ def assert_planned(state, planned):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ROWS)
 def test_each_device_holds_the_rows_of_its_stage_and_zeros(name):
-    plan, canonical = pipeline(name), random_state(plain())
-    state = reshard_state(plain(), plan, canonical)
-    array, whole = (np.asarray(s["params"]["blocks/kernel"]) for s in (state, canonical))
+    plan, portable = pipeline(name), random_state(plain())
+    state = reshard_state(plain(), plan, portable)
+    array, whole = (np.asarray(s["params"]["blocks/kernel"]) for s in (state, portable))
     assert plan.placement.leaves["blocks/kernel"].layer_rows == ROWS[name]
     for row, layer in zip(array, ROWS[name], strict=True):
         expected = np.zeros_like(whole[0]) if layer < 0 else whole[layer]
@@ -138,10 +138,10 @@ def test_a_state_moves_from_any_pipeline_to_any_other_bit_for_bit():
         assert plan.fingerprint == here.fingerprint
         moved = reshard_state(here, plan, moved)
         assert_planned(moved, plan.abstract_state)
-        canonical = to_canonical(plan, moved)
-        assert_planned(canonical, plan.abstract_canonical)
-        assert_same_bits(canonical, state)
-        assert_same_bits(from_canonical(plan, canonical), moved)
+        portable = to_portable_state(plan, moved)
+        assert_planned(portable, plan.abstract_portable)
+        assert_same_bits(portable, state)
+        assert_same_bits(from_portable_state(plan, portable), moved)
         here = plan
     assert_same_bits(reshard_state(here, plain(), moved), state)
 
@@ -151,16 +151,16 @@ def test_rows_that_are_in_order_are_passed_on_as_they_are():
     plan = pipeline("two stages")
     assert plan.placement.leaves["blocks/kernel"].layer_rows == tuple(range(8))
     state = init_state(plan)
-    canonical = to_canonical(plan, state)
+    portable = to_portable_state(plan, state)
     for name in STACKS:
-        assert canonical["params"][name] is state["params"][name]
-        moments = [each["opt_state"][1][0].mu[name] for each in (state, canonical)]
+        assert portable["params"][name] is state["params"][name]
+        moments = [each["opt_state"][1][0].mu[name] for each in (state, portable)]
         assert moments[0] is moments[1]
 
 
 def _conversion(plan, *, to_rows):
-    """The program that changes the rows of a stack, as `to_canonical` and its inverse call it."""
-    forms = plan.abstract_canonical["params"], plan.abstract_state["params"]
+    """The program that changes rows of a stack, as `to_portable_state` and its inverse call it."""
+    forms = plan.abstract_portable["params"], plan.abstract_state["params"]
     given, wanted = (form["blocks/kernel"] for form in (forms if to_rows else forms[::-1]))
     rows = rows_of_state(plan.placement, plan.tx, plan.abstract_state)["params"]["blocks/kernel"]
     return reshard._resizer(((wanted.shape, wanted.sharding, rows),), to_rows).lower([given])
@@ -196,7 +196,7 @@ def test_values_at_the_start_do_not_depend_on_the_pipeline(name):
     plan = pipeline(name)
     state = init_state(plan, seed=3)
     assert_planned(state, plan.abstract_state)
-    assert_same_bits(to_canonical(plan, state), init_state(plain(), seed=3))
+    assert_same_bits(to_portable_state(plan, state), init_state(plain(), seed=3))
 
 
 @pytest.mark.thorough
@@ -208,9 +208,9 @@ def test_a_users_module_brings_its_own_values():
     assert plan.placement.leaves["blocks/kernel"].stored_shape == (4, 32, 30)
     state = init_state(plan)
     assert_planned(state, plan.abstract_state)
-    canonical = to_canonical(plan, state)
-    assert_same_bits(canonical, init_state(alone))
-    np.testing.assert_array_equal(canonical["params"]["blocks/kernel"], model.blocks.kernel[...])
+    portable = to_portable_state(plan, state)
+    assert_same_bits(portable, init_state(alone))
+    np.testing.assert_array_equal(portable["params"]["blocks/kernel"], model.blocks.kernel[...])
     assert not np.asarray(state["params"]["blocks/kernel"])[-1].any()
 
 
@@ -260,14 +260,14 @@ def plans(optimizer):
 def updated(plan, steps=3):
     """The stored state after updates with gradients that are the same for every layout."""
     random = np.random.default_rng(7)
-    like = plan.abstract_canonical["params"]
+    like = plan.abstract_portable["params"]
     gradients = {
         name: jax.device_put(random.normal(size=x.shape).astype(np.float32), x.sharding)
         for name, x in like.items()
     }
     state = init_state(plan)
-    given = {**to_canonical(plan, state), "params": gradients}
-    grads = from_canonical(plan, given)["params"]
+    given = {**to_portable_state(plan, state), "params": gradients}
+    grads = from_portable_state(plan, given)["params"]
     update = build_update(plan)
 
     def step(state):
@@ -293,20 +293,20 @@ QUICK_FIRST = [
 def test_an_update_of_rows_is_that_of_layers_and_is_saved_bit_for_bit(optimizer, tmp_path):
     plain, plan, there = plans(optimizer)
     state = updated(plan)
-    saved, expected = to_canonical(plan, state), to_canonical(plain, updated(plain))
+    saved, expected = to_portable_state(plan, state), to_portable_state(plain, updated(plain))
     _check_update(optimizer, saved, expected)
     _check_padding(optimizer, plan, state)
     with Checkpointer(tmp_path / "run") as checkpointer:
         checkpointer.save(1, saved, data_state={}, config={}, plan={})
         checkpointer.wait()
-        again = from_canonical(plan, checkpointer.restore(plan.abstract_canonical).state)
-        assert_same_bits(to_canonical(plan, again), saved)
+        again = from_portable_state(plan, checkpointer.restore(plan.abstract_portable).state)
+        assert_same_bits(to_portable_state(plan, again), saved)
         assert_same_bits(again, state)
-        restored = checkpointer.restore(there.abstract_canonical).state
+        restored = checkpointer.restore(there.abstract_portable).state
         assert_same_bits(restored, saved)
         if optimizer != "adam8bit":  # whose blocks are cut within shards
-            assert_same_bits(to_canonical(there, from_canonical(there, restored)), saved)
-        assert_same_bits(checkpointer.restore(plain.abstract_canonical).state, saved)
+            assert_same_bits(to_portable_state(there, from_portable_state(there, restored)), saved)
+        assert_same_bits(checkpointer.restore(plain.abstract_portable).state, saved)
 
 
 def _check_update(optimizer, saved, expected):
@@ -383,11 +383,11 @@ def test_an_optimizer_to_which_layers_are_not_rows_gets_them_in_order(optimizer,
     assert isinstance(plan.tx, OnTrueShapes)
     assert any("exchanged between pipeline stages in every step" in line for line in plan.reasons)
     state = updated(plan)
-    saved, expected = to_canonical(plan, state), to_canonical(plain, updated(plain))
+    saved, expected = to_portable_state(plan, state), to_portable_state(plain, updated(plain))
     _check_update(optimizer, saved, expected)
     rows = np.array(plan.placement.leaves["blocks/kernel"].layer_rows)
     assert not np.asarray(state["params"]["blocks/kernel"])[rows < 0].any()
-    assert_same_bits(to_canonical(plan, from_canonical(plan, saved)), saved)
+    assert_same_bits(to_portable_state(plan, from_portable_state(plan, saved)), saved)
 
 
 def test_an_optimizer_that_takes_sums_alone_leaves_layers_in_their_rows():

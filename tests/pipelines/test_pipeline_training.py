@@ -24,7 +24,7 @@ from tests.support.trajectories import plan_for, text_batch, train_for
 from zerojax.config import LossScale
 from zerojax.optim.precision import Precision
 from zerojax.parallel.initialization import init_state
-from zerojax.parallel.reshard import to_canonical
+from zerojax.parallel.reshard import to_portable_state
 from zerojax.parallel.step import build_evaluation
 
 TWO_STAGES = {"data": 2, "stage": 2, "model": 2}
@@ -89,11 +89,11 @@ def test_eight_bit_moments_follow_those_of_one_device(zero):
 def test_frozen_parameters_stay_and_the_rest_trains(zero):
     freeze = ("embed/.*", "blocks/linear/bias")
     expected = one_device(freeze=freeze)
-    before = to_canonical(expected.plan, init_state(expected.plan, 0))
+    before = to_portable_state(expected.plan, init_state(expected.plan, 0))
     assert before["frozen"].keys() == {"embed/embedding", "blocks/linear/bias"}
     run = train(EIGHT, zero=zero, freeze=freeze, **UNEVEN_FOUR)
     assert_equal_runs(run, expected)
-    after = to_canonical(run.plan, run.state)
+    after = to_portable_state(run.plan, run.state)
     assert after["frozen"].keys() == before["frozen"].keys()
     for name, value in after["frozen"].items():
         np.testing.assert_array_equal(value, before["frozen"][name])
@@ -130,7 +130,7 @@ def test_dropout_does_not_depend_on_the_schedule(schedule, stash, mesh, zero, be
         num_microbatches=4,
     )
     assert_equal_runs(run, expected)
-    extras, others = (to_canonical(r.plan, r.state)["extras"] for r in (run, expected))
+    extras, others = (to_portable_state(r.plan, r.state)["extras"] for r in (run, expected))
     assert extras.keys() == others.keys()
     assert extras["blocks/dropout/rngs/count"].tolist() == [4 * 20] * 4
     for name, value in extras.items():

@@ -258,7 +258,7 @@ def test_rows_and_the_dimension_of_data_are_padded_together():
 
 
 @pytest.mark.parametrize(
-    ("shape", "rows", "canonical", "exchange"),
+    ("shape", "rows", "portable", "exchange"),
     [
         # stage divides the layers, and data its own dimension
         ((4, 8, 6), EVEN, P("stage", "data", None), P(None, "data", "stage")),
@@ -275,13 +275,13 @@ def test_rows_and_the_dimension_of_data_are_padded_together():
         ((5,), UNEVEN, P(None), P(None)),
     ],
 )
-def test_the_canonical_form_divides_evenly_and_rows_change_places_in_parts(
-    shape, rows, canonical, exchange
+def test_the_portable_form_divides_evenly_and_rows_change_places_in_parts(
+    shape, rows, portable, exchange
 ):
     leaf = place_stack(shape, rows)["stack"]
-    assert leaf.canonical_spec(PIPELINE) == canonical
+    assert leaf.canonical_spec(PIPELINE) == portable
     assert leaf.reorder_spec(PIPELINE) == exchange
-    for spec, sizes in ((canonical, leaf.shape), (exchange, leaf.stored_shape)):
+    for spec, sizes in ((portable, leaf.shape), (exchange, leaf.stored_shape)):
         for entry, size in zip(spec, sizes, strict=True):
             names = [entry] if isinstance(entry, str) else entry or []
             assert size % math.prod(PIPELINE[name] for name in names) == 0

@@ -59,11 +59,11 @@ def test_state_of_every_stage(zero):
     assert plan.abstract_state["rng"].dtype == jnp.uint32
 
 
-def test_the_canonical_form_has_true_shapes():
+def test_the_portable_form_has_true_shapes():
     plan = plain_plan(zero=3)
-    stored, canonical = plan.abstract_state["params"], plan.abstract_canonical["params"]
-    assert (stored["last/bias"].shape, canonical["last/bias"].shape) == ((8,), (5,))
-    assert stored["first/kernel"] == canonical["first/kernel"]
+    stored, portable = plan.abstract_state["params"], plan.abstract_portable["params"]
+    assert (stored["last/bias"].shape, portable["last/bias"].shape) == ((8,), (5,))
+    assert stored["first/kernel"] == portable["first/kernel"]
 
 
 def test_what_has_no_parameters_shape_is_replicated():

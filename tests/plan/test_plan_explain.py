@@ -12,7 +12,7 @@ from tests.support.small_models import reference_model
 from tests.support.trajectories import plan_for
 from zerojax.checkpoint import Checkpointer
 from zerojax.cli import main
-from zerojax.parallel.reshard import to_canonical
+from zerojax.parallel.reshard import to_portable_state
 from zerojax.plan.explain import checkpoint_names
 from zerojax.plan.wire import leaf_transfers, wire_bytes
 
@@ -96,7 +96,7 @@ def test_names_are_those_of_a_checkpoint(tx, tmp_path):
     plan = plan_of(1, optimizer=tx)
     state = zerojax.init_state(plan, seed=0)
     with Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(1, to_canonical(plan, state), data_state={}, config={}, plan={})
+        checkpointer.save(1, to_portable_state(plan, state), data_state={}, config={}, plan={})
     with Checkpointer(tmp_path) as checkpointer:
         saved = set(checkpointer.metadata(1).arrays)
     names = {name for leaf in plan.placement.leaves for name in checkpoint_names(plan, leaf)}

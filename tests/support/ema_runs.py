@@ -11,7 +11,7 @@ import numpy as np
 
 from zerojax.data import shard_batch
 from zerojax.parallel.initialization import init_state
-from zerojax.parallel.reshard import to_canonical
+from zerojax.parallel.reshard import to_portable_state
 from zerojax.parallel.step import build_step
 from zerojax.plan.make import Plan
 
@@ -30,12 +30,12 @@ def moved(average: Mapping[str, np.ndarray], params: Mapping[str, np.ndarray], r
 
 def weights_of(plan: Plan, state: Any) -> Arrays:
     """{name: the stored parameter} as float32."""
-    return _float32(to_canonical(plan, state)["params"])
+    return _float32(to_portable_state(plan, state)["params"])
 
 
 def average_of(plan: Plan, state: Any) -> Arrays:
     """{name: the average}, which has to be float32."""
-    average = to_canonical(plan, state)["opt_state"].ema
+    average = to_portable_state(plan, state)["opt_state"].ema
     assert {x.dtype.name for x in average.values()} == {"float32"}
     return _float32(average)
 

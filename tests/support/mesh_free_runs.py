@@ -20,7 +20,7 @@ from zerojax.config import MeshConfig
 from zerojax.models.losses import mean_squared_error
 from zerojax.optim import adamw
 from zerojax.parallel.initialization import init_state
-from zerojax.parallel.reshard import to_canonical
+from zerojax.parallel.reshard import to_portable_state
 from zerojax.parallel.step import build_step
 from zerojax.plan.device_mesh import make_mesh
 from zerojax.plan.make import Plan, make_plan
@@ -96,7 +96,7 @@ def run(
         for name, value in now.items():
             metrics.setdefault(name, []).append(np.asarray(value))
     found = {f"metrics/{name}": np.stack(values) for name, values in metrics.items()}
-    return found | arrays_of(to_canonical(plan, state))
+    return found | arrays_of(to_portable_state(plan, state))
 
 
 def arrays_of(state: Any) -> dict[str, np.ndarray]:

@@ -17,7 +17,7 @@ from zerojax.data import shard_batch
 from zerojax.models.losses import mean_squared_error
 from zerojax.optim import adamw
 from zerojax.parallel.initialization import init_state
-from zerojax.parallel.reshard import to_canonical
+from zerojax.parallel.reshard import to_portable_state
 from zerojax.parallel.step import build_step
 from zerojax.plan.device_mesh import make_mesh
 from zerojax.plan.make import Plan, make_plan
@@ -80,9 +80,9 @@ def train(plan: Plan, steps: int, state: Any = None, first: int = 0) -> tuple[An
     return state, losses
 
 
-def canonical(plan: Plan, state: Any) -> dict[str, np.ndarray]:
-    """{name: the whole array} of the canonical form."""
-    return {n: np.array(x) for n, x in flatten_names(to_canonical(plan, state)).items()}
+def portable(plan: Plan, state: Any) -> dict[str, np.ndarray]:
+    """{name: the whole array} of the portable form."""
+    return {n: np.array(x) for n, x in flatten_names(to_portable_state(plan, state)).items()}
 
 
 def differing(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> list[str]:

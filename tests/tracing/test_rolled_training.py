@@ -25,10 +25,10 @@ from zerojax.data import shard_batch
 from zerojax.parallel import reshard
 from zerojax.parallel.initialization import init_state
 from zerojax.parallel.reshard import (
-    canonical_to_read,
-    from_canonical,
+    from_portable_state,
+    portable_to_read,
     reshard_state,
-    to_canonical,
+    to_portable_state,
 )
 from zerojax.parallel.step import build_step
 from zerojax.parallel.update import build_norm, leaf_names
@@ -120,13 +120,13 @@ def losses_on_one_device(optimizer: Any, freeze: str | tuple[str, ...] = ()) -> 
 
 
 def leaves_of(plan: zerojax.Plan, state: Any) -> list[tuple[Any, np.ndarray]]:
-    canonical = to_canonical(plan, state)
-    return [(p, np.asarray(x)) for p, x in jax.tree_util.tree_leaves_with_path(canonical)]
+    portable = to_portable_state(plan, state)
+    return [(p, np.asarray(x)) for p, x in jax.tree_util.tree_leaves_with_path(portable)]
 
 
 def assert_same_bits(one: tuple[zerojax.Plan, Any], other: tuple[zerojax.Plan, Any]) -> None:
     """Two states under the user's names."""
-    equal_trees.assert_same(to_canonical(*one), to_canonical(*other))
+    equal_trees.assert_same(to_portable_state(*one), to_portable_state(*other))
 
 
 def assert_all_rolled(plan: zerojax.Plan) -> None:
@@ -232,8 +232,8 @@ def test_a_frozen_list_is_rolled_and_stays() -> None:
     assert_all_rolled(plan)
     state, losses = train(plan)
     np.testing.assert_allclose(losses, losses_on_one_device(ADAMW, "layers/"), rtol=LOSSES)
-    new = to_canonical(plan, init_state(plan))["frozen"]
-    for name, x in to_canonical(plan, state)["frozen"].items():
+    new = to_portable_state(plan, init_state(plan))["frozen"]
+    for name, x in to_portable_state(plan, state)["frozen"].items():
         np.testing.assert_array_equal(x, new[name])
 
 
@@ -384,13 +384,13 @@ def test_rows_are_saved_and_read_in_host_memory(monkeypatch: pytest.MonkeyPatch)
     """So that the device never holds the state twice, where pinned memory has room for it."""
     plan = plan_of(ZERO_3)
     row, single = "layers/3/up/kernel", "embed/embedding"
-    saved = to_canonical(plan, init_state(plan, 3), rows_on_host=True)
-    for canonical in (saved, canonical_to_read(plan)):
-        found = {name: _kinds(canonical["params"][name]) for name in (row, single)}
+    saved = to_portable_state(plan, init_state(plan, 3), rows_on_host=True)
+    for portable in (saved, portable_to_read(plan)):
+        found = {name: _kinds(portable["params"][name]) for name in (row, single)}
         assert found == {row: {HOST_KIND}, single: _kinds(plan.abstract_stored["params"][single])}
-    assert_same_bits((plan, from_canonical(plan, saved)), (plan, init_state(plan, 3)))
+    assert_same_bits((plan, from_portable_state(plan, saved)), (plan, init_state(plan, 3)))
     monkeypatch.setattr(reshard, "has_pinned_room", lambda *_, **__: False)
-    assert canonical_to_read(plan) is plan.abstract_canonical
+    assert portable_to_read(plan) is plan.abstract_portable
 
 
 @pytest.mark.thorough
@@ -406,7 +406,7 @@ def test_a_state_moves_to_an_unrolled_plan_and_back() -> None:
 def test_the_users_model_comes_back_by_name() -> None:
     plan = plan_of(ZERO_3)
     state, _ = train(plan, steps=1)
-    params = to_canonical(plan, state)["params"]
+    params = to_portable_state(plan, state)["params"]
     model = model_of(plan, state)
     np.testing.assert_array_equal(
         model.layers[3].up.kernel[...], np.asarray(params["layers/3/up/kernel"])

@@ -71,7 +71,7 @@ def plan_on(config, devices, **changes):
 
 
 def count_parameters(plan):
-    return sum(leaf.size for leaf in jax.tree.leaves(plan.abstract_canonical["params"]))
+    return sum(leaf.size for leaf in jax.tree.leaves(plan.abstract_portable["params"]))
 
 
 def state_bytes(plan, kind="device"):

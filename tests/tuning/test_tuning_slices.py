@@ -23,7 +23,7 @@ from zerojax.forecasting import hlo
 from zerojax.hardware import compile_client, gpus
 from zerojax.optim.precision import Precision
 from zerojax.parallel.offload.sliced_update import LeafUpdate
-from zerojax.parallel.reshard import to_canonical
+from zerojax.parallel.reshard import to_portable_state
 from zerojax.plan.compiler_options import choose_options
 from zerojax.plan.counts import role_tiers
 from zerojax.plan.device_mesh import make_mesh
@@ -143,7 +143,7 @@ def test_the_steps_of_a_tuned_plan_have_the_bits_of_the_plan(
         state, step = zerojax.init_state(one, 0), zerojax.build_step(one)
         for number in range(2):
             state, _ = step(state, zerojax.shard_batch(one, text_batch(number)))
-        states.append(jax.tree.map(np.asarray, to_canonical(one, state)))
+        states.append(jax.tree.map(np.asarray, to_portable_state(one, state)))
     chex.assert_trees_all_equal(*states)
 
 

@@ -23,7 +23,7 @@ from zerojax.forecasting.transfers import attention_wire_bytes
 from zerojax.operators import chunked_attention
 from zerojax.operators.context import WAYS, Sizes, wire_bytes
 from zerojax.parallel import collectives
-from zerojax.parallel.reshard import reshard_state, to_canonical
+from zerojax.parallel.reshard import reshard_state, to_portable_state
 from zerojax.parallel.step import build_evaluation, build_step
 from zerojax.parallel.zero import microbatch, parameters
 from zerojax.plan.counts import kept_activation_bytes
@@ -181,12 +181,12 @@ def test_a_state_goes_to_another_mesh_and_back_bit_by_bit():
     model = reference_model("gpt2", embed_dim=36)
     run = train_for(model, mesh={"data": 2, "context": 4}, zero=3, steps=2, persistence_threshold=0)
     assert any(leaf.is_padded for leaf in run.plan.placement.leaves.values())
-    expected = jax.tree.map(np.asarray, to_canonical(run.plan, run.state))
+    expected = jax.tree.map(np.asarray, to_portable_state(run.plan, run.state))
     plan, state = run.plan, run.state
     for mesh in {"data": 8}, {"data": 1, "context": 8}, {"data": 4, "context": 2}:
         old, plan = plan, plan_for(model, mesh=mesh, zero=3, persistence_threshold=0)
         state = reshard_state(old, plan, state)
-        found = to_canonical(plan, state)
+        found = to_portable_state(plan, state)
         assert jax.tree.all(jax.tree.map(np.array_equal, found, expected))
         largest = max(found["params"].values(), key=lambda x: x.size)
         assert largest.addressable_shards[0].data.size <= largest.size // 4

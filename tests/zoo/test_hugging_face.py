@@ -15,7 +15,7 @@ from tests.support.hugging_face_folders import CASES, tensors_of, write_folder
 from tests.support.trajectories import advance
 from zerojax.config import MeshConfig, OptimizerConfig
 from zerojax.parallel.initialization import fill_on_devices, init_state
-from zerojax.parallel.reshard import to_canonical
+from zerojax.parallel.reshard import to_portable_state
 from zerojax.plan.device_mesh import make_mesh
 from zerojax.plan.inputs import plan_options
 from zerojax.plan.make import make_plan
@@ -144,7 +144,7 @@ def test_every_plan_holds_the_files_bits(name, folders, tmp_path):
         if isinstance(leaf, jax.Array):
             assert (leaf.shape, leaf.dtype) == (planned.shape, planned.dtype)
             assert leaf.sharding == planned.sharding
-    found, wanted = to_canonical(plan, state)["params"], wanted_params("llama")
+    found, wanted = to_portable_state(plan, state)["params"], wanted_params("llama")
     assert found.keys() == wanted.keys()
     for leaf, values in wanted.items():
         np.testing.assert_array_equal(found[leaf], values, err_msg=leaf)
@@ -161,7 +161,7 @@ def test_moments_begin_at_zero_and_frozen_parameters_come_too(folders):
         persistence_threshold=0,
         freeze=("token_embedding",),
     )
-    state = to_canonical(plan, init_state(plan))
+    state = to_portable_state(plan, init_state(plan))
     values = wanted_params("llama")["token_embedding/embedding"]
     np.testing.assert_array_equal(state["frozen"]["token_embedding/embedding"], values)
     assert all(not np.any(leaf) for leaf in jax.tree.leaves(state["opt_state"]))
@@ -279,7 +279,7 @@ def test_new_parameters_come_from_the_seed(folders, tmp_path):
     with pytest.raises(UnsupportedError, match="'lm_head.weight' is missing"):
         from_hugging_face(folder)
     plan = plan_for(from_hugging_face(folder, new=("lm_head",)), devices=2, zero=3)
-    one, two = (to_canonical(plan, init_state(plan, seed))["params"] for seed in (1, 2))
+    one, two = (to_portable_state(plan, init_state(plan, seed))["params"] for seed in (1, 2))
     assert np.abs(one["lm_head/kernel"] - two["lm_head/kernel"]).max() > 0.01
     assert 0.01 < np.std(one["lm_head/kernel"]) < 0.03
     np.testing.assert_array_equal(one["final_norm/scale"], two["final_norm/scale"])

@@ -193,7 +193,7 @@ class Checkpointer:
 
         Args:
           step: batches consumed; above every saved step.
-          state: canonical (unpadded) tree of `jax.Array`.
+          state: portable (unpadded) tree of `jax.Array`.
           data_state: position of the data source; JSON values; the same on all processes.
           config: the resolved configuration; JSON values.
           plan: the plan; JSON values.
@@ -366,7 +366,7 @@ class Checkpointer:
         so that the step can be saved again and its files can be inspected.
 
         Args:
-          abstract: tree of `ShapeDtypeStruct` with shardings, canonical (unpadded) shapes.
+          abstract: tree of `ShapeDtypeStruct` with shardings, portable (unpadded) shapes.
           step: a saved step; None: the newest undamaged one.
           subset: True: `abstract` may lack leaves of the checkpoint, which are then not read (for
             example only `{"params": ...}`, to generate text).
@@ -391,7 +391,7 @@ class Checkpointer:
         for name, leaf in wanted.items():
             if getattr(leaf, "sharding", None) is None:
                 raise TypeError(
-                    f"abstract state: {name!r} has no sharding; pass plan.abstract_canonical, or"
+                    f"abstract state: {name!r} has no sharding; pass plan.abstract_portable, or"
                     " ShapeDtypeStructs with sharding="
                 )
         lost: dict[int, str] = {}

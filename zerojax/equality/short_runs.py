@@ -22,7 +22,7 @@ from zerojax.models.step_count import after_step
 from zerojax.optim import extra_arguments
 from zerojax.parallel import model_state
 from zerojax.parallel.initialization import init_state
-from zerojax.parallel.reshard import to_canonical
+from zerojax.parallel.reshard import to_portable_state
 from zerojax.parallel.step import build_step
 from zerojax.parallel.update import stacks_of
 from zerojax.plan.device_mesh import make_mesh
@@ -194,7 +194,7 @@ def run_zerojax(
         name: [np.asarray(shard.data) for shard in value.addressable_shards]
         for name, value in state["extras"].items()
     }
-    after = _on_host(to_canonical(plan, state)["params"])
+    after = _on_host(to_portable_state(plan, state)["params"])
     return RunOutcome(np.array(losses), np.array(norms), after, extras)
 
 
@@ -209,11 +209,11 @@ class PlainRun:
         """Takes names and initial values from a plan for one device."""
         self.given, self.model = given, given.model
         state = init_state(plan, given.seed)
-        canonical = to_canonical(plan, state)
-        self.params = _on_host(canonical["params"])
-        self.frozen = _on_host(canonical["frozen"])
-        self.extras = _on_host(canonical["extras"])
-        self._rng = np.asarray(canonical["rng"])
+        portable = to_portable_state(plan, state)
+        self.params = _on_host(portable["params"])
+        self.frozen = _on_host(portable["frozen"])
+        self.extras = _on_host(portable["extras"])
+        self._rng = np.asarray(portable["rng"])
         self._train = train
         # On one device nothing is padded, so this is the user's optimizer, which may not accept
         # extra arguments.

@@ -91,12 +91,12 @@ def adam8bit(
 
 def _make(plain: Optimizer, method: Method, options: Options) -> Optimizer:
     # Moments are float32 for every parameter dtype.
-    canonical_init = plain.with_dtypes(jnp.float32, options.stochastic).init
+    portable_init = plain.with_dtypes(jnp.float32, options.stochastic).init
     applied = make_optimizer(method, options).apply
 
     def abstract(params: Tree, sizes: Mapping[str, int]) -> Tree:
         bare = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-        return states.abstract_state(jax.eval_shape(canonical_init, bare), params, sizes)
+        return states.abstract_state(jax.eval_shape(portable_init, bare), params, sizes)
 
     def init(params: Tree) -> Tree:
         options.decay.settings(params)  # raises for a mask or groups that do not fit
@@ -148,11 +148,11 @@ def _make(plain: Optimizer, method: Method, options: Options) -> Optimizer:
         learning_rate=plain.learning_rate,
         coding=coding_around(
             StateCoding(
-                canonical_init=canonical_init,
+                portable_init=portable_init,
                 abstract_state=lambda stored, sizes: abstract(dict(stored), sizes),
                 new_state=lambda structs, _: states.new_state(structs),
-                to_canonical=states.to_canonical,
-                from_canonical=states.from_canonical,
+                to_portable_state=states.to_portable_state,
+                from_portable_state=states.from_portable_state,
             ),
             options.ema,
         ),

@@ -49,11 +49,11 @@ class ScaleByAdam8bitState(NamedTuple):
     nu_scale: Tree
 
 
-def abstract_state(canonical: Tree, params: Tree, sizes: Mapping[str, int]) -> Tree:
+def abstract_state(portable: Tree, params: Tree, sizes: Mapping[str, int]) -> Tree:
     """Returns the state as structs, each with the sharding of its parameter.
 
     Args:
-      canonical: optax's state, as structs.
+      portable: optax's state, as structs.
       params: structs in any tree, each with a `NamedSharding` or all without sharding.
       sizes: {name: number of elements that decides whether a parameter is small}.
     """
@@ -80,7 +80,7 @@ def abstract_state(canonical: Tree, params: Tree, sizes: Mapping[str, int]) -> T
         moments, scales = of_all(moment), of_all(scale)
         return ScaleByAdam8bitState(replicated(part.count), moments, moments, scales, scales)
 
-    return _map_parts(canonical, coded, _is_plain, replicated)
+    return _map_parts(portable, coded, _is_plain, replicated)
 
 
 def _scale_struct(param: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -117,7 +117,7 @@ def new_state(structs: Tree) -> Tree:
     return _map_parts(structs, coded, _is_coded, lambda leaf: full(leaf, 0))
 
 
-def to_canonical(state: Tree) -> Tree:
+def to_portable_state(state: Tree) -> Tree:
     """Converts to optax's state with float32 moments; for one shard or whole arrays."""
 
     def decoded(part: ScaleByAdam8bitState) -> optax.ScaleByAdamState:
@@ -131,8 +131,8 @@ def to_canonical(state: Tree) -> Tree:
     return _map_parts(state, decoded, _is_coded)
 
 
-def from_canonical(canonical: Tree, structs: Tree) -> Tree:
-    """Converts from optax's state (inverse of `to_canonical`); `structs` says which are coded."""
+def from_portable_state(portable: Tree, structs: Tree) -> Tree:
+    """Converts from optax's state (inverse of `to_portable_state`); `structs` tells the codes."""
     target = part_of(structs)
     none: Any = optax.MaskedNode()
 
@@ -143,7 +143,7 @@ def from_canonical(canonical: Tree, structs: Tree) -> Tree:
 
         return ScaleByAdam8bitState(part.count, *_map_leaves(leaf, 4, target.mu, part.mu, part.nu))
 
-    return _map_parts(canonical, encoded, _is_plain)
+    return _map_parts(portable, encoded, _is_plain)
 
 
 def _is_coded(node: Any) -> bool:

@@ -33,26 +33,26 @@ Sums = tuple[jax.Array, ...]
 class StateCoding:
     """Conversion between the two forms of an optimizer's state.
 
-    The canonical form is optax's; its arrays depend neither on the mesh nor on how parameters are
+    The portable form is optax's; its arrays depend neither on the mesh nor on how parameters are
     sharded. Checkpoints and transfers between meshes use it.
 
     Attributes:
-      canonical_init: parameters -> the canonical state before the first update, for
+      portable_init: parameters -> the portable state before the first update, for
         `jax.eval_shape` and `optax.tree.map_params`.
       abstract_state: ({name: `ShapeDtypeStruct` of the stored parameter with its `NamedSharding`},
         {name: elements of the parameter without padding}) -> the state used in training, as
         `ShapeDtypeStruct`s with `NamedSharding`s.
       new_state: (that tree, parameters) -> the state before the first update, to be traced.
-      to_canonical: state -> canonical state of the same shards, inside `shard_map`.
-      from_canonical: (canonical state, the tree of `plan.abstract_state`) -> state of the same
-        shards, inside `shard_map`. After `to_canonical` on the same shards it restores every bit.
+      to_portable_state: state -> portable state of the same shards, inside `shard_map`.
+      from_portable_state: (portable state, the tree of `plan.abstract_state`) -> state of the same
+        shards, inside `shard_map`. After `to_portable_state` on these shards it restores every bit.
     """
 
-    canonical_init: Callable[[Tree], Tree]
+    portable_init: Callable[[Tree], Tree]
     abstract_state: Callable[[Mapping[str, Any], Mapping[str, int]], Tree]
     new_state: Callable[[Tree, Tree], Tree]
-    to_canonical: Callable[[Tree], Tree]
-    from_canonical: Callable[[Tree, Tree], Tree]
+    to_portable_state: Callable[[Tree], Tree]
+    from_portable_state: Callable[[Tree, Tree], Tree]
 
 
 def coding_around(coding: StateCoding, ema: Ema | None) -> StateCoding:
@@ -60,8 +60,8 @@ def coding_around(coding: StateCoding, ema: Ema | None) -> StateCoding:
     if ema is None:
         return coding
 
-    def canonical_init(params: Tree) -> Tree:
-        return new_ema_state(coding.canonical_init(params), params)
+    def portable_init(params: Tree) -> Tree:
+        return new_ema_state(coding.portable_init(params), params)
 
     def abstract_state(stored: Mapping[str, Any], sizes: Mapping[str, int]) -> Tree:
         mesh = next(iter(stored.values())).sharding.mesh
@@ -73,19 +73,19 @@ def coding_around(coding: StateCoding, ema: Ema | None) -> StateCoding:
     def new_state(structs: Tree, params: Tree) -> Tree:
         return new_ema_state(coding.new_state(structs.inner, params), params)
 
-    def to_canonical(state: Tree) -> Tree:
-        return dataclasses.replace(state, inner=coding.to_canonical(state.inner))
+    def to_portable_state(state: Tree) -> Tree:
+        return dataclasses.replace(state, inner=coding.to_portable_state(state.inner))
 
-    def from_canonical(canonical: Tree, structs: Tree) -> Tree:
-        inner = coding.from_canonical(canonical.inner, structs.inner)
-        return dataclasses.replace(canonical, inner=inner)
+    def from_portable_state(portable: Tree, structs: Tree) -> Tree:
+        inner = coding.from_portable_state(portable.inner, structs.inner)
+        return dataclasses.replace(portable, inner=inner)
 
     return StateCoding(
-        canonical_init=canonical_init,
+        portable_init=portable_init,
         abstract_state=abstract_state,
         new_state=new_state,
-        to_canonical=to_canonical,
-        from_canonical=from_canonical,
+        to_portable_state=to_portable_state,
+        from_portable_state=from_portable_state,
     )
 
 
@@ -307,12 +307,12 @@ def map_state(
     Args:
       tx: the optimizer.
       function: (leaf, value of `of_params`) -> the new leaf.
-      state: in its canonical form, or a tree of the same structure.
+      state: in its portable form, or a tree of the same structure.
       of_params: {name of a parameter: any value}.
       others: function of the leaves that belong to no parameter.
     """
     coding = coding_of(tx)
-    init = tx.init if coding is None else coding.canonical_init
+    init = tx.init if coding is None else coding.portable_init
     try:
         return optax.tree_utils.tree_map_params(
             init,

@@ -511,7 +511,7 @@ class OnTrueShapes(optax.GradientTransformationExtraArgs):
 
         def init(params: Any) -> Tree:
             shapes = {name: getattr(x, "shape", None) for name, x in params.items()}
-            if shapes != dict(stored):  # the canonical form, or optax's placeholders
+            if shapes != dict(stored):  # the portable form, or optax's placeholders
                 return inner.init(params)
             return pad_state(inner.init(cut_all(params)))
 

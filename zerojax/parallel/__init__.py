@@ -11,25 +11,25 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zerojax.parallel.initialization import init_state
-    from zerojax.parallel.reshard import from_canonical, reshard_state, to_canonical
+    from zerojax.parallel.reshard import from_portable_state, reshard_state, to_portable_state
     from zerojax.parallel.step import build_evaluation, build_step
 
 __all__ = [
     "build_evaluation",
     "build_step",
-    "from_canonical",
+    "from_portable_state",
     "init_state",
     "reshard_state",
-    "to_canonical",
+    "to_portable_state",
 ]
 
 _HOME_OF_NAME = {
     "build_evaluation": "step",
     "build_step": "step",
-    "from_canonical": "reshard",
+    "from_portable_state": "reshard",
     "init_state": "initialization",
     "reshard_state": "reshard",
-    "to_canonical": "reshard",
+    "to_portable_state": "reshard",
 }
 
 

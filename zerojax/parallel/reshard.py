@@ -1,4 +1,4 @@
-"""Converts a training state to and from its canonical form, and reshards it to another plan."""
+"""Converts a training state to and from its portable form, and reshards it to another plan."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from zerojax.plan.state import (
     ONE_BIT,
     StageRows,
     TrainState,
-    canonical_on_host,
-    canonical_opt_state,
     fit,
+    portable_on_host,
+    portable_opt_state,
     rows_of_state,
 )
 from zerojax.runtime.memory import allocating_for
@@ -44,16 +44,17 @@ from zerojax.runtime.memory import allocating_for
 Flat = tuple[tuple[jax.ShapeDtypeStruct, ...], Any]
 """A tree's leaves and its structure; hashable, as cache keys have to be."""
 _KEPT = (ONE_BIT, COPIES)
-"""Parts of a state that are the same in the stored and the canonical form."""
+"""Parts of a state that are the same in the stored and the portable form."""
 
 
 @names_keywords()
-def to_canonical(
+def to_portable_state(
     plan: Plan, state: TrainState, *, joined: bool = True, rows_on_host: bool = False
 ) -> TrainState:
-    """Returns the state without padding, layers in order, in `plan.abstract_canonical`'s shardings.
+    """Returns a state in its portable form, which is the same for every mesh and ZeRO stage.
 
-    Layers that are stored stacked become separate arrays, under the user's names.
+    It has no padding, and layers are in order, in the shardings of `plan.abstract_portable`. Layers
+    that are stored stacked become separate arrays, under the user's names.
 
     Leaves whose two forms are equal are returned as they are, not copied. Quantized moments are
     decoded to float32.
@@ -63,7 +64,7 @@ def to_canonical(
       state: stays valid.
       joined: False: a parameter or moment with slices on the host or in files is not read, and its
         place holds something other than an array (see `parallel.offload.disk_saving`).
-      rows_on_host: True: the rows of stacks are put into host memory, as in `canonical_to_read`, so
+      rows_on_host: True: the rows of stacks are put into host memory, as in `portable_to_read`, so
         that the device never holds more than one stack twice.
     """
     _check_key(plan, state)
@@ -72,7 +73,7 @@ def to_canonical(
     else:
         stored, kept = join_state(plan, state, joined=joined), None
     decoded = _recoded(plan, stored, decode=True)
-    abstract = canonical_to_read(plan) if rows_on_host else plan.abstract_canonical
+    abstract = portable_to_read(plan) if rows_on_host else plan.abstract_portable
     wanted = _grouped(plan, _apart(abstract)[0])
     found = _ungrouped(plan, convert(decoded, wanted, _rows_of_state(plan), to_rows=False))
     return _joined(found, kept)
@@ -83,7 +84,7 @@ def _check_key(plan: Plan, state: TrainState) -> None:
 
     Otherwise a part of it would be cut off.
     """
-    own, planned = state["rng"].shape, plan.abstract_canonical["rng"].shape
+    own, planned = state["rng"].shape, plan.abstract_portable["rng"].shape
     if own != planned:
         raise ValueError(
             f"state['rng'] has {own[0]} numbers and keys of the plan have {planned[0]}: "
@@ -108,19 +109,19 @@ def _joined(state: TrainState, kept: dict[str, Any] | None) -> TrainState:
     return joined
 
 
-def canonical_to_read(plan: Plan) -> TrainState:
-    """Returns `plan.abstract_canonical` with the rows of stacks in host memory.
+def portable_to_read(plan: Plan) -> TrainState:
+    """Returns `plan.abstract_portable` with the rows of stacks in host memory.
 
     The device holds the stacks and has no room for all rows in addition. If pinned memory has no
     room either (`XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB`), the rows stay on the device.
     """
     if not plan.stacks:
-        return plan.abstract_canonical
-    canonical, kept = _apart(plan.abstract_canonical)
-    grouped = group_rows(canonical, plan.stacks)
+        return plan.abstract_portable
+    portable, kept = _apart(plan.abstract_portable)
+    grouped = group_rows(portable, plan.stacks)
     rows = [row for leaf in jax.tree.leaves(grouped) for row in _rows(leaf)]
     if not has_pinned_room(plan, shard_bytes(rows), environ=os.environ):
-        return plan.abstract_canonical
+        return plan.abstract_portable
 
     def place(leaf: Any) -> Any:
         if not isinstance(leaf, StackRows):
@@ -143,7 +144,7 @@ def _ungrouped(plan: Plan, tree: Any) -> Any:
 
 
 def model_parts(plan: Plan, state: TrainState, *, weights: Weights = "trained") -> dict[str, Any]:
-    """Returns the parts of a model: "params", "frozen" and "extras" of the canonical form.
+    """Returns the parts of a model: "params", "frozen" and "extras" of the portable form.
 
     Moments are neither joined nor decoded; with offload they are most of a state's bytes.
 
@@ -155,28 +156,28 @@ def model_parts(plan: Plan, state: TrainState, *, weights: Weights = "trained") 
     Raises:
       ValueError: the state has no average.
     """
-    abstract: dict[str, Any] = {**plan.abstract_canonical}
+    abstract: dict[str, Any] = {**plan.abstract_portable}
     if is_average(weights, state.get("opt_state")):
         params = ema_of(state["opt_state"]) if plan.offload is None else join_average(plan, state)
         abstract["params"] = ema_of(abstract["opt_state"])
     else:
         params = state["params"] if plan.offload is None else join_params(plan, state)
     parts = {"params": params, "frozen": state["frozen"], "extras": state["extras"]}
-    return _canonical_parts(plan, parts, abstract)
+    return _portable_parts(plan, parts, abstract)
 
 
 def frozen_part(plan: Plan, state: TrainState) -> dict[str, jax.Array]:
-    """Returns "frozen" of the canonical form.
+    """Returns "frozen" of the portable form.
 
     Args:
       plan: the plan that `state` follows.
       state: stays valid.
     """
     parts = {"frozen": state["frozen"]}
-    return _canonical_parts(plan, parts, {**plan.abstract_canonical})["frozen"]
+    return _portable_parts(plan, parts, {**plan.abstract_portable})["frozen"]
 
 
-def _canonical_parts(plan: Plan, parts: dict[str, Any], abstract: dict[str, Any]) -> dict[str, Any]:
+def _portable_parts(plan: Plan, parts: dict[str, Any], abstract: dict[str, Any]) -> dict[str, Any]:
     rows: dict[str, Any] | None = None
     if (all_rows := _rows_of_state(plan)) is not None:
         rows = {name: x for name, x in all_rows.items() if name in parts}
@@ -213,7 +214,7 @@ def from_model_parts(plan: Plan, parts: dict[str, Any]) -> dict[str, Any]:
 
     Args:
       plan: a plan without offload that the result follows.
-      parts: "params", "frozen" and "extras" in canonical form, and "rng".
+      parts: "params", "frozen" and "extras" in portable form, and "rng".
     """
     assert plan.offload is None
     stored: dict[str, Any] = {**plan.abstract_stored}
@@ -228,14 +229,14 @@ def from_model_parts(plan: Plan, parts: dict[str, Any]) -> dict[str, Any]:
 
 
 @names_keywords()
-def from_canonical(
-    plan: Plan, canonical: TrainState, *, data_state: dict[str, Any] | None = None
+def from_portable_state(
+    plan: Plan, portable: TrainState, *, data_state: dict[str, Any] | None = None
 ) -> TrainState:
-    """Inverts `to_canonical`, for canonical arrays with the plan's shardings.
+    """Inverts `to_portable_state`, for portable arrays with the plan's shardings.
 
     Args:
       plan: the plan that the result follows.
-      canonical: a leaf with slices on the host or in files may be a
+      portable: a leaf with slices on the host or in files may be a
         `parallel.offload.disk_saving.Saved` instead of an array.
       data_state: position of the data, for a durable store: a run that is killed before its next
         step continues from what is written here.
@@ -243,9 +244,9 @@ def from_canonical(
     stored, kept = _apart(plan.abstract_stored)
     stored["opt_state"] = decoded_opt_state(plan)
     if plan.offload is not None:
-        stored = canonical_on_host(stored, plan.offload)
-    canonical, given_kept = _apart(canonical)
-    given = _grouped(plan, canonical)
+        stored = portable_on_host(stored, plan.offload)
+    portable, given_kept = _apart(portable)
+    given = _grouped(plan, portable)
     arrays = convert(given, stored, _rows_of_state(plan), to_rows=True)
     recoded = _recoded(plan, arrays, decode=False)
     if plan.offload is None:
@@ -253,8 +254,8 @@ def from_canonical(
             recoded = _joined(recoded, _begun(plan, recoded, kept, given_kept or {}))
         return recoded
     state = cut_state(plan, recoded)
-    if not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(canonical)):
-        return restore_pieces(plan, canonical, state, data_state=data_state)
+    if not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(portable)):
+        return restore_pieces(plan, portable, state, data_state=data_state)
     if plan.offload.on_disk:
         state["disk"] = fill_disk(plan, recoded, rest_writer(plan, state, data_state))
     return state
@@ -310,8 +311,8 @@ def _rows_of_state(plan: Plan) -> TrainState | None:
 
 
 def decoded_opt_state(plan: Plan) -> Any:
-    """Returns the abstract canonical optimizer state for parameters in their stored form."""
-    return canonical_opt_state(plan.tx, plan.abstract_stored["params"])
+    """Returns the abstract portable optimizer state for parameters in their stored form."""
+    return portable_opt_state(plan.tx, plan.abstract_stored["params"])
 
 
 def _recoded(plan: Plan, state: TrainState, *, decode: bool) -> TrainState:
@@ -333,13 +334,13 @@ def _recoder(coding: StateCoding, decode: bool, coded: Flat, decoded: Flat) -> A
     coded_tree, decoded_tree = (form.unflatten(leaves) for leaves, form in (coded, decoded))
 
     def encode(state: Any) -> Any:
-        return coding.from_canonical(state, coded_tree)
+        return coding.from_portable_state(state, coded_tree)
 
     trees = (coded_tree, decoded_tree) if decode else (decoded_tree, coded_tree)
     given, wanted = (jax.tree.map(lambda leaf: leaf.sharding.spec, tree) for tree in trees)
     return jax.jit(
         jax.shard_map(
-            coding.to_canonical if decode else encode,
+            coding.to_portable_state if decode else encode,
             mesh=coded[0][0].sharding.mesh,
             in_specs=(given,),
             out_specs=wanted,
@@ -360,7 +361,7 @@ def reshard_state(
       new: a plan of the same model and optimizer.
       state: stays valid; drop it to free its memory. A state with slices in files is closed,
         because the new state may need their disk space.
-      data_state: as in `from_canonical`.
+      data_state: as in `from_portable_state`.
 
     Raises:
       ValueError: the two plans describe different states.
@@ -370,11 +371,11 @@ def reshard_state(
             f"the plans describe different states (fingerprints {old.fingerprint} and "
             f"{new.fingerprint}): use the same model, optimizer, stored dtypes and freeze= in both"
         )
-    canonical, kept = _apart(to_canonical(old, state))
+    portable, kept = _apart(to_portable_state(old, state))
     if disk := state.get("disk"):
         disk.close()
-    moved = convert(canonical, _apart(new.abstract_canonical)[0])
-    return from_canonical(new, _joined(moved, kept), data_state=data_state)
+    moved = convert(portable, _apart(new.abstract_portable)[0])
+    return from_portable_state(new, _joined(moved, kept), data_state=data_state)
 
 
 def convert(tree: Any, abstract: Any, rows: Any = None, *, to_rows: bool = False) -> Any:

@@ -97,7 +97,7 @@ class Decisions:
         offload the same object.
       stacks: {stored stack of a rolled list: the user's names of its rows, in order}; {} where
         nothing is rolled. Placement, state and step use stacks; users see rows.
-      abstract_canonical: the same with true shapes, the user's names and evenly dividing shardings:
+      abstract_portable: the same with true shapes, the user's names and evenly dividing shardings:
         the form on disk and between two plans.
       abstract_batch: the global batch, with shardings.
       traced: facts from the trace of the loss.
@@ -121,7 +121,7 @@ class Decisions:
     abstract_state: TrainState
     abstract_stored: TrainState
     stacks: Stacks
-    abstract_canonical: TrainState
+    abstract_portable: TrainState
     abstract_batch: Tree
     traced: TracedLoss
     program: ProgramChoices
@@ -165,13 +165,13 @@ class Decisions:
 
     @property
     def fingerprint(self) -> str:
-        """A hash of the names, shapes and dtypes of the canonical state, the same on every mesh.
+        """A hash of the names, shapes and dtypes of the portable state, the same on every mesh.
 
         Without the error feedback of 1-bit optimizers and the copies of weights, which depend on
         the mesh. `reshard` requires equal fingerprints.
         """
         others = (ONE_BIT, COPIES)
-        state = {name: x for name, x in self.abstract_canonical.items() if name not in others}
+        state = {name: x for name, x in self.abstract_portable.items() if name not in others}
         leaves = trees.flatten_names(state)
         rows = [[name, list(leaf.shape), leaf.dtype.name] for name, leaf in leaves.items()]
         return hashlib.sha256(json.dumps(sorted(rows)).encode()).hexdigest()[:16]

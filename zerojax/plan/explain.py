@@ -62,12 +62,12 @@ def explain_parameter(plan: Decisions, name: str) -> str:
 
 def checkpoint_names(plan: Decisions, name: str) -> list[str]:
     """Returns the names of a parameter's arrays in a checkpoint, the parameter first."""
-    role = "frozen" if name in plan.abstract_canonical["frozen"] else "params"
+    role = "frozen" if name in plan.abstract_portable["frozen"] else "params"
     marked = map_state(
         plan.tx,
         lambda leaf, of: of,
-        plan.abstract_canonical["opt_state"],
-        {trained: trained for trained in plan.abstract_canonical["params"]},
+        plan.abstract_portable["opt_state"],
+        {trained: trained for trained in plan.abstract_portable["params"]},
     )
     moments = trees.flatten_names({"opt_state": marked})
     return [f"{role}/{name}", *(path for path, of in moments.items() if of == name)]

@@ -165,7 +165,7 @@ def describe_codes(frozen: Sequence[LeafPlacement], precision: Precision) -> lis
 def decoded(
     leaves: Mapping[str, LeafPlacement], arrays: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Returns arrays of the canonical form on the host, coded ones as float32 weights.
+    """Returns arrays of the portable form on the host, coded ones as float32 weights.
 
     Args:
       leaves: {name: row}, with the names of `arrays`; arrays: {name: stored array}.

@@ -225,7 +225,7 @@ def check_disk(plan: Plan) -> None:
         "a larger share of opt_state in host memory or on the device",
     ]
     twice = " in two generations" if config.durable else ""
-    each = format_bytes(num_bytes(plan.abstract_canonical))
+    each = format_bytes(num_bytes(plan.abstract_portable))
     raise ValueError(
         f"offload needs {format_bytes(needed)} of disk{twice} in {place}, but only "
         f"{format_bytes(there)} are free (not counting checkpoints, {each} each); "

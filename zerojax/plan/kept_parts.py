@@ -1,4 +1,4 @@
-"""Defines the parts of a state whose stored and canonical forms are the same.
+"""Defines the parts of a state whose stored and portable forms are the same.
 
 They are the residual errors of signed momentum, and copies of weights (`wire.weights`).
 """

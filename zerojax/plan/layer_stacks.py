@@ -128,7 +128,7 @@ def row_structs(params: Mapping[str, Any], stacks: Stacks) -> dict[str, Any]:
 
 
 def row_placement(placement: Placement, stacks: Stacks) -> Placement:
-    """Returns the placement table under the user's names, for the canonical form of a state.
+    """Returns the placement table under the user's names, for the portable form of a state.
 
     Args:
       placement: the table of stored parameters.

@@ -88,7 +88,7 @@ class LeafPlacement:
       layer_rows: for a parameter on a pipeline the layer in each row of the stored stack, -1 where
         a row is padding (zeros); its dimension 0 is split over `stage`. None: not on a pipeline,
         so that every pipeline stage has all of it.
-      is_row_of_stages: whether it is one row of a stack that a pipeline splits, in canonical form.
+      is_row_of_stages: whether it is one row of a stack that a pipeline splits, in portable form.
       reasons: why this row is an exception to its stage's rule, if it is.
     """
 

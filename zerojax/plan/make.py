@@ -102,7 +102,7 @@ from zerojax.plan.state import (
     abstract_offloaded,
     abstract_state,
     as_read,
-    canonical_on_host,
+    portable_on_host,
     slice_batch,
 )
 from zerojax.plan.state_layout import PipelineLayout
@@ -322,7 +322,7 @@ def _decide(
     check_durable(settings.offload, task.precision, jax.process_count())
     offload = plan_offload(settings.offload, placement, task.precision, tx, mesh, stacked=stacked)
     check_update_in_backward(offload, task.num_microbatches, task.precision, tx)
-    stored, canonical = _abstract_forms(task, seen, placement, tx, names)
+    stored, portable = _abstract_forms(task, seen, placement, tx, names)
     return Plan(
         mesh=mesh,
         model=task.model,
@@ -339,9 +339,9 @@ def _decide(
         abstract_state=abstract_offloaded(stored, offload, task.precision) if offload else stored,
         abstract_stored=stored,
         stacks=names,
-        abstract_canonical=canonical_on_host(canonical, row_layout(offload, names))
+        abstract_portable=portable_on_host(portable, row_layout(offload, names))
         if offload
-        else canonical,
+        else portable,
         abstract_batch=_abstract_batch(task),
         traced=traced,
         program=program,
@@ -388,17 +388,17 @@ def _decide(
 def _abstract_forms(
     task: _Task, seen: _Seen, placement: Placement, tx: Any, names: Stacks
 ) -> tuple[TrainState, TrainState]:
-    """Returns (the stored state without offload, its canonical form under the user's names)."""
+    """Returns (the stored state without offload, its portable form under the user's names)."""
     build = functools.partial(
         abstract_state, extras=seen.extras, tx=tx, precision=task.precision, mesh=task.mesh
     )
-    stored = build(seen.params, placement=placement, canonical=False)
+    stored = build(seen.params, placement=placement, portable=False)
     by_name, users = seen.params, placement
     if names:
         by_name, users = row_structs(seen.params, names), row_placement(placement, names)
-    canonical = build(by_name, placement=users, canonical=True)
+    portable = build(by_name, placement=users, portable=True)
     about = placement, task.precision, task.mesh, tx, seen.trace.jaxpr
-    return with_kept_parts(stored, *about), with_kept_parts(canonical, *about)
+    return with_kept_parts(stored, *about), with_kept_parts(portable, *about)
 
 
 def _describe_sent(
@@ -629,7 +629,7 @@ def with_slices(plan: Plan, elements: int) -> Plan:
     offload = dataclasses.replace(plan.settings.offload, slice_elements=elements)
     settings = dataclasses.replace(plan.settings, offload=offload)
     layout = resliced(before, offload, plan.placement, plan.mesh)
-    canonical = canonical_on_host(plan.abstract_canonical, row_layout(layout, plan.stacks))
+    portable = portable_on_host(plan.abstract_portable, row_layout(layout, plan.stacks))
     told = dict(
         zip(
             describe_offload(plan.settings, before), describe_offload(settings, layout), strict=True
@@ -640,7 +640,7 @@ def with_slices(plan: Plan, elements: int) -> Plan:
         settings=settings,
         offload=layout,
         abstract_state=abstract_offloaded(plan.abstract_stored, layout, plan.precision),
-        abstract_canonical=canonical,
+        abstract_portable=portable,
         reasons=tuple(told.get(reason, reason) for reason in plan.reasons),
         remake=dataclasses.replace(plan.remake, settings=settings),
     )

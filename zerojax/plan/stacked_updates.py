@@ -42,7 +42,7 @@ def over_stacks(
     """Returns a transformation of stacks that applies `tx` to each row under its own name.
 
     Its state has `tx`'s structure with stacks in place of their rows: the state of a row is row
-    0, 1, ... of one array. Parameters under other names than those of stacks, as in the canonical
+    0, 1, ... of one array. Parameters under other names than those of stacks, as in the portable
     form, are passed to `tx` itself.
 
     Args:

@@ -116,7 +116,7 @@ def zero_counter() -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class StageRows:
-    """Difference in dimension 0 between a stored leaf on a pipeline and its canonical form.
+    """Difference in dimension 0 between a stored leaf on a pipeline and its portable form.
 
     Attributes:
       rows: see `LeafPlacement.layer_rows`.
@@ -135,13 +135,13 @@ def abstract_state(
     precision: Precision,
     mesh: Mesh | AbstractMesh,
     *,
-    canonical: bool,
+    portable: bool,
 ) -> TrainState:
-    """Returns the state as `ShapeDtypeStruct`s: padded as stored, or in its canonical form."""
+    """Returns the state as `ShapeDtypeStruct`s: padded as stored, or in its portable form."""
 
     def place(leaf: LeafPlacement) -> jax.ShapeDtypeStruct:
-        shape = leaf.kept_shape if canonical else leaf.stored_shape
-        spec = leaf.canonical_spec(placement.axis_sizes) if canonical else leaf.stored_spec
+        shape = leaf.kept_shape if portable else leaf.stored_shape
+        spec = leaf.canonical_spec(placement.axis_sizes) if portable else leaf.stored_spec
         floating = jnp.issubdtype(params[leaf.name].dtype, jnp.floating)
         kept = precision.frozen_dtype if leaf.frozen else precision.param_dtype
         dtype = kept if floating else params[leaf.name].dtype
@@ -162,22 +162,22 @@ def abstract_state(
         rng=replicate(jax.eval_shape(lambda: run_key_data(0))),
         params=trained,
         frozen={name: placed[name] for name in placed if name in frozen},
-        opt_state=_opt_state(tx, trained, replicate, sizes, canonical=canonical),
+        opt_state=_opt_state(tx, trained, replicate, sizes, portable=portable),
         extras={name: replicate(leaf) for name, leaf in extras.items()},
         loss_scale=jax.tree.map(replicate, _loss_scale(precision)),
     )
 
 
-def canonical_opt_state(
+def portable_opt_state(
     tx: optax.GradientTransformation, trained: Mapping[str, jax.ShapeDtypeStruct]
 ) -> Tree:
-    """Returns the optimizer's canonical state for parameters of any shape and sharding."""
+    """Returns the optimizer's portable state for parameters of any shape and sharding."""
     mesh = next(iter(trained.values())).sharding.mesh
 
     def replicate(leaf: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, P()))
 
-    return _opt_state(tx, trained, replicate, {}, canonical=True)
+    return _opt_state(tx, trained, replicate, {}, portable=True)
 
 
 def _loss_scale(precision: Precision) -> dict[str, Any]:
@@ -192,11 +192,11 @@ def _opt_state(
     replicate: Any,
     sizes: Mapping[str, int],
     *,
-    canonical: bool,
+    portable: bool,
 ) -> Tree:
     """Returns the optimizer's state; arrays with a parameter's shape have its sharding."""
     coding = coding_of(tx)
-    if coding is not None and not canonical:
+    if coding is not None and not portable:
         return coding.abstract_state(trained, sizes)
     state = _init_shapes(tx, {name: x.shape for name, x in trained.items()}, trained)
 
@@ -217,7 +217,7 @@ def rows_of_state(
 
     Args:
       placement: the table.
-      tx: the optimizer, whose state is taken in its canonical form over stored parameters.
+      tx: the optimizer, whose state is taken in its portable form over stored parameters.
       stored: the abstract state as it is stored.
 
     Returns:
@@ -264,9 +264,9 @@ def _init_shapes(
     shapes: Mapping[str, tuple[int, ...]],
     params: Mapping[str, Any],
 ) -> Tree:
-    """Returns the optimizer's canonical state for parameters of these shapes."""
+    """Returns the optimizer's portable state for parameters of these shapes."""
     coding = coding_of(tx)
-    init = tx.init if coding is None else coding.canonical_init
+    init = tx.init if coding is None else coding.portable_init
     bare = {n: jax.ShapeDtypeStruct(shapes[n], x.dtype) for n, x in params.items()}
     return jax.eval_shape(init, bare)
 
@@ -413,11 +413,11 @@ def _working(
     return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding)
 
 
-def canonical_on_host(canonical: TrainState, layout: OffloadLayout) -> TrainState:
-    """Returns the canonical form with all arrays on the host that do not all fit on the device.
+def portable_on_host(portable: TrainState, layout: OffloadLayout) -> TrainState:
+    """Returns the portable form with all arrays on the host that do not all fit on the device.
 
     Args:
-      canonical: that of any layout; layout: under the user's names.
+      portable: that of any layout; layout: under the user's names.
     """
 
     def place(leaf: SlicedLeaf, _: int, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -426,7 +426,7 @@ def canonical_on_host(canonical: TrainState, layout: OffloadLayout) -> TrainStat
             sharding = on_host(sharding)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    result = canonical.copy()
-    result["params"] = map_moments(layout.leaves, place, canonical["params"])
-    result["opt_state"] = map_moments(layout.leaves, place, canonical["opt_state"])
+    result = portable.copy()
+    result["params"] = map_moments(layout.leaves, place, portable["params"])
+    result["opt_state"] = map_moments(layout.leaves, place, portable["opt_state"])
     return result

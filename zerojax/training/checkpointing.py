@@ -25,11 +25,11 @@ from zerojax.parallel.offload.disk_durable import AnotherPlanError, resume, resu
 from zerojax.parallel.offload.disk_saving import saved_names, write_pieces
 from zerojax.parallel.offload.sliced_state import average_like
 from zerojax.parallel.reshard import (
-    canonical_to_read,
-    from_canonical,
+    from_portable_state,
     frozen_part,
     model_parts,
-    to_canonical,
+    portable_to_read,
+    to_portable_state,
 )
 from zerojax.plan.frozen_codes import decoded
 from zerojax.plan.kept_parts import copies_begin_anew
@@ -72,7 +72,7 @@ def base_of(
             f"checkpoint.frozen=source: {why}; use checkpoint.frozen=saved, or start with "
             "model.pretrained=FOLDER (zerojax.from_hugging_face) and without offload.durable"
         )
-    leaves = plan.abstract_canonical["frozen"]
+    leaves = plan.abstract_portable["frozen"]
     if why is not None or frozen == "saved":
         size = format_bytes(num_bytes(leaves))
         return None, f"checkpoints hold frozen weights ({size}): {why or 'checkpoint.frozen=saved'}"
@@ -130,10 +130,10 @@ def save_state(
     apart = plan.offload is not None and bool(plan.offload.off_device) and not plan.stacks
     sums = checkpointer.fingerprints
     pieces = functools.partial(write_pieces, plan, state, with_fingerprints=sums)
-    canonical = to_canonical(plan, state, joined=not apart, rows_on_host=True)
+    portable = to_portable_state(plan, state, joined=not apart, rows_on_host=True)
     checkpointer.save(
         step,
-        canonical,
+        portable,
         data_state=about["data_state"],
         config=about["config"],
         plan=about["plan"],
@@ -161,7 +161,7 @@ def restore_state(
     unread = []
     if plan.offload is not None and plan.offload.off_device and not plan.stacks:
         unread = [name for arrays in saved_names(plan).values() for name in arrays.values()]
-    abstract = canonical_to_read(plan)
+    abstract = portable_to_read(plan)
     names = average_names(abstract["params"])
     has_average = isinstance(abstract["opt_state"], EmaState)
     averages, kept = [*names, AVERAGE_COUNT], [f"{ONE_BIT}/", f"{COPIES}/"]
@@ -180,10 +180,10 @@ def restore_state(
         state, data_state = resume(plan)
         return dataclasses.replace(restored, data_state=data_state or {}), state
     data_state = restored.data_state or None
-    canonical = restored.state
+    portable = restored.state
     if has_average and AVERAGE_COUNT not in restored.arrays:
-        canonical = {**canonical, "opt_state": _with_new_average(canonical)}
-    return restored, from_canonical(plan, canonical, data_state=data_state)
+        portable = {**portable, "opt_state": _with_new_average(portable)}
+    return restored, from_portable_state(plan, portable, data_state=data_state)
 
 
 def _optional_groups(abstract: Mapping[str, Any]) -> list[list[str]]:
@@ -227,7 +227,7 @@ def read_parts(
       CheckpointError: the step does not exist, belongs to another model, or has no EMA.
     """
     names = "params", "frozen", "extras", "rng"
-    abstract: dict[str, Any] = {name: {**plan.abstract_canonical}[name] for name in names}
+    abstract: dict[str, Any] = {name: {**plan.abstract_portable}[name] for name in names}
     if weights == "trained":
         restored = checkpointer.restore(abstract, step, subset=True, pretrained=pretrained)
         return restored, restored.state
@@ -259,7 +259,7 @@ def what_differs(plan: Plan, restored: Any) -> list[str]:
 
 def _average_that_differs(plan: Plan, restored: Any) -> list[str]:
     """Returns a line if only one of the run and the checkpoint has an EMA."""
-    is_kept = isinstance(plan.abstract_canonical["opt_state"], EmaState)
+    is_kept = isinstance(plan.abstract_portable["opt_state"], EmaState)
     if is_kept == (AVERAGE_COUNT in restored.arrays):
         return []
     step = f"step {restored.step} was saved"
@@ -293,16 +293,16 @@ def _copies_that_differ(plan: Plan, restored: Any) -> list[str]:
     ]
 
 
-def _with_new_average(canonical: Any) -> EmaState:
+def _with_new_average(portable: Any) -> EmaState:
     """Returns the optimizer state with an EMA that starts as a copy of the parameters.
 
     Args:
-      canonical: a restored state with `ShapeDtypeStruct`s in place of the EMA.
+      portable: a restored state with `ShapeDtypeStruct`s in place of the EMA.
     """
-    state = canonical["opt_state"]
+    state = portable["opt_state"]
 
     def begin(name: str, wanted: jax.ShapeDtypeStruct) -> Any:
-        param = canonical["params"][name]
+        param = portable["params"][name]
         return average_like(param, wanted) if isinstance(param, jax.Array) else param
 
     count = jax.jit(zero_counter, out_shardings=state.count.sharding)()
@@ -388,8 +388,8 @@ def optimizer_state_of(plan: Plan, state: TrainState) -> Any:
       plan: the plan of `state`.
       state: stays valid.
     """
-    canonical = to_canonical(plan, state)["opt_state"]
-    return ParameterTree(plan.users_model.parameter_names()).nest_state(canonical)
+    portable = to_portable_state(plan, state)["opt_state"]
+    return ParameterTree(plan.users_model.parameter_names()).nest_state(portable)
 
 
 def in_param_dtype(plan: Plan, frozen: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -43,7 +43,7 @@ def check_evaluation_mode(plan: Plan) -> None:
     Raises:
       ValueError: the loss fails in evaluation mode.
     """
-    if not (plan.abstract_canonical["extras"] or has_random_numbers(plan.traced.forward)):
+    if not (plan.abstract_portable["extras"] or has_random_numbers(plan.traced.forward)):
         return
     pieces = plan.num_microbatches * num_data_shards(plan.mesh)
     microbatch = slice_batch(plan.abstract_batch, pieces)

@@ -153,7 +153,7 @@ def _close_after(checkpointer: Checkpointer) -> str | None:
 def _open_checkpoints(spec: RunSpec, plan: Plan, base: BaseWeights | None) -> Checkpointer | None:
     if spec.checkpoint is None or spec.checkpoint.path is None:
         return None
-    named = flatten_names(plan.abstract_canonical)
+    named = flatten_names(plan.abstract_portable)
     check_storable(named)
     checkpointer = Checkpointer(
         spec.checkpoint.path,

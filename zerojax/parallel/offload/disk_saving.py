@@ -46,10 +46,10 @@ class Saved(Protocol):
 
 
 def saved_names(plan: Plan) -> dict[str, dict[str, str]]:
-    """Returns {parameter with slices off the device: {array: its name in a canonical state}}."""
+    """Returns {parameter with slices off the device: {array: its name in a portable state}}."""
     assert plan.offload is not None
     names = jax.tree_util.tree_map_with_path(
-        lambda path, _: path_name(path), plan.abstract_canonical
+        lambda path, _: path_name(path), plan.abstract_portable
     )
     return arrays_of(plan, names, plan.offload.off_device)
 
@@ -114,7 +114,7 @@ def _start(plan: Plan, place: DiskLeaf, row: int) -> Shape:
 
 def restore_pieces(
     plan: Plan,
-    canonical: TrainState,
+    portable: TrainState,
     state: TrainState,
     *,
     data_state: dict[str, Any] | None = None,
@@ -123,7 +123,7 @@ def restore_pieces(
 
     Args:
       plan: a plan with slices on the host or in files.
-      canonical: has a `Saved` for each array of such a parameter.
+      portable: has a `Saved` for each array of such a parameter.
       state: everything else; its values for these parameters are ignored.
       data_state: position of the data, for a durable store.
 
@@ -135,7 +135,7 @@ def restore_pieces(
     """
     assert isinstance(plan.mesh, Mesh)
     assert plan.offload is not None
-    mesh, saved = plan.mesh, arrays_of(plan, canonical, plan.offload.off_device)
+    mesh, saved = plan.mesh, arrays_of(plan, portable, plan.offload.off_device)
     places = places_of(plan, plan.offload.off_device)
     tiers: dict[str, dict[str, Tiers]] = {}
 

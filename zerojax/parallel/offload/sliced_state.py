@@ -22,7 +22,7 @@ from zerojax.plan.slices import (
     to_device,
     to_host,
 )
-from zerojax.plan.state import TrainState, canonical_on_host
+from zerojax.plan.state import TrainState, portable_on_host
 from zerojax.plan.state_layout import SlicedLeaf
 
 
@@ -122,7 +122,7 @@ def join_state(plan: Plan, state: TrainState, *, joined: bool = True) -> TrainSt
     """
     layout = plan.offload
     assert layout is not None
-    target = canonical_on_host(plan.abstract_stored, layout)
+    target = portable_on_host(plan.abstract_stored, layout)
     masters = int(plan.precision.has_masters)
 
     def moment(leaf: SlicedLeaf, number: int, tiers: Tiers, wanted: Any) -> jax.Array:
@@ -143,7 +143,7 @@ def join_params(plan: Plan, state: TrainState, *, joined: bool = True) -> dict[s
     """Returns only the parameters, as in `join_state`."""
     layout = plan.offload
     assert layout is not None
-    target = canonical_on_host(plan.abstract_stored, layout)["params"]
+    target = portable_on_host(plan.abstract_stored, layout)["params"]
 
     def param(name: str, x: jax.Array) -> jax.Array:
         wanted = target[name]
@@ -161,7 +161,7 @@ def join_average(plan: Plan, state: TrainState) -> dict[str, jax.Array]:
     """Returns only the average of the weights, as in `join_state`; the optimizer must have one."""
     layout = plan.offload
     assert layout is not None
-    target = ema_of(canonical_on_host(plan.abstract_stored, layout)["opt_state"])
+    target = ema_of(portable_on_host(plan.abstract_stored, layout)["opt_state"])
     held = ema_of(state["opt_state"])
     assert target is not None
     assert held is not None
