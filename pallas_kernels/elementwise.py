@@ -134,7 +134,10 @@ def check_arrays(
             f"got {counts[0]} and {counts[1]}"
         )
     if len(out_dtypes) > rule.num_outputs:
-        raise ValueError(f"{rule.name} has {rule.num_outputs} outputs; asked for {len(out_dtypes)}")
+        raise ValueError(
+            f"{rule.name} has {rule.num_outputs} outputs, but out_dtypes has {len(out_dtypes)} "
+            "entries"
+        )
     shapes = {tuple(x.shape) for x in (*updated, *read)}
     if len(shapes) > 1:
         raise ValueError(f"{rule.name}: the arrays of one leaf differ in shape: {sorted(shapes)}")

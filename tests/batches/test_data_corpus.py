@@ -166,7 +166,7 @@ def test_bad_tokenizer_files_are_refused(tmp_path: Path):
     for content, words in (("{", "is not valid JSON"), ("[1]", "a JSON list")):
         with pytest.raises(ValueError, match=words):
             load_tokenizer(_file(tmp_path / "t.json", content.encode()))
-    with pytest.raises(ValueError, match="no text here to train it on"):
+    with pytest.raises(ValueError, match="no text was passed to train it on"):
         as_tokenizer("bpe:300")
 
 

@@ -251,5 +251,5 @@ def test_leaves_that_do_not_fit_the_rule_are_refused():
     half, seed = x.astype(F16), jnp.zeros((2,), jnp.uint32)
     with pytest.raises(TypeError, match="cannot be rounded stochastically"):
         update(rule, (half, half), (x,), scalars=scalars, seed=seed)
-    with pytest.raises(ValueError, match="lion has 1 outputs; asked for 2"):
+    with pytest.raises(ValueError, match="lion has 1 outputs, but out_dtypes has 2"):
         update(rule, (x, x), (x,), scalars=scalars, out_dtypes=(BF16, BF16))

@@ -326,7 +326,7 @@ def test_remat_makes_a_loop_of_layers_without_a_checkpoint() -> None:
 
 def test_remat_without_a_loop_is_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"roll_remat=full is for layers .* none do here \(roll=off\)"
+        ValueError, match=r"roll_remat=full applies to layers .* none do \(roll=off\)"
     ):
         plan_of({**ZERO_3, "roll": "off", "roll_remat": "full"})
     with pytest.raises(ValueError, match=r"adam8bit codes the state"):

@@ -549,6 +549,6 @@ class Checkpointer:
             raise CheckpointError(f"step {step} cannot be saved; steps are 0 or more")
         if latest is not None and step <= latest:
             raise CheckpointError(
-                f"step {step} cannot be saved: {self.path} already has step {latest}; remove the"
-                f" folders of steps {step} and above there, or use another checkpoint folder"
+                f"step {step} cannot be saved: {self.path} already has step {latest}; remove its "
+                f"folders of steps {step} and above, or use another checkpoint folder"
             )

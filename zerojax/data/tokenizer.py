@@ -123,8 +123,8 @@ def as_tokenizer(spec: Any, texts: Iterable[str] | None = None) -> Tokenizer:
         return load_tokenizer(spec)
     if texts is None:
         raise ValueError(
-            f"tokenizer={spec!r} is to be trained, but there is no text here to train it on; pass "
-            "the path of a tokenizer file that `zerojax data prepare` or a run has saved"
+            f"tokenizer={spec!r} must be trained, but no text was passed to train it on; pass the "
+            "path of a tokenizer file that `zerojax data prepare` or a run has saved"
         )
     return BpeTokenizer.train(texts, vocab_size=size)
 

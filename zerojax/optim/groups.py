@@ -259,9 +259,10 @@ def matrices_by_shape(params: Tree) -> Tree:
             found[name] = MuonDimensionNumbers()
         else:
             raise ValueError(
-                f"muon: {name} has {ndim} dimensions, and a config file cannot say which of them "
-                "are rows; take the section out and pass optimizer=zerojax.muon(lr, "
-                "dimensions=...), which returns optax.contrib.MuonDimensionNumbers for each matrix"
+                f"muon: {name} has {ndim} dimensions, and a config file cannot state which of "
+                "them are rows; take the section out and pass optimizer=zerojax.muon(lr, "
+                "dimensions=...), which returns optax.contrib.MuonDimensionNumbers for each "
+                "matrix"
             )
     return trees.unflatten_like(params, found)
 

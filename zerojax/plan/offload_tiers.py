@@ -339,7 +339,8 @@ def check_durable(config: OffloadConfig, precision: Precision, num_processes: in
     if not precision.has_masters:
         raise ValueError(
             "offload.durable with param_dtype=bfloat16: weights are rebuilt from float32 masters "
-            f"in the files, and there are none; use param_dtype=float32, or {remedy}"
+            "in the files, which such parameters do not have; use param_dtype=float32, or "
+            f"{remedy}"
         )
     if num_processes > 1:
         raise ValueError(

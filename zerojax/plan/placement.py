@@ -284,8 +284,8 @@ def _check_experts(name: str, axes: tuple[str | None, ...], dim: int) -> None:
     if axes[dim] is not None:
         raise ValueError(
             f"{name}: its tensor-parallel rule splits dim {dim} over {axes[dim]}, and dim {dim} "
-            f"holds the experts, which `{EXPERT}` splits; let the rule have null there and split "
-            "the width of each expert, or use expert=1"
+            f"holds the experts, which `{EXPERT}` splits; use null for that dimension in the rule "
+            "and split the width of each expert, or use expert=1"
         )
 
 

@@ -229,9 +229,10 @@ def check_remat(settings: MeshConfig, rolling: Rolling) -> None:
         return
     why = "roll=off" if settings.roll == "off" else "; ".join(rolling.reasons)
     raise ValueError(
-        f"roll_remat={settings.roll_remat} is for layers of a Python list that become a loop, "
-        f"and none do here ({why or 'the model has no such list'}); put jax.checkpoint around the "
-        "layers in the model, or give model.remat to a reference model, and leave roll_remat=auto"
+        f"roll_remat={settings.roll_remat} applies to layers of a Python list that become a loop, "
+        f"but in this model none do ({why or 'the model has no such list'}); put jax.checkpoint "
+        "around the layers in the model, or give model.remat to a reference model, and leave "
+        "roll_remat=auto"
     )
 
 

@@ -247,8 +247,9 @@ def _wait_for(group: ProcessGroup, limit: float) -> None:
         pause = min(2 * pause, 1.0)
     raise ConnectionError(
         f"process {group.process_id} of {group.num_processes} did not reach the coordinator "
-        f"{group.coordinator} within {limit:g} seconds ({reason}); check whether process 0 has "
-        "started there and whether a firewall is between; ZEROJAX_JOIN_SECONDS allows more time"
+        f"{group.coordinator} within {limit:g} seconds ({reason}); check that process 0 has "
+        "started on that host and that no firewall blocks the port, or set ZEROJAX_JOIN_SECONDS "
+        "to wait longer"
     )
 
 

@@ -306,7 +306,7 @@ def hold(
     if former is not None and not former.is_over and os.getpid() == former._process:
         if twice == "refuse":
             raise FolderTakenError(
-                f"{path} is open for writing in this process already; close it there first, or use "
+                f"{path} is already open for writing in this process; close it first, or use "
                 "another folder"
             )
         if twice == "share":

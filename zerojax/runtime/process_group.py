@@ -52,8 +52,8 @@ class ProcessGroup:
         local, of = self.local_process_id, self.num_local_processes
         if local is not None and not 0 <= local < (self.num_processes if of is None else of):
             raise ValueError(
-                f"{self.source}: process {local} of its host is not among the {of} processes "
-                "there; number the processes of each host from 0"
+                f"{self.source}: process {local} of its host is not among the {of} processes of "
+                "that host; number the processes of each host from 0"
             )
 
     @property
@@ -171,8 +171,8 @@ def local_device_ids(group: ProcessGroup, num_gpus: int) -> list[int] | None:
         # others use one GPU per process then.
         if local is None or local >= num_gpus:
             raise ValueError(
-                f"{group.source}: {num_gpus} GPUs are visible, but no variable says which of them "
-                f"process {group.process_id} takes; set JAX_LOCAL_DEVICE_IDS, such as 0 or 0,1"
+                f"{group.source}: {num_gpus} GPUs are visible, but no variable assigns any to "
+                f"process {group.process_id}; set JAX_LOCAL_DEVICE_IDS, such as 0 or 0,1"
             )
         return [local]
     if num_gpus % num_local:

@@ -149,8 +149,8 @@ def _open_mpi_coordinator(environment: Mapping[str, str], *, is_one_host: bool) 
     if found is None:
         if not is_one_host:
             raise ValueError(
-                "Open MPI started this process, but does not say where process 0 is; run mpirun "
-                f"with -x {COORDINATOR}=HOST:PORT, HOST being where process 0 runs"
+                "Open MPI started this process, but does not pass the address of process 0; run "
+                f"mpirun with -x {COORDINATOR}=HOST:PORT, where HOST is the host of process 0"
             )
         found = "localhost", 0
     host, seed = found

@@ -75,7 +75,7 @@ def describe_unrolled(
     ]
     if all(_why_not(scan) for scan in scans):
         loops = "; ".join(reasons) or "the loss has no jax.lax.scan over stacked parameters"
-        raise ValueError(f"unroll=True, and there is no loop to unroll ({loops}); use unroll=False")
+        raise ValueError(f"unroll=True, but there is no loop to unroll ({loops}); use unroll=False")
     return tuple(reasons)
 
 

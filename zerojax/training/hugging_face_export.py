@@ -440,7 +440,7 @@ def _description_in(folders: Sequence[Path]) -> Description:
         if (folder / DESCRIPTION_FILE).is_file():
             return Description.from_dict(read_json(folder / DESCRIPTION_FILE))
     raise CheckpointError(
-        f"there is no {DESCRIPTION_FILE} in {folders[0]}, which a run writes for models that have "
-        "a form in Hugging Face's files (GPT-2, Llama, BERT of zerojax.models); `zerojax "
-        "checkpoint export` without --format writes any model's parameters under their own names"
+        f"there is no {DESCRIPTION_FILE} in {folders[0]}, which a run writes only for models with "
+        "a Hugging Face format; `zerojax checkpoint export` without --format writes any model's "
+        "parameters under their own names"
     )

@@ -72,7 +72,9 @@ def divide_batches(feed: Feed, mesh: Mesh | AbstractMesh) -> tuple[Any, tuple[st
     try:
         batch = next(feed)
     except StopIteration:
-        raise ValueError("batches is empty: there is no first batch to plan with") from None
+        raise ValueError(
+            "batches is empty: there is no first batch to plan with; pass at least one batch"
+        ) from None
     feed.give_back([(batch, feed.state())], before)
     example = abstract_global(batch, mesh)
     if jax.process_count() == 1 or isinstance(feed, SourceFeed):
@@ -109,9 +111,9 @@ def _is_global(batch: Any, mesh: Mesh | AbstractMesh) -> bool:
         return False
     process = next(n for n in range(1, len(digests)) if digests[n] != digests[0])
     raise ValueError(
-        f"the first batch of process {process} differs from that of process 0, and other processes "
-        "have the same one; give every process the global batch, or each its own rows of it "
-        f"({num_places} parts here)"
+        f"the first batch of process {process} differs from that of process 0, and other "
+        "processes have the same one; pass the global batch in every process, or in each its own "
+        f"rows ({num_places} parts)"
     )
 
 

@@ -138,8 +138,8 @@ class Followers:
                     missing = sorted(set(range(1, num_hosts)) - set(links))
                     raise TimeoutError(
                         f"no launcher has come from host {', '.join(map(str, missing))} to "
-                        f"{address} within {seconds:g} seconds; start it there with --node-rank "
-                        f"{missing[0]}, or set ZEROJAX_JOIN_SECONDS to wait longer"
+                        f"{address} within {seconds:g} seconds; start it on that host with "
+                        f"--node-rank {missing[0]}, or set ZEROJAX_JOIN_SECONDS to wait longer"
                     )
                 with contextlib.suppress(TimeoutError):
                     door.open(*listener.accept())
@@ -302,8 +302,8 @@ def reach_leader(
         if time.monotonic() > deadline:
             raise TimeoutError(
                 f"the launcher of host 0 was not reached at {address} within {seconds:g} seconds "
-                f"({reason}); start it there with --node-rank 0, or set ZEROJAX_JOIN_SECONDS to "
-                "wait longer"
+                f"({reason}); start it on host 0 with --node-rank 0, or set ZEROJAX_JOIN_SECONDS "
+                "to wait longer"
             )
         time.sleep(0.2)
 

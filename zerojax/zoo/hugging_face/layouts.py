@@ -65,7 +65,7 @@ class Layout:
     def sizes(self, shape: Sequence[int]) -> dict[str, int]:
         """Returns the size of each dimension from the shape of the array."""
         if len(shape) != len(self.ours):
-            raise ValueError(f"the array has shape {list(shape)}, its layout says {self.ours}")
+            raise ValueError(f"the array has shape {list(shape)}, but its layout is {self.ours}")
         return {**dict(zip(self.ours, shape, strict=True)), _PART: self.parts}
 
     def their_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
