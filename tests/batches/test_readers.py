@@ -615,7 +615,7 @@ def test_a_long_message_is_shown_with_its_beginning_and_its_end(capsys, monkeypa
     assert main(["report", "x" * 10**6]) == 2
     assert len(capsys.readouterr().err) < MAX_MESSAGE + 100
     with pytest.raises(SystemExit):
-        main(["report", "runs/none", "y" * 10**6])
+        main(["report", "runs/none", "--" + "y" * 10**6])
     assert len(capsys.readouterr().err) < MAX_MESSAGE + 200
 
 

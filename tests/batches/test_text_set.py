@@ -90,8 +90,8 @@ def test_what_was_not_finished_leaves_nothing(tmp_path):
         ({"sha256": [1]}, "it must be an object of checksums"),
         ({"vocab_size": 0}, "vocab_size=0; it must be a number of ids"),
         ({"validation_texts": 20}, "it must be a number of texts smaller than the total"),
-        ({"texts": 19}, r"offsets.bin' has 168 bytes, texts.json says 160; the file is"),
-        ({"tokens": 9}, r"tokens.bin' has \d+ bytes, texts.json says 9"),
+        ({"texts": 19}, r"offsets.bin' has 168 bytes, but texts.json .* 160; the file is"),
+        ({"tokens": 9}, r"tokens.bin' has \d+ bytes, but texts.json .* 9"),
     ],
 )
 def test_a_damaged_sidecar_is_one_sentence(tmp_path, changes, why):
