@@ -172,6 +172,19 @@ def test_a_ds_config_gives_the_batch_size():
     assert trainer.plan.abstract_batch["x"].shape == (SIZE, 4)
 
 
+@pytest.mark.parametrize("batches", [THEIRS, [source(seed=0).batch(step) for step in range(4)]])
+def test_a_schedule_of_a_ds_config_has_the_length_of_the_data(batches):
+    scheduler = {"total_num_steps": "auto", "warmup_num_steps": 1}
+    config = {
+        "train_batch_size": SIZE,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
+        "scheduler": {"type": "WarmupDecayLR", "params": scheduler},
+    }
+    model = (init, lambda params, x: x @ params["w"])
+    assert zerojax.train(model, config, batches, loss=loss, run_dir=None).num_steps == 4
+
+
 def test_other_data_are_noticed_on_a_resume(tmp_path):
     train(THEIRS, tmp_path, steps=1, global_batch_size=SIZE).close()
     changed = HuggingFace({"x": (X + 1).tolist(), "y": Y.tolist()})

@@ -9,7 +9,7 @@ from zerojax.data.batch_sharding import (
 )
 from zerojax.data.chats import PreparedChats, prepare_chats
 from zerojax.data.corpus import read_text
-from zerojax.data.dataset_source import DatasetSource, as_dataset_source
+from zerojax.data.dataset_source import DatasetSource, as_dataset_source, is_dataset
 from zerojax.data.feed import Feed, as_feed, has_no_end, one_pass
 from zerojax.data.masking import MaskedSource, as_masked_source
 from zerojax.data.mixture import MixtureSource
@@ -52,6 +52,7 @@ __all__ = [
     "as_source",
     "as_tokenizer",
     "has_no_end",
+    "is_dataset",
     "load_tokenizer",
     "local_rows",
     "local_rows_of_mesh",

@@ -117,8 +117,7 @@ def as_dataset_source(
     Raises:
       ValueError: a dataset of rows, and no batch size.
     """
-    is_torch = is_of_torch(batches) and _has_random_access(batches)
-    if not (is_torch or is_hugging_face(batches)):
+    if not is_dataset(batches):
         return batches
     if global_batch_size is None:
         raise ValueError(
@@ -128,6 +127,11 @@ def as_dataset_source(
     return DatasetSource(
         dataset=batches, global_batch_size=global_batch_size, seed=seed, shuffle=shuffle
     )
+
+
+def is_dataset(thing: Any) -> bool:
+    """Returns whether an object is a dataset of rows of Hugging Face or PyTorch."""
+    return _has_random_access(thing) and (is_of_torch(thing) or is_hugging_face(thing))
 
 
 def is_hugging_face(thing: Any) -> bool:

@@ -98,6 +98,14 @@ class DsConfigArguments:
         return dataclasses.replace(arguments, **_settings_of(says), reasons=reasons)
 
 
+def batch_size_of(mesh_config: Any, *, num_devices: int) -> int | None:
+    """Returns train_batch_size of a ds_config; None if it has none, or there is no ds_config."""
+    source = _source_of(mesh_config)
+    if source is None:
+        return None
+    return deepspeed_config.explain(source, num_devices=num_devices).train_batch_size
+
+
 def check_plan(plan: Plan) -> None:
     """Raises ConfigError if a rule of the file matches no parameter."""
     deepspeed_config.check_rules(plan.settings, plan.users_placement.leaves)

@@ -34,6 +34,7 @@ from zerojax.data import (
     as_feed,
     as_source,
     has_no_end,
+    is_dataset,
     mixture_parts,
     one_pass,
 )
@@ -44,7 +45,7 @@ from zerojax.plan import device_mesh as meshes
 from zerojax.plan.inputs import PlanInputs
 from zerojax.plan.make import Plan
 from zerojax.runtime.distributed import join_processes
-from zerojax.training.ds_config_arguments import DsConfigArguments, check_plan
+from zerojax.training.ds_config_arguments import DsConfigArguments, batch_size_of, check_plan
 from zerojax.training.process_agreement import divide_batches
 from zerojax.training.run_lifecycle import fit, open_run
 from zerojax.training.run_record import LossKind, RunNotes, TextData
@@ -420,10 +421,8 @@ def _loss(
 def _with_datasets(arguments: Arguments) -> Arguments:
     """Returns the arguments with sources in place of datasets of rows."""
     size = arguments.global_batch_size
-    if size is None:  # a ds_config may have it
-        num_devices = jax.device_count()
-        says = DsConfigArguments.of(arguments, default_steps=None, num_devices=num_devices)
-        size = None if says is None else says.translation.train_batch_size
+    if size is None and any(map(is_dataset, (arguments.batches, arguments.validation))):
+        size = batch_size_of(arguments.mesh_config, num_devices=jax.device_count())
     make = functools.partial(as_dataset_source, global_batch_size=size, seed=arguments.seed)
     return dataclasses.replace(
         arguments,
