@@ -174,7 +174,7 @@ def test_a_ds_config_gives_the_batch_size():
 
 @pytest.mark.parametrize("batches", [THEIRS, [source(seed=0).batch(step) for step in range(4)]])
 def test_a_schedule_of_a_ds_config_has_the_length_of_the_data(batches):
-    scheduler = {"total_num_steps": "auto", "warmup_num_steps": 1}
+    scheduler = {"total_num_steps": "auto", "warmup_num_steps": 1, "warmup_type": "linear"}
     config = {
         "train_batch_size": SIZE,
         "gradient_clipping": 1.0,
