@@ -88,7 +88,10 @@ def _check_numbers(
     rule: Rule, count: int, scalars: Sequence[Any], by_row: Sequence[bool], seeds: Any
 ) -> None:
     if len(scalars) != count:
-        raise ValueError(f"{rule.name}: {len(scalars)} sets of scalars for {count} leaves")
+        raise ValueError(
+            f"{rule.name}: {len(scalars)} sets of scalars for {count} leaves; give one for each "
+            f"leaf, or one {rule.scalars.__name__} for all"
+        )
     if len(by_row) != count:
         raise ValueError(
             f"{rule.name}: by_row has {len(by_row)} entries and there are {count} leaves; give one "

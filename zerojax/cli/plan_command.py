@@ -354,7 +354,11 @@ def _with_buckets(
 
 
 def can_unroll(config: RunConfig) -> bool:
-    """Returns whether a search may unroll the loop over layers; experts run in their own loop."""
+    """Returns whether a search may unroll the loop over layers.
+
+    It may for at most `MOST_UNROLLED` layers without experts (which have a loop of their own), and
+    with settings that `why_never_unrolled` permits.
+    """
     from zerojax.tracing.unrolling import why_never_unrolled
 
     below_stage_3 = dataclasses.replace(config.mesh, zero=0, stage=1)

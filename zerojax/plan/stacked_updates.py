@@ -169,7 +169,10 @@ def _is_place(place: Any) -> bool:
 
 
 def _in_order(groups: Mapping[Any, Mapping[int, int]]) -> list[tuple[int, ...]]:
-    """Returns for each stack the positions of its rows, by row: names sort as text, 10 before 2."""
+    """Returns for each stack the positions of its rows among the leaves, by row number.
+
+    The leaves themselves are sorted by name, in which 10 is before 2.
+    """
     return [tuple(rows[row] for row in sorted(rows)) for rows in groups.values()]
 
 

@@ -207,10 +207,15 @@ class DecoderConfig:
                 raise ValueError(
                     f"{field}={getattr(self, field)!r} is unknown; use one of {', '.join(known)}"
                 )
-        for field in ("attention_scale", "attention_softcap", "clip_qkv", "logit_softcap"):
+        for field, remedy in (
+            ("attention_scale", "use None for head_dim^-0.5, or 1.0 for scores as they are"),
+            ("attention_softcap", "use None for no cap"),
+            ("clip_qkv", "use None for no clipping"),
+            ("logit_softcap", "use None for no cap"),
+        ):
             value = getattr(self, field)
             if value is not None and not value > 0:
-                raise ValueError(f"{field}={value!r} must be above 0; use None to disable it")
+                raise ValueError(f"{field}={value!r} must be above 0; {remedy}")
 
     def _check_kinds(self) -> None:
         kinds, pattern = self.kinds, self.pattern

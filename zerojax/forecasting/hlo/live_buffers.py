@@ -225,7 +225,8 @@ def _read_allocations(text: str) -> list[_Allocation]:
             match = _VALUE.match(line)
             if match is None or not allocations:
                 raise _NotUnderstood(
-                    f"XLA's buffer assignment has a line in an unknown format: {line[:120]!r}"
+                    "XLA's buffer assignment has a line in a format that this zerojax does not "
+                    f"know, probably of another JAX version: {line[:120]!r}"
                 )
             name, index, size, offset, shape = match.groups()
             place = allocations[-1].number, int(offset), int(size)
@@ -241,7 +242,8 @@ def _read_header(line: str) -> _Allocation:
     match = _HEADER.match(line)
     if match is None:
         raise _NotUnderstood(
-            f"XLA's buffer assignment has a line in an unknown format: {line[:120]!r}"
+            "XLA's buffer assignment has a line in a format that this zerojax does not know, "
+            f"probably of another JAX version: {line[:120]!r}"
         )
     number, size, rest = match.groups()
     rest = re.sub(r"\|.*\|(?: at ShapeIndex \{[\d,]*\})?", "", rest)

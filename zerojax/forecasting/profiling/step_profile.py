@@ -210,7 +210,9 @@ def read_trace(path: str | Path) -> list[OpTime]:
         with gzip.open(path, "rt", encoding="utf-8") as file:
             events = json.load(file)["traceEvents"]
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"'{path}' is not a trace of jax.profiler: {error}") from None
+        raise ValueError(
+            f"'{path}' is not a readable trace of jax.profiler (a file *.trace.json.gz): {error}"
+        ) from None
     hidden = set(_lines(events, _SUMMARY_LINES))
     seconds: dict[tuple[str, str], float] = {}
     counts: dict[tuple[str, str], int] = {}

@@ -206,7 +206,9 @@ class Matcher:
             raise Mismatch("the first layer has two inputs where other layers have one", 1)
         if not same_kind(values[0], values[1]):
             raise Mismatch(
-                f"the first layer takes {values[0].aval}, but the next one {values[1].aval}", 1
+                f"the value passed from layer to layer is {values[0].aval} for the first, but "
+                f"{values[1].aval} for the next one",
+                1,
             )
 
     def _parameters(self, values: Values) -> Operand | None:

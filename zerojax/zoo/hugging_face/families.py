@@ -185,7 +185,7 @@ def _write_qwen3(config: DecoderConfig) -> Keys:
 
 
 def _read_phi3(config: ConfigReading) -> Keys:
-    """Reads Phi-3 and Phi-4: joined projections, partial rotary positions.
+    """Reads the config of Phi-3 and Phi-4, which may have partial rotary positions.
 
     Sources: arXiv:2404.14219, arXiv:2503.01743.
     """
