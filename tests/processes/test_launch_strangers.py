@@ -245,7 +245,10 @@ class TestRealLaunchers:
         assert (first.returncode, second.returncode) == (1, 1), errors
         assert "was dropped: its token differs" in errors[0]
         assert "no launcher has come from host 1" in errors[0]
-        assert "the token of host 0 differs; set ZEROJAX_LAUNCH_TOKEN" in errors[1]
+        assert (
+            "the token of host 0 differs from that of this host; set ZEROJAX_LAUNCH_TOKEN"
+            in errors[1]
+        )
         assert not [error for error in errors if SECRET in error or SECRET[::-1] in error]
 
     @pytest.mark.parametrize(

@@ -81,7 +81,8 @@ def test_the_python_blocks_run_one_after_another(page, tmp_path):
 @pytest.mark.examples
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks("sh", page)])
 def test_the_commands_run_one_after_another(page, tmp_path):
-    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    for folder in ("configs", "examples"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
     text = (ROOT / "zerojax" / "data" / "shakespeare.txt").read_text()
     (tmp_path / "my_text.txt").write_text(text[:200_000])
     (tmp_path / "chats.jsonl").write_text(f"{json.dumps(CHATS['one'])}\n" * 400)
