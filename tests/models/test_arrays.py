@@ -69,7 +69,7 @@ def test_a_seed_gives_the_weights_of_the_models_own_init():
         plan = plan_for(
             model, batch=lambda index: batch, loss=loss, zero=3, persistence_threshold=0
         )
-        params = jax.tree.leaves(init_state(plan, seed=3)["params"])
+        params = jax.tree.leaves(to_portable_state(plan, init_state(plan, seed=3))["params"])
         by_shape = lambda arrays: {x.shape: np.asarray(x) for x in arrays}  # noqa: E731
         chex.assert_trees_all_equal(by_shape(params), by_shape(expected))
 
