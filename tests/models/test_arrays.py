@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 
+import chex
 import jax
 import numpy as np
 import pytest
-from flax import nnx
+from flax import linen, nnx
 
 from tests.support import equal_trees, small_models
 from tests.support.small_models import reference_model
@@ -43,7 +44,34 @@ def test_a_state_is_what_the_plan_says():
         assert (leaf.shape, leaf.dtype) == (planned.shape, planned.dtype)
         assert leaf.sharding == planned.sharding
     assert int(state["step"]) == int(state["skipped"]) == 0
-    np.testing.assert_array_equal(state["rng"], run_key_data(3))
+    assert not np.array_equal(state["rng"], run_key_data(3)), "weights are drawn from that key"
+
+
+class OfLinen(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return linen.Dense(2)(linen.Dense(8)(x))
+
+
+def test_a_seed_gives_the_weights_of_the_models_own_init():
+    batch = {"x": np.ones((8, 4), np.float32), "y": np.ones((8, 2), np.float32)}
+    loss = lambda model, batch: ((model(batch["x"]) - batch["y"]) ** 2).mean()  # noqa: E731
+    make = lambda rngs: nnx.Sequential(  # noqa: E731
+        nnx.Linear(4, 8, rngs=rngs), nnx.Linear(8, 2, rngs=rngs)
+    )
+    init = lambda key: {"w": jax.random.normal(key, (4, 2))}  # noqa: E731
+    key = jax.random.key(3)
+    for model, expected in (
+        (make, jax.tree.leaves(nnx.to_pure_dict(nnx.state(make(nnx.Rngs(3)), nnx.Param)))),
+        (OfLinen(), jax.tree.leaves(OfLinen().init(key, batch["x"]))),
+        ((init, lambda params, x: x @ params["w"]), [init(key)["w"]]),
+    ):
+        plan = plan_for(
+            model, batch=lambda index: batch, loss=loss, zero=3, persistence_threshold=0
+        )
+        params = jax.tree.leaves(to_portable_state(plan, init_state(plan, seed=3))["params"])
+        by_shape = lambda arrays: {x.shape: np.asarray(x) for x in arrays}  # noqa: E731
+        chex.assert_trees_all_equal(by_shape(params), by_shape(expected))
 
 
 @pytest.mark.thorough

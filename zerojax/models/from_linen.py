@@ -191,9 +191,9 @@ class _InitialisingLinen(BoundLinen):
         if self.variables:
             return super()._apply(*args, method=method, **kwargs)
         kwargs |= self._switches(args, kwargs, method)
-        result, variables = self._module.init_with_output(
-            self._rngs(), *args, method=method, **kwargs
-        )
+        # As `module.init(key, ...)`, so that a seed gives the weights that it gives there.
+        rngs = self._rngs() | {"params": self._key}
+        result, variables = self._module.init_with_output(rngs, *args, method=method, **kwargs)
         self.variables = meta.unbox(unfreeze(variables))
         return result
 

@@ -42,6 +42,9 @@ Ranges = tuple[tuple[int, int], ...]
 _ALIGNMENT = 64
 """Bytes; a CPU device takes memory at a multiple of this without copying it."""
 
+_STEPS = 0x7FFFFFFF
+"""Folded into the key of the seed for the random numbers of steps: no model draws so many times."""
+
 
 @names_keywords()
 @allocating_for("making the first state")
@@ -135,11 +138,15 @@ def build_initialiser(plan: Plan, *, without: Collection[str] = ()) -> Any:
 
 
 def _new_params(plan: Plan, key_data: jax.Array) -> tuple[dict[str, jax.Array], Any]:
-    """Returns all parameters in their stored form and the model's own state; traced."""
+    """Returns all parameters in their stored form and the model's own state; traced.
+
+    They are those of `Model(rngs=nnx.Rngs(seed))`, `module.init(jax.random.key(seed), ...)` and
+    `init(jax.random.key(seed))`.
+    """
     # Zeros: Linen reads only a batch's shapes, and zeros need no transfer.
     batch = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), plan.abstract_batch)
     key = jax.random.wrap_key_data(key_data)
-    params, extras = plan.model.init(jax.random.fold_in(key, 0), batch, plan.loss)
+    params, extras = plan.model.init(key, batch, plan.loss)
     abstract = {**plan.abstract_stored["params"], **plan.abstract_stored["frozen"]}
     rows = _rows_of_params(plan)
     stored = {
@@ -281,13 +288,18 @@ def _offloaded(plan: Plan, stored: TrainState) -> TrainState:
 
 
 def _assemble(plan: Plan, params: dict, extras: dict, key_data: jax.Array) -> TrainState:
-    """Builds the whole state from parameters of stored shape; traced."""
+    """Builds the whole state from parameters of stored shape; traced.
+
+    Args:
+      key_data: of the seed. New parameters are drawn from it; steps get another key.
+    """
+    key = jax.random.fold_in(jax.random.wrap_key_data(key_data), _STEPS)
     abstract, scaling = plan.abstract_stored, plan.precision.loss_scale
     trained = {name: params[name] for name in abstract["params"]}
     state = TrainState(
         step=zero_counter(),
         skipped=zero_counter(),
-        rng=key_data,
+        rng=jax.random.key_data(key),
         params=trained,
         frozen={name: params[name] for name in abstract["frozen"]},
         opt_state=_new_opt_state(plan, trained),
