@@ -27,6 +27,7 @@ from zerojax.data import PackedSource
 from zerojax.data.chats import prepare_chats
 from zerojax.data.opening import open_texts
 from zerojax.data.text_set import TextSet
+from zerojax.optim import decay_mask
 from zerojax.zoo.lora import adapted_kernels
 
 pytest.importorskip("jinja2", reason="needs the package jinja2: pip install jinja2")
@@ -123,6 +124,7 @@ def trained(name: str, folder: Path, texts: TextSet, make, out: Path, *, mesh, p
             b2=0.999,
             eps=EPS,
             weight_decay=case.weight_decay,
+            mask=decay_mask,
             clip_norm=case.clip_norm,
         ),
         freeze=lora.freeze,
