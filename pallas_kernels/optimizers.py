@@ -167,8 +167,10 @@ def new_moments(mu: Any, nu: Any, grad: Any, s: Any) -> tuple[Any, Any]:
 
 def adam_direction(param: Any, mu: Any, nu: Any, s: AdamScalars | LambScalars) -> Any:
     """Returns what Adam with decoupled weight decay subtracts, before the learning rate."""
-    root = jnp.sqrt(nu / s.correction2)
-    return (mu / s.correction1) / (root + s.eps) + s.weight_decay * param
+    # Products with reciprocals: XLA turns (a / b) / c, with a scalar b, into a / (b * c) in one
+    # program and into a * (1 / b) / c in another. Slices would not have the bits of a whole update.
+    root = jnp.sqrt(nu * (1 / s.correction2))
+    return (mu * (1 / s.correction1)) / (root + s.eps) + s.weight_decay * param
 
 
 def unless_skipped(skip: Any, old: Any, new: Any) -> tuple[Any, ...]:

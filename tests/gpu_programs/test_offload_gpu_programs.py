@@ -274,6 +274,15 @@ def every_slice_in_a_loop_is_moved_by_the_copy_engine(built):
         assert [c.name for c in inside if not c.is_async] == []
 
 
+@claim(lambda case: case.opt_state == "host" and case.activations == "device")
+def a_slice_is_loaded_while_another_is_stored(built):
+    """In the loop of the update; the first and the last slices are copied outside of it."""
+    for one in built:
+        inside = [c for c in one.copies if c.loop_depth]
+        assert {c.direction for c in inside} == {TO_DEVICE, TO_HOST}
+        assert [c.name for c in inside if c.opposite_bytes < c.bytes] == []
+
+
 @claim(lambda case: case.activations == "host")
 def activations_leave_while_the_layer_computes(built):
     for one in built:

@@ -20,6 +20,7 @@ from tests.support.tuning_doubles import Clock
 from zerojax.config import MeshConfig
 from zerojax.config.mesh import SLICE_ELEMENTS, OffloadConfig
 from zerojax.forecasting import hlo
+from zerojax.forecasting.hlo.host_copies import TO_DEVICE, TO_HOST
 from zerojax.hardware import compile_client, gpus
 from zerojax.optim.precision import Precision
 from zerojax.parallel.offload.sliced_update import LeafUpdate
@@ -233,8 +234,8 @@ def test_the_largest_parameter_of_which_slices_differ_is_cut_to_some() -> None:
     plan = plan_of({**HOST, "slice_elements": 512})
     first, second = slice_choices.parts_of(plan, with_slices(plan, SMALL), _alone(plan))
     assert first.leaf.name == second.leaf.name == LARGEST
-    assert (first.leaf.num_slices, second.leaf.num_slices) == (2, 4)
-    assert first.weights.shape == second.weights.shape == (1024,)
+    assert (first.leaf.num_slices, second.leaf.num_slices) == (4, 8)
+    assert first.weights.shape == second.weights.shape == (2048,)
 
 
 def test_what_measuring_holds_at_once_is_counted() -> None:
@@ -244,7 +245,7 @@ def test_what_measuring_holds_at_once_is_counted() -> None:
         elements, slice_elements = 4096, part.leaf.slice_elements
         weights, gradient, state = 2 * elements, 2 * elements, 3 * 4 * elements
         assert part.host_bytes == state + 3 * state
-        loaded = max(2 * 3 * 4 * slice_elements, 4 * elements)
+        loaded = max(4 * 3 * 4 * slice_elements, 4 * elements)
         assert part.device_bytes == weights + gradient + 3 * weights + loaded
 
 
@@ -310,8 +311,14 @@ def test_a_part_takes_the_memory_that_was_counted_and_moves_slices_by_dma(params
             assert max(host, slice_choices.SETS * memory.host_arguments) <= part.host_bytes
             copies = hlo.find_host_copies(hlo.read_program(compiled.text))
             assert len(copies) >= 6, "three arrays each way"
-            assert all(copy.is_linear for copy in copies)
-            assert {copy.times for copy in copies} == {part.leaf.num_slices}
+            inside = [copy for copy in copies if copy.loop_depth]
+            assert inside, "a loop over slices"
+            assert all(copy.is_linear for copy in inside)
+            moved = hlo.link_bytes(copies)
+            assert moved[TO_HOST] == memory.host_outputs
+            # With masters, weights on the host are only written.
+            written = part.weights.size * part.weights.dtype.itemsize * (params == "host")
+            assert moved[TO_DEVICE] == memory.host_arguments - written
 
 
 def _large_plan(mesh: Mesh, params: str) -> Plan:

@@ -285,7 +285,7 @@ def _slices_sentence(layout: OffloadLayout) -> str:
     plural = "" if len(leaves) == 1 else "s"
     sentence = (
         f"state of {len(leaves)} parameter{plural} in {number} slices of {', '.join(layout.arrays)}"
-        f", at most {largest:,} elements; two of each array are on the device in the update"
+        f", at most {largest:,} elements; three of each array are on the device in the update"
     )
     if layout.kept:
         number, (name, why) = len(layout.kept), layout.kept[0]

@@ -17,9 +17,10 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax.config.mesh import DEVICE, HOST
 from zerojax.optim import BegunUpdate, Optimizer, UpdateContext
+from zerojax.parallel.offload.slice_pipeline import Stack, update_slices
 from zerojax.parallel.update import ThisStep, axes_of_leaves, clipped_scale, true_shapes
 from zerojax.plan.make import Plan
-from zerojax.plan.slices import as_slices, put_slice, take_slice, to_device, to_host
+from zerojax.plan.slices import as_slices
 from zerojax.plan.state import TrainState
 from zerojax.plan.state_layout import SlicedLeaf
 
@@ -178,29 +179,28 @@ class LeafUpdate:
     def _in_loop(self, tier: str, weights: Any, state: tuple[Any, ...], grad: Any) -> Any:
         """Updates one slice after the other, in place."""
         first, count = self._leaf.first(tier), self._leaf.counts[tier]
-        bring = to_device if tier == HOST else lambda x: x
-        leave = to_host if tier == HOST else lambda x: x
-        bring_weights = to_device if self._on_host else lambda x: x
-        leave_weights = to_host if self._on_host else lambda x: x
+        master, *moments = state
+        sliced = moments if master is None else [master, *moments]
+        stacks = [Stack(array=x, on_host=tier == HOST) for x in sliced]
+        on_host = self._on_host
+        stacks.append(Stack(array=grad, first=first, on_host=on_host, is_written=False))
+        # Without a master the update starts from the weights.
+        reads = master is None
+        stacks.append(Stack(array=weights, first=first, on_host=on_host, is_read=reads))
 
-        def body(index: jax.Array, carry: Any) -> Any:
-            weights, (master, *moments) = carry
-            number = index + first
-            old = tuple(bring(take_slice(x, index)) for x in moments)
-            own = (
-                bring_weights(take_slice(weights, number))
-                if master is None
-                else bring(take_slice(master, index))
+        def update(index: Any, slices: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            if master is None:
+                *old, gradient, own = slices
+            else:
+                own, *old, gradient = slices
+            new, after = update_slice(
+                self._begun, self._leaf.name, index + first, own, tuple(old), gradient
             )
-            gradient = bring_weights(take_slice(grad, number))
-            new, after = update_slice(self._begun, self._leaf.name, number, own, old, gradient)
-            weights = put_slice(weights, leave_weights(new.astype(weights.dtype)), number)
-            if master is not None:
-                master = put_slice(master, leave(new), index)
-            moments = [put_slice(x, leave(y), index) for x, y in zip(moments, after, strict=True)]
-            return weights, (master, *moments)
+            new_weights = new.astype(weights.dtype)
+            return (*after, new_weights) if master is None else (new, *after, new_weights)
 
-        return lax.fori_loop(0, count, body, (weights, state))
+        *after, weights = update_slices(count, stacks, update)
+        return weights, (None, *after) if master is None else tuple(after)
 
 
 def specs_of(tree: Any) -> Any:
