@@ -22,7 +22,7 @@ from zerojax.cli.complaints import explain
 from zerojax.cli.progress import Progress
 from zerojax.config import RunConfig, load
 from zerojax.forecasting.forecast_numbers import FORMULA
-from zerojax.forecasting.search import Candidate, SearchResult, Trial
+from zerojax.forecasting.search import Candidate, SearchResult, Trial, rounds
 from zerojax.hardware import compile_client
 from zerojax.hardware.compile_client import CompileError
 from zerojax.optim.precision import as_precision
@@ -258,9 +258,7 @@ def test_a_plan_with_offload_shows_its_tiers(capsys):
     assert "tokens per step" in section
 
 
-def test_a_search_that_finds_nothing_looks_once_more_with_the_state_on_the_host(
-    monkeypatch, capsys
-):
+def test_a_search_that_finds_nothing_goes_on_with_offload(monkeypatch, capsys):
     monkeypatch.setattr(compile_client, "missing", lambda: None)
     chosen = Trial(
         candidate=Candidate(zero=3, model=1, num_microbatches=1, remat="full"),
@@ -273,22 +271,27 @@ def test_a_search_that_finds_nothing_looks_once_more_with_the_state_on_the_host(
     found = dataclasses.replace(nothing, chosen=chosen, sentence="zero=3: the cheapest.")
     seen = []
 
-    def search(make_plan_for, candidates, gpu, *, budget, **_):
-        plan = make_plan_for(candidates[0])
-        seen.append((plan.settings.offload.opt_state, budget))
-        return found if plan.offload else nothing
+    def search(make_plan_for, candidates, gpu, **_):
+        offload = make_plan_for(candidates[0]).settings.offload
+        seen.append((offload.opt_state, offload.activations, offload.params))
+        return found if offload.activations == "host" else nothing
 
-    monkeypatch.setattr(forecasting.search, "search", search)
-    words = [*FEW, "num_layers=1", "--search", "--budget", "200"]
+    monkeypatch.setattr(rounds, "search", search)
+    words = [*FEW, "num_layers=2", "model.remat=full", "--search", "--budget", "200"]
     assert main(words) == 0
-    assert seen == [("device", 200), ("host", 199)]
+    assert seen == [
+        ("device", "device", "device"),
+        ("host", "device", "device"),
+        ("host", "host", "device"),
+    ]
     out = capsys.readouterr().out
-    assert "None fits. With mesh.offload.opt_state=host: zero=3: the cheapest." in out
+    assert "None fits. With mesh.offload.opt_state=host: None fits. With" in out
     commands = [line for line in out.splitlines() if line.startswith("its ")]
     assert len(commands) == 2
-    assert all("mesh.offload.opt_state=host" in line for line in commands)
+    for setting in ("opt_state=host", "activations=host"):
+        assert all(f"mesh.offload.{setting}" in line for line in commands)
     seen.clear()
-    monkeypatch.setattr(forecasting.search, "search", lambda *_, **__: seen.append(1) or nothing)
+    monkeypatch.setattr(rounds, "search", lambda *_, **__: seen.append(1) or nothing)
     assert main([*words, "opt_state=host"]) == 1
     assert len(seen) == 1, "it was on the host already"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 
@@ -10,8 +11,11 @@ import optax
 import pytest
 
 import zerojax
+from tests.support.forecast_samples import sample_forecast
+from zerojax import forecasting
 from zerojax.cli import main
 from zerojax.cli.script_runs import plan_of_script
+from zerojax.hardware import compile_client
 from zerojax.plan.device_mesh import make_abstract_mesh
 
 MODEL = """
@@ -110,28 +114,63 @@ def test_the_command_prints_the_forecast(tmp_path, capsys):
         ("1 / 0", [], "ZeroDivisionError"),
         ("", [], "call one of them"),
         (TRAIN, ["zeroo=3"], "zeroo"),
-        (TRAIN, ["--search"], "--search"),
         (TRAIN, ["data=4"], "data=4"),
     ],
 )
 def test_bad_input_is_refused(text, words, sentence, tmp_path, capsys):
     command = ["plan", write(tmp_path, text), "--gpu", "h100", "--devices", "8", "--no-compile"]
-    if "--search" in words:
-        command.remove("--no-compile")
     assert main([*command, *words]) == 2
     out, err = capsys.readouterr()
     assert (out, sentence in err.splitlines()[-1]) == ("", True)
 
 
+def test_a_search_with_a_deepspeed_configuration_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(compile_client, "missing", lambda: None)
+    mesh = {"train_batch_size": 64, "zero_optimization": {"stage": 2}, "gradient_clipping": 1.0}
+    text = TRAIN.replace("optimizer=optax.adam(0.1), ", "")
+    script = write(tmp_path, text, mesh=repr(mesh))
+    assert main(["plan", script, "--gpu", "h100", "--devices", "8", "--search"]) == 2
+    assert "DeepSpeed configuration" in capsys.readouterr().err
+
+
+def test_a_search_prints_the_words_that_plan_and_train_a_script(tmp_path, monkeypatch, capsys):
+    """The forecast of a plan with 4 microbatches is the fastest here."""
+
+    def forecast(plan, *, gpu, **_):
+        found = sample_forecast(plan, gpu)
+        seconds = 1.0 / plan.num_microbatches
+        return dataclasses.replace(
+            found, estimate=dataclasses.replace(found.estimate, step_seconds=seconds)
+        )
+
+    monkeypatch.setattr(compile_client, "missing", lambda: None)
+    monkeypatch.setattr(forecasting, "forecast", forecast)
+    script = write(tmp_path, TRAIN)
+    where = ["--gpu", "h100", "--devices", "8"]
+    assert main(["plan", script, *where, "--search"]) == 0
+    page = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("its page: "))
+    words = [word for word in page.split() if "=" in word]
+    plan = plan_of_script(script, words, 8)
+    assert f"num_microbatches={plan.num_microbatches}" in words
+    assert f"mesh.zero={plan.zero}" in words
+    assert not any("remat" in word or "unroll" in word for word in words), "there are no layers"
+
+
 @pytest.mark.thorough
 def test_train_runs_a_script_with_other_mesh_options(tmp_path):
-    text = f"trainer = {TRAIN}\nprint(trainer.plan.zero, trainer.plan.mesh.size)"
+    text = (
+        f"trainer = {TRAIN}\n"
+        "print(trainer.plan.zero, trainer.plan.mesh.size, trainer.plan.num_microbatches)"
+    )
     command = [sys.executable, "-m", "zerojax", "train", write(tmp_path, text)]
     result = subprocess.run(
-        [*command, "zero=2", "cpu_devices=4"], cwd=tmp_path, capture_output=True, text=True
+        [*command, "zero=2", "cpu_devices=4", "num_microbatches=2"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
     )
     assert result.returncode == 0, result.stderr
-    assert result.stdout.splitlines()[-1] == "2 4"
+    assert result.stdout.splitlines()[-1] == "2 4 2"
     failing = write(tmp_path, "raise RuntimeError('of the script')")
     result = subprocess.run([*command[:-1], failing], capture_output=True, text=True)
     assert (result.returncode, "of the script" in result.stderr) == (1, True)

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import json
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from zerojax.cli.arguments import (
@@ -21,18 +21,16 @@ from zerojax.cli.jax_environment import use_the_cpu_alone
 from zerojax.cli.progress import Progress
 from zerojax.config import RunConfig, load
 from zerojax.config.display import show
-from zerojax.config.mesh import HOST
 from zerojax.hardware.gpus import Gpu, find_gpu
 
 if TYPE_CHECKING:
-    from zerojax.forecasting.search import Candidate, SearchResult
+    from zerojax.forecasting.search import Candidate, SearchedRun, SearchResult
     from zerojax.plan.make import Plan
 
 PlanFor = Callable[..., Any]
 """(number of devices, gpu=None) -> the plan of a run."""
 
 EXIT_FITS, EXIT_DOES_NOT_FIT, EXIT_NOT_DECIDED = 0, 1, 3
-OFFLOADED = "mesh.offload.opt_state=host"
 NO_COMPILE = "--no-compile was given"
 
 _HELP = """\
@@ -48,9 +46,10 @@ examples:
   zerojax plan configs/llama_7b_zero3_8xh100.yaml --gpu h200 --devices 1 opt_state=host
   zerojax plan configs/llama_7b_zero3_8xh100.yaml --devices 8 --parameter blocks/mlp/up/kernel
   zerojax plan train.py --gpu h100 --devices 8 zero=3
+  zerojax plan train.py --gpu h100 --devices 8 --search
 
 A script (train.py) runs up to its first zerojax.train, make_plan or engine step, whose arguments
-are planned; KEY=VALUE changes their mesh options.
+are planned; KEY=VALUE changes their mesh options and num_microbatches.
 
 exit codes: 0 it fits, 1 it does not fit, 2 invalid input, 3 only formulas are available and they do
 not decide. ZEROJAX_CACHE is the folder of cached results (or off)."""
@@ -89,8 +88,8 @@ def add(commands) -> None:
     parser.add_argument(
         "--search",
         action="store_true",
-        help="find zero, model, stage, expert, num_microbatches and remat that fit and cost least; "
-        "then bucket sizes",
+        help="find zero, model, stage, expert, num_microbatches, remat and, if nothing fits, "
+        "offload that cost least; then bucket sizes",
     )
     parser.add_argument(
         "--budget",
@@ -143,14 +142,12 @@ def run(args: argparse.Namespace) -> int:
             "--search needs the compiler to know what fits, and --no-compile forbids it; "
             "leave out one of them"
         )
-    if args.search and is_script:
-        raise ValueError(
-            f"--search changes the model's settings, and {path} is a script; search a run file "
-            "(CONFIG.yaml), or compare settings: zerojax plan SCRIPT.py zero=2 ..."
-        )
     use_the_cpu_alone()
     if args.search:
-        return search(config, gpu, devices, as_json=args.json, budget=args.budget, words=words)
+        how = {"as_json": args.json, "budget": args.budget}
+        if is_script:
+            return search_script(str(path), overrides, gpu, devices, **how)
+        return search_config(config, gpu, devices, words=words, **how)
     if not is_script:
         _check_mesh(config, devices)
     return predict(
@@ -211,7 +208,7 @@ def predict(
     return {True: EXIT_FITS, False: EXIT_DOES_NOT_FIT, None: EXIT_NOT_DECIDED}[fits]
 
 
-def search(
+def search_config(
     config: RunConfig,
     gpu: Gpu,
     devices: int,
@@ -220,10 +217,7 @@ def search(
     budget: float,
     words: list[str],
 ) -> int:
-    """Finds the cheapest plan that fits, with fast compiler options, and prints it.
-
-    If nothing fits it searches once more, with the optimizer's state in host memory, within the
-    remaining budget.
+    """Finds the cheapest settings of a run file that fit, and prints them.
 
     Args:
       words: CONFIG and KEY=VALUE as typed, for the suggested commands.
@@ -231,14 +225,8 @@ def search(
     Returns:
       0 something fits, 1 nothing does.
     """
-    from zerojax.forecasting.search import (
-        REMATS,
-        chosen_words,
-        list_candidates,
-        search_dict,
-        search_page,
-    )
-    from zerojax.hardware import compile_client
+    from zerojax.forecasting.search import REMATS, SearchedRun, chosen_words, list_candidates
+    from zerojax.training.run_file import plan_from_config
 
     if config.elasticity.enabled:
         raise ValueError(
@@ -263,94 +251,70 @@ def search(
             f"--devices {devices}: neither they nor global_batch_size={config.global_batch_size} "
             f"can be cut evenly for model=1, 2, 4 or 8; use a multiple of {devices} rows"
         )
-    missing = compile_client.missing()
-    if missing is not None:
-        raise compile_client.CompilerMissing(f"--search compares compiled plans, but {missing}")
-    result = _find(config, gpu, devices, candidates, budget=budget, quiet=as_json)
-    if result.chosen is None and result.certain and config.mesh.offload.is_off:
-        offload = dataclasses.replace(config.mesh.offload, opt_state=HOST)
-        mesh = dataclasses.replace(config.mesh, offload=offload)
-        offloaded = dataclasses.replace(config, mesh=mesh)
-        left = max(budget - result.elapsed, 0.0)
-        found = _find(offloaded, gpu, devices, candidates, budget=left, quiet=as_json)
-        sentence = f"{result.sentence} With {OFFLOADED}: {found.sentence}"
-        better = result if found.chosen is None else found
-        config = config if found.chosen is None else offloaded
-        settings = () if found.chosen is None else (OFFLOADED,)
-        result = dataclasses.replace(better, sentence=sentence, settings=settings)
-    left = max(budget - result.elapsed, 0.0)
-    result = _with_buckets(config, gpu, devices, result, budget=left, quiet=as_json)
-    if as_json:
-        show(json.dumps(search_dict(result), indent=2))
-    else:
-        show(search_page(result))
-        if result.chosen is not None:
-            where = ["--gpu", gpu.name, "--devices", str(devices)]
-            chosen = [*words, *chosen_words(result)]
-            show(f"\nits page: {command_name()} {shlex.join(['plan', *chosen, *where])}")
-            show(f"its run:  {command_name()} {shlex.join(['train', *chosen])}")
+
+    def plan_for(candidate, options):
+        return plan_from_config(with_candidate(config, candidate, options), devices, gpu=gpu)
+
+    searched = SearchedRun(plan_for=plan_for, candidates=candidates, offload=config.mesh.offload)
+    result = _search(searched, gpu, as_json=as_json, budget=budget)
+    if result.chosen is not None and not as_json:
+        where = ["--gpu", gpu.name, "--devices", str(devices)]
+        chosen = [*words, *chosen_words(result)]
+        show(f"\nits page: {command_name()} {shlex.join(['plan', *chosen, *where])}")
+        show(f"its run:  {command_name()} {shlex.join(['train', *chosen])}")
     return EXIT_DOES_NOT_FIT if result.chosen is None else EXIT_FITS
 
 
-def _find(
-    config: RunConfig,
+def search_script(
+    path: str,
+    overrides: list[str],
     gpu: Gpu,
     devices: int,
-    candidates: Sequence[Candidate],
     *,
+    as_json: bool,
     budget: float,
-    quiet: bool,
-) -> SearchResult:
-    from zerojax.forecasting import forecast
-    from zerojax.forecasting.search import search
-    from zerojax.training.run_file import plan_from_config
+) -> int:
+    """Finds the cheapest settings of a script's run that fit, and prints them.
 
-    where = " with the optimizer's state on the host" * config.mesh.offload.moves_opt_state
-    with Progress(quiet=quiet) as progress:
-        progress(f"searching {len(candidates)} candidates{where}, for {budget:.0f} s at most")
-        return search(
-            lambda candidate: plan_from_config(with_candidate(config, candidate), devices, gpu=gpu),
-            candidates,
+    Returns:
+      0 something fits, 1 nothing does.
+    """
+    from zerojax.cli.script_runs import call_of_script
+    from zerojax.forecasting.search import chosen_words
+    from zerojax.training.searching import searched_run
+
+    call = call_of_script(path, overrides, devices, gpu)
+    with Progress(quiet=as_json) as progress:
+        progress("planning")
+        searched = searched_run(call, gpu, devices)
+    result = _search(searched, gpu, as_json=as_json, budget=budget)
+    if result.chosen is not None and not as_json:
+        chosen = [path, *overrides, *chosen_words(result)]
+        where = ["--gpu", gpu.name, "--devices", str(devices)]
+        show(f"\nits page: {command_name()} {shlex.join(['plan', *chosen, *where])}")
+        show(f"its run:  {command_name()} {shlex.join(['train', *chosen])}")
+    return EXIT_DOES_NOT_FIT if result.chosen is None else EXIT_FITS
+
+
+def _search(searched: SearchedRun, gpu: Gpu, *, as_json: bool, budget: float) -> SearchResult:
+    """Searches with fast compiler options, and prints the result."""
+    from zerojax.forecasting import forecast
+    from zerojax.forecasting.search import find_settings, search_dict, search_page
+    from zerojax.hardware import compile_client
+
+    missing = compile_client.missing()
+    if missing is not None:
+        raise compile_client.CompilerMissing(f"--search compares compiled plans, but {missing}")
+    with Progress(quiet=as_json) as progress:
+        result = find_settings(
+            searched,
             gpu,
             forecast_of=lambda plan: forecast(plan, gpu=gpu, fast=True, progress=progress),
             budget=budget,
             report=progress,
         )
-
-
-def _with_buckets(
-    config: RunConfig,
-    gpu: Gpu,
-    devices: int,
-    result: SearchResult,
-    *,
-    budget: float,
-    quiet: bool,
-) -> SearchResult:
-    """Returns the result with bucket sizes for its choice, found within the remaining budget."""
-    from zerojax.forecasting import forecast
-    from zerojax.forecasting.search import search_buckets
-    from zerojax.training.run_file import plan_from_config
-
-    if result.chosen is None or result.forecast is None or devices == 1:
-        return result
-    chosen = with_candidate(config, result.chosen.candidate)
-
-    def make_plan_for(sizes):
-        mesh = dataclasses.replace(chosen.mesh, **sizes)
-        return plan_from_config(dataclasses.replace(chosen, mesh=mesh), devices, gpu=gpu)
-
-    with Progress(quiet=quiet) as progress:
-        progress(f"searching sizes of buckets, for {budget:.0f} s at most")
-        found = search_buckets(
-            make_plan_for,
-            gpu,
-            forecast_of=lambda plan: forecast(plan, gpu=gpu, fast=True, progress=progress),
-            before=result.forecast,
-            budget=budget,
-            report=progress,
-        )
-    return dataclasses.replace(result, buckets=found)
+    show(json.dumps(search_dict(result), indent=2) if as_json else search_page(result))
+    return result
 
 
 def can_unroll(config: RunConfig) -> bool:
@@ -366,19 +330,18 @@ def can_unroll(config: RunConfig) -> bool:
     return few and not config.model.moe.num_experts and why_never_unrolled(below_stage_3) is None
 
 
-def with_candidate(config: RunConfig, candidate: Candidate) -> RunConfig:
-    """Returns the settings of a run, overridden by those of a candidate."""
+def with_candidate(
+    config: RunConfig, candidate: Candidate, options: Mapping[str, Any] | None = None
+) -> RunConfig:
+    """Returns the settings of a run, overridden by those of a candidate.
+
+    Args:
+      options: other fields of the mesh settings.
+    """
+    mesh = {**candidate.mesh_options(), **(options or {})}
     return dataclasses.replace(
         config,
-        mesh=dataclasses.replace(
-            config.mesh,
-            data=-1,
-            model=candidate.model,
-            stage=candidate.stage,
-            expert=candidate.expert,
-            zero=candidate.zero,
-            unroll=candidate.unroll,
-        ),
+        mesh=dataclasses.replace(config.mesh, **mesh),
         model=dataclasses.replace(config.model, remat=candidate.remat),
         num_microbatches=candidate.num_microbatches,
     )

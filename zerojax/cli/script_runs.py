@@ -34,7 +34,8 @@ from zerojax.plan import device_mesh as meshes
 from zerojax.plan.inputs import PlanInputs
 from zerojax.plan.make import Plan
 from zerojax.training import entry
-from zerojax.training.run_spec import RunSpec, plan_elsewhere
+from zerojax.training.run_spec import RunSpec
+from zerojax.training.searching import PlannedCall
 from zerojax.training.train_arguments import Arguments
 
 _CALL_ONE = "call one of them in the script, or plan a run file (CONFIG.yaml)"
@@ -49,6 +50,7 @@ class _Settings:
     """Settings of a script that KEY=VALUE words on the command line change."""
 
     mesh: MeshConfig
+    num_microbatches: int | None = None
 
     def __post_init__(self) -> None:
         coerce_fields(self)
@@ -75,51 +77,87 @@ def plan_of_script(
 
     Args:
       path: of the script, which runs as with `python SCRIPT`.
-      overrides: KEY=VALUE that change the mesh options of the call, such as "zero=3".
+      overrides: KEY=VALUE that change the mesh options of the call, such as "zero=3", or its
+        num_microbatches.
       num_devices: to plan for.
       gpu: kind of the devices.
 
     Raises:
       ValueError: the script makes no such call, or fails before it; or as `make_plan`.
     """
+    call, mesh = _call_and_mesh(path, overrides, num_devices, gpu)()
+    return call.plan_on(mesh)
+
+
+def call_of_script(
+    path: str, overrides: Sequence[str], num_devices: int, gpu: Gpu | None = None
+) -> PlannedCall:
+    """Returns what a script's first `train` or `make_plan` says; arguments as in `plan_of_script`.
+
+    Raises:
+      ValueError: as in `plan_of_script`; or a DeepSpeed configuration sets the mesh.
+    """
+    call, _ = _call_and_mesh(path, overrides, num_devices, gpu)()
+    if call.is_deepspeed:
+        raise ValueError(
+            f"{path} passes a DeepSpeed configuration, which sets the mesh, and --search changes "
+            "it; pass a zerojax.MeshConfig to train, or compare configurations without --search"
+        )
+    return call
+
+
+def _call_and_mesh(
+    path: str, overrides: Sequence[str], num_devices: int, gpu: Gpu | None
+) -> Callable[[], tuple[PlannedCall, AbstractMesh]]:
     target = _Target(num_devices, gpu, overrides)
     readers = {
         name: functools.partial(read, target=target)
         for name, read in (("train", _train), ("make_plan", _make_plan), ("initialize", _engine))
     }
     with contextlib.redirect_stdout(sys.stderr):
-        make = first_call(path, readers, _CALL_ONE, command="plan")
-    return make()
+        return first_call(path, readers, _CALL_ONE, command="plan")
 
 
 def _train(given: Mapping[str, Any], end: End, *, target: _Target) -> Any:
     arguments = Arguments(**given)
-    settings = _mesh_settings(arguments.mesh_config, target.overrides)
+    settings = _settings(arguments.mesh_config, target.overrides)
     if settings is None:  # a DeepSpeed configuration, which is translated for the target's devices
         mesh = target.mesh_of(explain(arguments.mesh_config, num_devices=target.num_devices).mesh)
     else:
-        arguments = dataclasses.replace(arguments, mesh_config=settings)
-        mesh = target.mesh_of(settings)
+        arguments = dataclasses.replace(arguments, mesh_config=settings.mesh)
+        if settings.num_microbatches is not None:
+            number = settings.num_microbatches
+            arguments = dataclasses.replace(arguments, num_microbatches=number)
+        mesh = target.mesh_of(settings.mesh)
     spec = entry.spec_of(arguments, mesh)
-    end(functools.partial(_plan_of, spec, mesh))
+    end(functools.partial(_call_of, spec, mesh, is_deepspeed=settings is None))
 
 
-def _plan_of(spec: RunSpec, mesh: AbstractMesh) -> Plan:
+def _call_of(
+    spec: RunSpec, mesh: AbstractMesh, *, is_deepspeed: bool
+) -> tuple[PlannedCall, AbstractMesh]:
     assert isinstance(spec.mesh, MeshConfig)
-    plan = plan_elsewhere(spec.inputs, spec.mesh, mesh, **spec.mesh_options)
-    spec.check_plan(plan)
-    return plan
+    call = PlannedCall(
+        inputs=spec.inputs,
+        settings=spec.mesh,
+        mesh_options=spec.mesh_options,
+        check_plan=spec.check_plan,
+        is_deepspeed=is_deepspeed,
+    )
+    return call, mesh
 
 
 def _make_plan(given: Mapping[str, Any], end: End, *, target: _Target) -> Any:
     values = dict(given)
     options, zero = values.pop("mesh_options"), values.pop("zero")
-    settings = _mesh_settings(values.pop("mesh"), ())
-    assert settings is not None
-    settings = dataclasses.replace(settings, **options, **({} if zero is None else {"zero": zero}))
-    settings = with_overrides(settings, target.overrides)
-    mesh = target.mesh_of(settings)
-    end(functools.partial(plan_elsewhere, PlanInputs(**values), settings, mesh))
+    found = _settings(values.pop("mesh"), ())
+    assert found is not None
+    own = {**options, **({} if zero is None else {"zero": zero})}
+    settings = _with_words(dataclasses.replace(found.mesh, **own), target.overrides)
+    if settings.num_microbatches is not None:
+        values["num_microbatches"] = settings.num_microbatches
+    mesh, inputs = target.mesh_of(settings.mesh), PlanInputs(**values)
+    end(lambda: (PlannedCall(inputs=inputs, settings=settings.mesh), mesh))
 
 
 def _engine(given: Mapping[str, Any], end: End, *, target: _Target) -> Any:
@@ -163,10 +201,11 @@ class _Engine:
             freeze=self._given["freeze"],
             steps=says.total_steps if self._given["steps"] is None else self._given["steps"],
         )
-        self._end(functools.partial(plan_elsewhere, inputs, says.mesh, mesh))
+        call = PlannedCall(inputs=inputs, settings=says.mesh, is_deepspeed=True)
+        self._end(lambda: (call, mesh))
 
 
-def _mesh_settings(mesh: Any, overrides: Sequence[str]) -> MeshConfig | None:
+def _settings(mesh: Any, overrides: Sequence[str]) -> _Settings | None:
     """Returns the mesh options of a call with overrides; None for a DeepSpeed configuration.
 
     Raises:
@@ -179,18 +218,17 @@ def _mesh_settings(mesh: Any, overrides: Sequence[str]) -> MeshConfig | None:
     if isinstance(mesh, Mesh | AbstractMesh):
         sizes = {axis: mesh.shape.get(axis, 1) for axis in meshes.AXES}
         mesh = MeshConfig(**sizes)
-    return with_overrides(as_mesh_config(mesh), overrides)
+    return _with_words(as_mesh_config(mesh), overrides)
 
 
-def with_overrides(settings: MeshConfig, overrides: Sequence[str]) -> MeshConfig:
-    """Returns mesh options with KEY=VALUE words such as "zero=3" applied.
+def _with_words(settings: MeshConfig, overrides: Sequence[str]) -> _Settings:
+    """Returns settings with KEY=VALUE words such as "zero=3" applied.
 
     Raises:
       ConfigError: an unknown key or a wrong value.
     """
-    if not overrides:
-        return settings
-    return load_dataclass(_Settings, None, overrides, base=_Settings(mesh=settings)).mesh
+    base = _Settings(mesh=settings)
+    return load_dataclass(_Settings, None, overrides, base=base) if overrides else base
 
 
 def run_script(path: str, overrides: Sequence[str]) -> None:
@@ -204,7 +242,7 @@ def run_script(path: str, overrides: Sequence[str]) -> None:
       ConfigError: an unknown key or a wrong value.
       ValueError: a DeepSpeed configuration or a `jax.sharding.Mesh` sets the mesh.
     """
-    with_overrides(MeshConfig(), overrides)  # raises before the script runs
+    _with_words(MeshConfig(), overrides)  # raises before the script runs
     with as_script(path), contextlib.ExitStack() as stack:
         if overrides:
             train = _overriding(entry.train, overrides)
@@ -225,7 +263,11 @@ def _overriding(train: Callable[..., Any], overrides: Sequence[str]) -> Callable
                 f"the script passes a jax.sharding.Mesh, which {overrides[0]} cannot change; pass "
                 "its options, a zerojax.MeshConfig or a dict"
             )
-        bound.arguments["mesh_config"] = _mesh_settings(mesh, overrides)
+        settings = _settings(mesh, overrides)
+        if settings is not None:
+            bound.arguments["mesh_config"] = settings.mesh
+            if settings.num_microbatches is not None:
+                bound.arguments["num_microbatches"] = settings.num_microbatches
         return train(*bound.args, **bound.kwargs)
 
     return call

@@ -58,9 +58,9 @@ class OffloadConfig:
     """Keep two generations on disk, so that a killed run resumes from its last complete step, for
     twice the disk space. false: it resumes from the last checkpoint."""
     slice_elements: int | None = None
-    """Elements of a parameter's shard that are moved and updated at once. The device holds two
-    slices of each array: 400 MB for Adam with 16 million elements. null: 16 million (2**24), or a
-    quarter or twice as many if that is measured to be faster, see tune of the mesh."""
+    """Elements of a parameter's shard that are moved and updated at once. The device holds
+    three slices of each array: 600 MB for Adam with 16 million elements. null: 16 million (2**24),
+    or a quarter or twice as many if that is measured to be faster, see tune of the mesh."""
     min_elements: int = 2**16
     """Elements. Parameters with smaller shards stay on the device: each would cost a transfer and
     save almost no memory."""

@@ -2,6 +2,7 @@
 
 from zerojax.forecasting.search.buckets import search_buckets
 from zerojax.forecasting.search.candidates import REMATS, Candidate, list_candidates
+from zerojax.forecasting.search.rounds import SearchedRun, find_settings
 from zerojax.forecasting.search.search_result import (
     BucketSearch,
     BucketTrial,
@@ -19,8 +20,10 @@ __all__ = [
     "BucketTrial",
     "Candidate",
     "SearchResult",
+    "SearchedRun",
     "Trial",
     "chosen_words",
+    "find_settings",
     "list_candidates",
     "search",
     "search_buckets",

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from zerojax.forecasting.roofline import estimate, memory_limit
 from zerojax.hardware.gpus import Gpu
@@ -23,6 +23,8 @@ from zerojax.plan.wire import bytes_by_level, wire_bytes
 from zerojax.tracing.flops import count_program_flops
 
 Remat = Literal["none", "dots", "attention", "full"]
+RematOption = Literal["model.remat", "mesh.roll_remat"]
+"""Settings of a reference model, and of the layers of a list that became a loop."""
 REMATS: tuple[Remat, ...] = ("none", "dots", "attention", "full")
 """Values for a reference model, from the most memory to the least."""
 MODEL_SIZES = (1, 2, 4, 8)
@@ -41,6 +43,8 @@ class Candidate:
       num_microbatches: number of microbatches.
       remat: one of `REMATS`.
       unroll: whether the loop over layers is straight code.
+      remat_option: the setting that has the value `remat`; None: the model decides, and `remat` is
+        "none".
     """
 
     zero: int
@@ -50,6 +54,7 @@ class Candidate:
     stage: int = 1
     expert: int = 1
     unroll: bool = False
+    remat_option: RematOption | None = "model.remat"
 
     @property
     def simplicity(self) -> tuple[int, ...]:
@@ -69,9 +74,29 @@ class Candidate:
             f"mesh.stage={self.stage}",
             *[f"mesh.expert={self.expert}"] * (self.expert > 1),
             f"num_microbatches={self.num_microbatches}",
-            f"model.remat={self.remat}",
+            *[f"{self.remat_option}={self._remat_value}"] * (self.remat_option is not None),
             *["mesh.unroll=true"] * self.unroll,
         )
+
+    def mesh_options(self) -> dict[str, Any]:
+        """Returns the fields of `MeshConfig` that this candidate sets."""
+        options: dict[str, Any] = {
+            "data": -1,
+            "model": self.model,
+            "stage": self.stage,
+            "expert": self.expert,
+            "zero": self.zero,
+            "unroll": self.unroll,
+        }
+        if self.remat_option == "mesh.roll_remat":
+            options["roll_remat"] = self._remat_value
+        return options
+
+    @property
+    def _remat_value(self) -> str:
+        # "none" would ask for a loop where layers need none.
+        is_list = self.remat_option == "mesh.roll_remat"
+        return "model" if is_list and self.remat == "none" else self.remat
 
     def describe(self) -> str:
         """Describes the candidate in one line for users."""
@@ -80,7 +105,8 @@ class Candidate:
         experts = f"expert={self.expert}, " if self.expert > 1 else ""
         return (
             f"zero={self.zero}, model={self.model}, {stages}{experts}"
-            f"{self.num_microbatches} microbatch{plural}, remat={self.remat}"
+            f"{self.num_microbatches} microbatch{plural}"
+            f"{f', remat={self.remat}' * (self.remat_option is not None)}"
             f"{', unroll' * self.unroll}"
         )
 
@@ -96,6 +122,8 @@ def list_candidates(
     num_layers: int = 1,
     num_experts: int = 0,
     unrolls: bool = False,
+    models: Sequence[int] = MODEL_SIZES,
+    remat_option: RematOption | None = "model.remat",
 ) -> list[Candidate]:
     """Returns every combination that divides the devices and the batch evenly, the simplest first.
 
@@ -118,10 +146,13 @@ def list_candidates(
         sequences.
       unrolls: unroll the loop over layers below stage 3 where no layer is computed again. It moves
         and holds less than the loop, so that the loop is not listed there.
+      models: sizes of the axis `model` to list.
+      remat_option: of the candidates; None: `remats` is not used.
     """
     found = []
     stages = STAGE_SIZES if context == 1 else (1,)
-    for stage, model in itertools.product(stages, MODEL_SIZES):
+    remats = remats if remat_option else ("none",)
+    for stage, model in itertools.product(stages, models):
         if (
             devices % (stage * model * replicas * context)
             or model > node_devices
@@ -146,6 +177,7 @@ def list_candidates(
                 expert=expert,
                 num_microbatches=number,
                 remat=remat,
+                remat_option=remat_option,
                 unroll=unrolls and stage == expert == 1 and zero < 3 and remat == "none",
             )
             for expert in _divisors(math.gcd(num_experts, split) if split > 1 else 1)

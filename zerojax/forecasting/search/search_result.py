@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zerojax.forecasting.forecast_numbers import ForecastNumbers
@@ -106,6 +106,8 @@ class SearchResult:
       sentence: the choice and its reason.
       elapsed: seconds that the search took.
       settings: KEY=VALUE words of the search besides the candidate's own.
+      options: fields of `MeshConfig` that the choice sets besides the candidate's own: offload and
+        bucket sizes; None without a choice.
       buckets: bucket sizes tried for the choice; None: not tried.
     """
 
@@ -116,6 +118,7 @@ class SearchResult:
     sentence: str
     elapsed: float
     settings: tuple[str, ...] = ()
+    options: Mapping[str, Any] | None = None
     buckets: BucketSearch | None = None
 
 

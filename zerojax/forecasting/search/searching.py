@@ -71,7 +71,7 @@ def search(
     `TOLERANCE`. Among candidates with the same bound the first one compiled has the most
     microbatches, because it is the likeliest to fit; its memory then shows the fewest microbatches
     that should fit, and rules out candidates that need more memory or, with the same remat, as much
-    time.
+    time. If the first one does not fit, the second one compiled is the smallest.
 
     Args:
       make_plan_for: raises ValueError for impossible settings.
@@ -167,6 +167,10 @@ class _Search:
                 self.close(entry, TOO_LARGE, too_large)
             elif beaten is not None:
                 self.close(entry, BEATEN, beaten)
+        only = self.compiled[0].trial if len(self.compiled) == 1 else None
+        if only is not None and only.status == TOO_LARGE:
+            # The smallest candidate shows at once whether anything fits.
+            return min(self.open, key=_size, default=None)
         return min(self.open, key=self.promise, default=None)
 
     def promise(self, entry: OpenCandidate) -> tuple:
@@ -304,6 +308,19 @@ class _Search:
         else:
             left = sum(t.status == NOT_TRIED for t in self.closed)
             yield f"The budget was spent with {left} left that might be faster."
+
+
+def _size(entry: OpenCandidate) -> tuple[float, ...]:
+    """Sort key; the least is the candidate that should need the least memory."""
+    candidate = entry.candidate
+    return (
+        -REMATS.index(candidate.remat),
+        entry.bounds.peak,
+        -candidate.num_microbatches,
+        candidate.stage,
+        candidate.model,
+        candidate.expert,
+    )
 
 
 def _spans_nodes(candidate: Candidate, gpu: Gpu) -> bool:

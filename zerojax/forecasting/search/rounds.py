@@ -1,0 +1,227 @@
+"""Searches for the settings of a run: without offload, then with more and more of it, then buckets.
+
+Offload is slower than every plan that fits without it, so a round begins only if the round before
+found that nothing fits. A run that offloads by its own settings has one round.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from zerojax.config.mesh import DEVICE, HOST, OffloadConfig
+from zerojax.forecasting.forecast_numbers import ForecastNumbers
+from zerojax.forecasting.search.buckets import search_buckets
+from zerojax.forecasting.search.candidates import Candidate
+from zerojax.forecasting.search.search_result import CHOSEN, SearchResult, Trial
+from zerojax.forecasting.search.searching import MakeForecast, search
+from zerojax.hardware.compile_client import CompileError
+from zerojax.hardware.gpus import Gpu
+from zerojax.plan.counts import role_tiers
+from zerojax.plan.make import Plan
+
+OFFLOADS: tuple[Mapping[str, Any], ...] = (
+    {"opt_state": HOST},
+    {"opt_state": HOST, "activations": HOST},
+    {"opt_state": HOST, "params": HOST},
+    {"opt_state": HOST, "params": HOST, "activations": HOST},
+)
+"""Rounds of offload, the least transfers per step first."""
+SPARED = 0.9
+"""Share of the free device memory that a part of the optimizer's state may take back."""
+LEAST_SHARE = 0.05
+"""Smaller shares of the state on the device are not worth a compilation."""
+
+PlanFor = Callable[[Candidate, Mapping[str, Any]], Plan]
+"""(candidate, other fields of `MeshConfig`) -> plan; raises ValueError for impossible settings."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SearchedRun:
+    """The run whose settings are searched.
+
+    Attributes:
+      plan_for: plans a candidate.
+      candidates: to choose from.
+      offload: that of the run's own settings.
+    """
+
+    plan_for: PlanFor
+    candidates: Sequence[Candidate]
+    offload: OffloadConfig
+
+
+def find_settings(
+    run: SearchedRun,
+    gpu: Gpu,
+    *,
+    forecast_of: MakeForecast,
+    budget: float = 300.0,
+    clock: Callable[[], float] = time.monotonic,
+    report: Callable[[str], None] = lambda text: None,
+) -> SearchResult:
+    """Finds the candidate that fits and costs least, with offload only if nothing fits without it.
+
+    Args:
+      run: the run.
+      gpu: the card.
+      forecast_of: compiles a plan.
+      budget: seconds; a compilation that has begun is finished.
+      clock: seconds.
+      report: called with words about the current work.
+    """
+    return _Rounds(run, gpu, forecast_of, budget, clock, report).run_all()
+
+
+class _Rounds:
+    """The rounds of one search."""
+
+    def __init__(
+        self,
+        run: SearchedRun,
+        gpu: Gpu,
+        forecast_of: MakeForecast,
+        budget: float,
+        clock: Callable[[], float],
+        report: Callable[[str], None],
+    ) -> None:
+        self.run, self.gpu, self.forecast_of, self.report = run, gpu, forecast_of, report
+        self.budget, self.clock, self.began = budget, clock, clock()
+
+    def left(self) -> float:
+        """Returns the remaining seconds."""
+        return max(self.budget - (self.clock() - self.began), 0.0)
+
+    def run_all(self) -> SearchResult:
+        options: dict[str, Any] = {}
+        result = self.round(self.run.candidates, options, "")
+        if result.chosen is None and result.certain and self.run.offload.is_off:
+            result, options = self.with_offload(result)
+        result = self.with_buckets(result, options)
+        if result.chosen is not None:
+            chosen = _chosen_sizes(result)
+            result = dataclasses.replace(result, options={**options, **chosen})
+        return dataclasses.replace(result, elapsed=self.clock() - self.began)
+
+    def round(
+        self, candidates: Sequence[Candidate], options: Mapping[str, Any], where: str
+    ) -> SearchResult:
+        count = len(candidates)
+        self.report(f"searching {count} candidates{where}, for {self.left():.0f} s at most")
+        return search(
+            lambda candidate: self.run.plan_for(candidate, options),
+            candidates,
+            self.gpu,
+            forecast_of=self.forecast_of,
+            budget=self.left(),
+            clock=self.clock,
+            report=self.report,
+        )
+
+    def with_offload(self, without: SearchResult) -> tuple[SearchResult, dict[str, Any]]:
+        """Returns the result of the first round of offload in which something fits, its options."""
+        sentences, result = [without.sentence], without
+        for fields in OFFLOADS:
+            if not self.left() and result is not without:
+                break
+            options = {"offload": dataclasses.replace(self.run.offload, **fields)}
+            candidates = self.run.candidates
+            if fields.keys() - {"opt_state"}:  # layers move one by one, in a loop
+                candidates = [dataclasses.replace(one, unroll=False) for one in candidates]
+            found = self.round(candidates, options, f" with {', '.join(_words(fields))}")
+            sentences.append(f"With {', '.join(_words(fields))}: {found.sentence}")
+            if found.chosen is None:
+                continue
+            result = dataclasses.replace(found, settings=tuple(_words(fields)))
+            if fields == {"opt_state": HOST}:
+                result, options, more = self.with_share(result, options)
+                sentences += more
+            return dataclasses.replace(result, sentence=" ".join(sentences)), options
+        return dataclasses.replace(result, sentence=" ".join(sentences)), {}
+
+    def with_share(
+        self, result: SearchResult, options: dict[str, Any]
+    ) -> tuple[SearchResult, dict[str, Any], list[str]]:
+        """Puts as much of the optimizer's state on the device as fits there.
+
+        Returns:
+          The result, its mesh options, and sentences about them: those of the round unless the
+          share fits and makes the step shorter.
+        """
+        chosen, before = result.chosen, result.forecast
+        assert chosen is not None
+        assert before is not None
+        share = self.share_that_fits(chosen.candidate, options, before)
+        if share < LEAST_SHARE or not self.left():
+            return result, options, []
+        shares = {DEVICE: share, HOST: round(1 - share, 2)}
+        offload = dataclasses.replace(self.run.offload, opt_state=shares)
+        self.report(f"compiling with {share:.0%} of the optimizer's state on the device")
+        try:
+            found = self.forecast_of(self.run.plan_for(chosen.candidate, {"offload": offload}))
+        except (CompileError, ValueError):
+            return result, options, []
+        seconds = found.estimate.step_seconds
+        if not found.verdict.fits or (seconds or 0.0) >= (chosen.seconds or math.inf):
+            return result, options, []
+        trial = dataclasses.replace(
+            chosen, seconds=seconds, peak=found.memory.peak, status=CHOSEN, reason="state in shares"
+        )
+        trials: tuple[Trial, ...] = (trial, *(x for x in result.trials if x is not chosen))
+        words = tuple(_words({"opt_state": shares}))
+        result = dataclasses.replace(
+            result, trials=trials, chosen=trial, forecast=found, settings=words
+        )
+        return result, {"offload": offload}, [f"With {words[0]} it still fits, and is faster."]
+
+    def share_that_fits(
+        self, candidate: Candidate, options: Mapping[str, Any], forecast: ForecastNumbers
+    ) -> float:
+        """Returns the share of the state on the host for which the device has room, in hundredths.
+
+        Loading slices takes device memory as before.
+        """
+        tiers = role_tiers(self.run.plan_for(candidate, options)).values()
+        on_host = sum(tier.get(HOST, 0) for tier in tiers)
+        if not on_host:
+            return 0.0
+        return math.floor(100 * min(SPARED * forecast.verdict.headroom / on_host, 0.99)) / 100
+
+    def with_buckets(self, result: SearchResult, options: Mapping[str, Any]) -> SearchResult:
+        """Returns the result with bucket sizes for its choice, found within the remaining time."""
+        chosen, before = result.chosen, result.forecast
+        if chosen is None or before is None or before.num_devices == 1:
+            return result
+        self.report(f"searching sizes of buckets, for {self.left():.0f} s at most")
+        found = search_buckets(
+            lambda sizes: self.run.plan_for(chosen.candidate, {**options, **sizes}),
+            self.gpu,
+            forecast_of=self.forecast_of,
+            before=before,
+            budget=self.left(),
+            clock=self.clock,
+            report=self.report,
+        )
+        return dataclasses.replace(result, buckets=found)
+
+
+def _words(fields: Mapping[str, Any]) -> list[str]:
+    """Returns KEY=VALUE words that set these fields of `OffloadConfig`."""
+
+    def text(value: Any) -> str:
+        if isinstance(value, str):
+            return value
+        return f"{{{', '.join(f'{tier}: {share:g}' for tier, share in value.items())}}}"
+
+    return [f"mesh.offload.{name}={text(value)}" for name, value in fields.items()]
+
+
+def _chosen_sizes(result: SearchResult) -> dict[str, int]:
+    """Returns the bucket sizes that replace the plan's own; {} keeps them."""
+    if result.buckets is None:
+        return {}
+    chosen = next((trial for trial in result.buckets.trials if trial.status == CHOSEN), None)
+    return {} if chosen is None else dict(chosen.sizes)

@@ -1,0 +1,246 @@
+"""Searches for settings of a run of any model: `zerojax.search`, `zerojax plan SCRIPT --search`.
+
+What may vary is read from the plan: the layers that a pipeline can divide, whether layers of a list
+became a loop, whether rules say how to split tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh
+
+from zerojax import tracing
+from zerojax.config import MeshConfig, as_mesh_config
+from zerojax.config.checks import as_patterns, names_keywords
+from zerojax.config.display import as_details
+from zerojax.forecasting import forecast
+from zerojax.forecasting.search import (
+    REMATS,
+    Candidate,
+    SearchedRun,
+    SearchResult,
+    find_settings,
+    list_candidates,
+    search_dict,
+    search_page,
+)
+from zerojax.forecasting.search.candidates import MODEL_SIZES
+from zerojax.hardware import compile_client
+from zerojax.hardware.gpus import Gpu, find_gpu
+from zerojax.models import bound_attribute
+from zerojax.optim.precision import Precision
+from zerojax.plan.device_mesh import make_abstract_mesh
+from zerojax.plan.inputs import PlanInputs
+from zerojax.plan.make import Plan
+from zerojax.tracing.unrolling import why_never_unrolled
+from zerojax.training.run_spec import plan_elsewhere
+
+MOST_UNROLLED = 64
+"""Maximum layers that a search unrolls: each is compiled separately."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlannedCall:
+    """What a call of `train` or `make_plan` says of its run.
+
+    Attributes:
+      inputs: of the plan.
+      settings: the mesh options; `data` takes the devices that other axes leave.
+      mesh_options: override fields of `settings` on every mesh.
+      check_plan: raises if a plan contradicts the run's other settings.
+      is_deepspeed: whether a DeepSpeed configuration sets the mesh.
+    """
+
+    inputs: PlanInputs
+    settings: MeshConfig
+    mesh_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    check_plan: Callable[[Plan], None] = lambda plan: None
+    is_deepspeed: bool = False
+
+    def plan_on(self, mesh: AbstractMesh) -> Plan:
+        """Returns the plan of the run on a mesh of absent devices."""
+        plan = plan_elsewhere(self.inputs, self.settings, mesh, **self.mesh_options)
+        self.check_plan(plan)
+        return plan
+
+    def with_settings(self, num_microbatches: int | None, **fields: Any) -> PlannedCall:
+        """Returns the same call with other mesh options and number of microbatches."""
+        return dataclasses.replace(
+            self,
+            inputs=dataclasses.replace(self.inputs, num_microbatches=num_microbatches),
+            settings=dataclasses.replace(self.settings, **fields),
+        )
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class SettingsFound:
+    """The settings that a search chose.
+
+    Attributes:
+      mesh: mesh options to pass to `zerojax.train` or `make_plan`; None if nothing fits.
+      num_microbatches: to pass with them; None if nothing fits.
+      result: all candidates with reasons, and the forecast of the choice.
+    """
+
+    mesh: MeshConfig | None
+    num_microbatches: int | None
+    result: SearchResult
+
+    def page(self) -> str:
+        """Returns the compiled candidates, the reasons for the others and the choice as text."""
+        return search_page(self.result)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns every number as a JSON-compatible dictionary."""
+        return search_dict(self.result)
+
+    def __repr__(self) -> str:
+        return f"SettingsFound({self.result.sentence} page() has all candidates)"
+
+    def _repr_html_(self) -> str:
+        return as_details(self.result.sentence, self.page())
+
+
+@names_keywords()
+def search(
+    model: tracing.ModelLike,
+    mesh: MeshConfig | Mapping[str, Any] | None = None,
+    *,
+    gpu: Gpu | str,
+    devices: int,
+    example_batch: Any,
+    loss: tracing.Loss | None = None,
+    optimizer: Any = None,
+    precision: Precision | str | None = None,
+    freeze: str | Sequence[str] = (),
+    budget: float = 300.0,
+    progress: Callable[[str], None] | None = None,
+) -> SettingsFound:
+    """Finds the settings that fit on GPUs and cost the least time per step; no GPU is needed.
+
+    It varies ZeRO stage, microbatches, pipeline stages (if the layers run in one loop), what layers
+    of a list recompute, tensor parallelism (if the model or `mesh` has rules), and bucket sizes; if
+    nothing fits, also offload to host memory. Candidates that cannot win are ruled out by formula;
+    the others are compiled for the GPUs.
+
+    Args:
+      model: as `zerojax.train` takes it.
+      mesh: mesh options that the search keeps, such as rules, replica or offload.
+      gpu: a card's name ("h100"), its YAML file, or a `Gpu`.
+      devices: number of GPUs.
+      example_batch: a global batch, as arrays or `ShapeDtypeStruct`s; dimension 0 is the batch.
+      loss, optimizer, precision, freeze: as in `zerojax.make_plan`.
+      budget: seconds; a compilation that has begun is finished.
+      progress: called with a few words about each stage of the work.
+
+    Returns:
+      The choice: `zerojax.train(model, found.mesh, num_microbatches=found.num_microbatches)`.
+
+    Raises:
+      ValueError, TypeError: a setting is invalid, or the model cannot be planned.
+      CompilerMissing: the compile-only client is not installed (`zerojax[plan]`).
+    """
+    missing = compile_client.missing()
+    if missing is not None:
+        raise compile_client.CompilerMissing(f"search compares compiled plans, but {missing}")
+    if budget <= 0:
+        raise ValueError(f"budget={budget:g}: use seconds above 0, such as 300")
+    if devices < 1:
+        raise ValueError(f"devices={devices}: use at least 1")
+    card = gpu if isinstance(gpu, Gpu) else find_gpu(gpu)
+    inputs = PlanInputs(
+        model=model,
+        example_batch=example_batch,
+        loss=loss,
+        optimizer=optimizer,
+        precision=precision,
+        freeze=as_patterns("freeze", freeze),
+    )
+    call = PlannedCall(inputs=inputs, settings=as_mesh_config(mesh))
+    report = progress or (lambda text: None)
+    began = time.monotonic()
+    searched = searched_run(call, card, devices)
+    result = find_settings(
+        searched,
+        card,
+        forecast_of=lambda plan: forecast(plan, gpu=card, fast=True, progress=report),
+        budget=max(budget - (time.monotonic() - began), 1.0),
+        report=report,
+    )
+    if result.chosen is None:
+        return SettingsFound(None, None, result)
+    assert result.options is not None
+    options = {**result.chosen.candidate.mesh_options(), **result.options}
+    settings = dataclasses.replace(call.settings, **options)
+    return SettingsFound(settings, result.chosen.candidate.num_microbatches, result)
+
+
+def searched_run(call: PlannedCall, gpu: Gpu, devices: int) -> SearchedRun:
+    """Returns the run of a call with the candidates that its model permits.
+
+    Raises:
+      ValueError, TypeError: the model cannot be planned, or nothing divides devices and batch.
+    """
+
+    def plan_for(candidate: Candidate, options: Mapping[str, Any]) -> Plan:
+        fields = {**candidate.mesh_options(), **options}
+        changed = call.with_settings(candidate.num_microbatches, **fields)
+        return changed.plan_on(make_abstract_mesh(changed.settings, devices, gpu=gpu))
+
+    rows = _rows(call.inputs.example_batch)
+    settings = call.settings
+    listed: dict[str, Any] = {
+        "node_devices": gpu.node_devices,
+        "replicas": settings.replica,
+        "context": settings.context,
+    }
+    lone = list_candidates(devices, rows, models=(1,), remat_option=None, **listed)
+    if not lone:
+        raise ValueError(
+            f"devices={devices} with replica={settings.replica} and context={settings.context}: "
+            f"the {rows} rows of a batch cannot be divided evenly; use a multiple of {devices} rows"
+        )
+    # At stage 3 layers of a list are a loop.
+    plan = plan_for(max(lone, key=lambda candidate: candidate.zero), {})
+    layers = max((leaf.num_slices for leaf in plan.placement.leaves.values()), default=1)
+    candidates = list_candidates(
+        devices,
+        rows,
+        num_layers=layers,
+        models=MODEL_SIZES if _has_rules(plan) else (1,),
+        remats=[remat for remat in REMATS if remat != "attention" or plan.traced.attention_calls],
+        remat_option="mesh.roll_remat" if plan.stacks else None,
+        unrolls=_can_unroll(lone[0], layers, plan, plan_for),
+        **listed,
+    )
+    return SearchedRun(plan_for=plan_for, candidates=candidates, offload=settings.offload)
+
+
+def _rows(example_batch: Any) -> int:
+    leaves = [leaf for leaf in jax.tree.leaves(example_batch) if getattr(leaf, "shape", ())]
+    if not leaves:
+        raise ValueError("example_batch has no array with rows; pass a global batch")
+    return leaves[0].shape[0]
+
+
+def _has_rules(plan: Plan) -> bool:
+    return bool(plan.settings.rules or bound_attribute(plan.model, "tensor_parallel_rules"))
+
+
+def _can_unroll(
+    candidate: Candidate, layers: int, plan: Plan, plan_for: Callable[..., Plan]
+) -> bool:
+    """Returns whether the loop over layers can be straight code below ZeRO stage 3."""
+    settings = dataclasses.replace(plan.settings, zero=0, stage=1)
+    if plan.stacks or not 1 < layers <= MOST_UNROLLED or why_never_unrolled(settings):
+        return False
+    try:
+        plan_for(dataclasses.replace(candidate, zero=0, unroll=True), {})
+    except ValueError:
+        return False
+    return True
