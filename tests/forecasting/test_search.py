@@ -338,7 +338,8 @@ def test_nothing_depends_on_the_order_of_the_candidates():
 def test_what_fits_at_once_is_tried_in_its_simplest_form():
     world = World(activations=1, state=8)
     result = run(world)
-    assert [c.num_microbatches for c in world.compiled] == [8, 1], "the likeliest, the simplest"
+    tried = [c.num_microbatches for c in world.compiled]
+    assert tried == [8, 8, 1], "the smallest, the likeliest, the simplest"
     assert result.chosen.candidate == Candidate(
         zero=2, model=1, num_microbatches=1, remat="none"
     ), "stages 0 and 1 need more memory and send as much; stage 3 sends more"
@@ -366,7 +367,7 @@ def test_state_that_cannot_fit_is_not_even_planned_again():
     )
     whole = [t for t in result.trials if (t.candidate.zero, t.candidate.model) == (0, 1)]
     assert {t.status for t in whole} == {TOO_LARGE}
-    assert "without activations already 512.0 GiB of 60.0 GiB" in whole[0].reason
+    assert "without activations already 518.0 GiB of 60.0 GiB" in whole[0].reason
     assert len([c for c in planned if (c.zero, c.model) == (0, 1)]) == 1
 
 
@@ -652,3 +653,35 @@ def test_a_small_search_with_the_compiler():
     assert result.chosen.peak == result.forecast.memory.peak > result.chosen.formula_peak * 0.5
     assert len(compiled) <= len(candidates)
     assert {t.status for t in result.trials} <= {CHOSEN, FITS, BEATEN}
+
+
+def test_of_what_does_not_fit_in_its_smallest_form_nothing_else_is_planned():
+    world = World(activations=5000.0)
+    planned = []
+
+    def bounds(c):
+        planned.append(c)
+        return world.bounds(c)
+
+    candidates = [c for c in list_candidates(8, 64, node_devices=8) if c.model == 1]
+    result = search(
+        world.plan,
+        candidates,
+        CARD,
+        forecast_of=world.forecast,
+        find_bounds=bounds,
+        clock=lambda: world.now,
+    )
+    assert len(planned) == len(world.compiled) == 1
+    assert (result.chosen, result.certain) == (None, True)
+    assert {trial.status for trial in result.trials} == {TOO_LARGE}
+
+
+def test_after_the_budget_the_smallest_that_fits_is_the_choice():
+    world = World()
+    result = run(world, budget=world.compile_seconds)
+    assert len(world.compiled) == 1
+    chosen = result.chosen.candidate
+    assert (chosen.zero, chosen.remat, chosen.num_microbatches) == (3, "full", 8)
+    assert not result.certain
+    assert NOT_TRIED in {trial.status for trial in result.trials}

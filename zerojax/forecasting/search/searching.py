@@ -71,7 +71,8 @@ def search(
     `TOLERANCE`. Among candidates with the same bound the first one compiled has the most
     microbatches, because it is the likeliest to fit; its memory then shows the fewest microbatches
     that should fit, and rules out candidates that need more memory or, with the same remat, as much
-    time. If the first one does not fit, the second one compiled is the smallest.
+    time. The first one compiled is the smallest: a plan that fits is then known at once, or that
+    none with the same axes does.
 
     Args:
       make_plan_for: raises ValueError for impossible settings.
@@ -85,11 +86,18 @@ def search(
     """
     began = clock()
     state = _Search(gpu, make_plan_for, find_bounds or bounds_on(gpu, make_plan_for))
-    for candidate in sorted(set(candidates), key=lambda c: c.simplicity):
+    listed = sorted(set(candidates), key=lambda c: c.simplicity)
+    smallest = state.compile_smallest(listed, forecast_of, report)
+    for candidate in listed:
+        if candidate in smallest:
+            continue
+        if state.no_compiler is not None or (state.compiled and clock() - began >= budget):
+            state.leave(candidate)
+            continue
         report(f"planning {candidate.describe()}")
         state.consider(candidate)
     state.drop_beaten_stages()
-    while (following := state.take_next()) is not None:
+    while state.no_compiler is None and (following := state.take_next()) is not None:
         if state.compiled and clock() - began >= budget:
             break
         report(f"compiling #{len(state.compiled) + 1}: {following.candidate.describe()}")
@@ -110,6 +118,37 @@ class _Search:
         self.closed: list[Trial] = []
         self.refused: dict[tuple[int, ...], Trial] = {}
         self.no_compiler: str | None = None
+        self.is_complete = True
+
+    def compile_smallest(
+        self,
+        candidates: Sequence[Candidate],
+        forecast_of: MakeForecast,
+        report: Callable[[str], None],
+    ) -> set[Candidate]:
+        """Compiles the candidate that should need the least memory, of those that can be planned.
+
+        So a plan that fits is known at once, or that none with the same axes does.
+
+        Returns:
+          The candidates that were considered.
+        """
+        considered: set[Candidate] = set()
+        for candidate in sorted(candidates, key=_size):
+            report(f"planning {candidate.describe()}")
+            self.consider(candidate)
+            considered.add(candidate)
+            if self.open:
+                report(f"compiling #1: {candidate.describe()}")
+                self.compile(self.open[0], forecast_of)
+                break
+        return considered
+
+    def leave(self, candidate: Candidate) -> None:
+        """Closes a candidate without planning it."""
+        why = self.no_compiler or "the budget was spent"
+        self.closed.append(Trial(candidate=candidate, status=NOT_TRIED, reason=why))
+        self.is_complete = False
 
     def consider(self, candidate: Candidate) -> None:
         """Plans one candidate and computes its bounds by formula.
@@ -121,6 +160,11 @@ class _Search:
         """
         mesh = candidate.zero, candidate.model, candidate.stage, candidate.expert
         refused = self.refused.get(mesh) if candidate.stage == 1 else None
+        larger = next((c for c in self.compiled if _is_no_larger(c, candidate)), None)
+        if larger is not None:
+            reason = f"needs no less than #{larger.trial.number}, which does not fit"
+            self.closed.append(Trial(candidate=candidate, status=TOO_LARGE, reason=reason))
+            return
         if refused is not None:
             self.closed.append(dataclasses.replace(refused, candidate=candidate, bound=None))
             return
@@ -167,10 +211,6 @@ class _Search:
                 self.close(entry, TOO_LARGE, too_large)
             elif beaten is not None:
                 self.close(entry, BEATEN, beaten)
-        only = self.compiled[0].trial if len(self.compiled) == 1 else None
-        if only is not None and only.status == TOO_LARGE:
-            # The smallest candidate shows at once whether anything fits.
-            return min(self.open, key=_size, default=None)
         return min(self.open, key=self.promise, default=None)
 
     def promise(self, entry: OpenCandidate) -> tuple:
@@ -255,7 +295,7 @@ class _Search:
         return min(equal, key=lambda t: t.candidate.simplicity, default=None)
 
     def finish(self, elapsed: float) -> SearchResult:
-        certain = not self.open
+        certain = not self.open and self.is_complete
         for entry in list(self.open):
             self.close(entry, NOT_TRIED, self.no_compiler or "the budget was spent")
         best = self.best()
@@ -310,22 +350,38 @@ class _Search:
             yield f"The budget was spent with {left} left that might be faster."
 
 
-def _size(entry: OpenCandidate) -> tuple[float, ...]:
+def _size(candidate: Candidate) -> tuple[int, ...]:
     """Sort key; the least is the candidate that should need the least memory."""
-    candidate = entry.candidate
     return (
-        -REMATS.index(candidate.remat),
-        entry.bounds.peak,
-        -candidate.num_microbatches,
         candidate.stage,
         candidate.model,
         candidate.expert,
+        -candidate.zero,
+        -REMATS.index(candidate.remat),
+        -candidate.num_microbatches,
     )
 
 
 def _spans_nodes(candidate: Candidate, gpu: Gpu) -> bool:
     """Returns whether devices that exchange rows of experts are not all in one node."""
     return candidate.expert * candidate.stage * candidate.model > gpu.node_devices
+
+
+def _is_no_larger(compiled: CompiledCandidate, candidate: Candidate) -> bool:
+    """Returns whether a compiled plan does not fit, and `candidate` needs no less memory.
+
+    It has the same axes, and no higher ZeRO stage, no more remat and no more microbatches.
+    """
+    mine, theirs = candidate, compiled.entry.candidate
+    return (
+        compiled.trial.status == TOO_LARGE
+        and (mine.model, mine.stage, mine.expert) == (theirs.model, theirs.stage, theirs.expert)
+        and mine.stage == 1
+        and mine.unroll == theirs.unroll
+        and mine.zero <= theirs.zero
+        and REMATS.index(mine.remat) <= REMATS.index(theirs.remat)
+        and mine.num_microbatches <= theirs.num_microbatches
+    )
 
 
 def _beats(one: OpenCandidate, other: OpenCandidate) -> bool:
