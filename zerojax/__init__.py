@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from zerojax.training.hugging_face_export import to_hugging_face, to_peft
     from zerojax.training.loading import LoadedRun, load_run
     from zerojax.training.run_file import run_from_config
-    from zerojax.training.searching import search
+    from zerojax.training.search_runs import search
     from zerojax.training.trainer import Trainer
     from zerojax.training.tuning import tune
     from zerojax.zoo import Stages, add_lora, merge_lora
@@ -157,7 +157,7 @@ _HOME_OF_NAME = {
     "muon": "optim",
     "reshard_state": "parallel.reshard",
     "run_from_config": "training.run_file",
-    "search": "training.searching",
+    "search": "training.search_runs",
     "sgd": "optim",
     "shard_batch": "data",
     "to_portable_state": "parallel.reshard",

@@ -22,7 +22,7 @@ from zerojax.cli.complaints import explain
 from zerojax.cli.progress import Progress
 from zerojax.config import RunConfig, load
 from zerojax.forecasting.forecast_numbers import FORMULA
-from zerojax.forecasting.search import Candidate, SearchResult, Trial, rounds
+from zerojax.forecasting.settings_search import Candidate, SearchResult, Trial, rounds
 from zerojax.hardware import compile_client
 from zerojax.hardware.compile_client import CompileError
 from zerojax.optim.precision import as_precision

@@ -16,7 +16,7 @@ import zerojax
 from tests.support.forecast_samples import GIB, sample_card, sample_forecast, sample_plan
 from zerojax.config import ModelConfig, MoEConfig
 from zerojax.forecasting.forecast_numbers import FORMULA, RoleBytes
-from zerojax.forecasting.search import (
+from zerojax.forecasting.settings_search import (
     Candidate,
     chosen_words,
     list_candidates,
@@ -24,8 +24,14 @@ from zerojax.forecasting.search import (
     search_dict,
     search_page,
 )
-from zerojax.forecasting.search.candidates import REMATS, Bounds, bounds_of, bounds_on, repeated
-from zerojax.forecasting.search.search_result import (
+from zerojax.forecasting.settings_search.candidates import (
+    REMATS,
+    Bounds,
+    bounds_of,
+    bounds_on,
+    repeated,
+)
+from zerojax.forecasting.settings_search.search_result import (
     BEATEN,
     CHOSEN,
     FAILED,

@@ -13,7 +13,7 @@ import zerojax
 from tests.support.forecast_samples import sample_card, sample_forecast, sample_memory
 from zerojax.config import ModelConfig
 from zerojax.forecasting.forecast_numbers import FORMULA
-from zerojax.forecasting.search import (
+from zerojax.forecasting.settings_search import (
     Candidate,
     SearchResult,
     Trial,
@@ -22,8 +22,8 @@ from zerojax.forecasting.search import (
     search_dict,
     search_page,
 )
-from zerojax.forecasting.search.buckets import MARGIN, NEARLY, bare_seconds
-from zerojax.forecasting.search.search_result import (
+from zerojax.forecasting.settings_search.buckets import MARGIN, NEARLY, bare_seconds
+from zerojax.forecasting.settings_search.search_result import (
     BEATEN,
     CHOSEN,
     FAILED,

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.forecast_samples import GIB, sample_card, sample_forecast
 from zerojax.config.mesh import OffloadConfig
-from zerojax.forecasting.search import Candidate, SearchedRun, find_settings, rounds
+from zerojax.forecasting.settings_search import Candidate, SearchedRun, find_settings, rounds
 
 CARD = sample_card()
 LIMIT, ACTIVATIONS, WEIGHTS, STATE = 60, 10, 16, 48
@@ -59,8 +59,8 @@ class World:
 @pytest.fixture(autouse=True)
 def bounds(monkeypatch):
     """Formulas that rule nothing out."""
-    from zerojax.forecasting.search import searching
-    from zerojax.forecasting.search.candidates import Bounds
+    from zerojax.forecasting.settings_search import searching
+    from zerojax.forecasting.settings_search.candidates import Bounds
 
     known = Bounds(seconds=0.1, wire_seconds=0.0, state=0, peak=0, limit=LIMIT * GIB)
     monkeypatch.setattr(searching, "bounds_on", lambda gpu, make_plan_for: lambda c: known)

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from zerojax.parallel.offload.slice_pipeline import Stack, update_slices
+from zerojax.parallel.offload.slice_pipeline import SliceStack, update_slices
 
 
 @pytest.mark.parametrize("host", [(True, True, True), (True, False, True), (False, False, False)])
@@ -29,10 +29,10 @@ def test_slices_are_those_of_a_plain_loop(count: int, host: tuple[bool, bool, bo
     def run(*arrays):
         a, b, c, d = arrays
         stacks = (
-            Stack(array=a, on_host=host[0]),
-            Stack(array=b, on_host=host[1]),
-            Stack(array=c, on_host=host[2], is_written=False),
-            Stack(array=d, first=1, on_host=host[0], is_read=False),
+            SliceStack(array=a, on_host=host[0]),
+            SliceStack(array=b, on_host=host[1]),
+            SliceStack(array=c, on_host=host[2], is_written=False),
+            SliceStack(array=d, first=1, on_host=host[0], is_read=False),
         )
         return update_slices(count, stacks, update)
 

@@ -15,7 +15,7 @@ from tests.support.trajectories import plan_for
 from zerojax.config import MeshConfig, ModelConfig
 from zerojax.forecasting.hlo import find_collectives, find_overlap, read_program
 from zerojax.forecasting.roofline import estimate
-from zerojax.forecasting.search.candidates import bounds_of
+from zerojax.forecasting.settings_search.candidates import bounds_of
 from zerojax.hardware import compile_client, gpus
 from zerojax.parallel.step import build_step
 from zerojax.plan.device_mesh import make_abstract_mesh, make_mesh

@@ -24,7 +24,7 @@ from zerojax.config.display import show
 from zerojax.hardware.gpus import Gpu, find_gpu
 
 if TYPE_CHECKING:
-    from zerojax.forecasting.search import Candidate, SearchedRun, SearchResult
+    from zerojax.forecasting.settings_search import Candidate, SearchedRun, SearchResult
     from zerojax.plan.make import Plan
 
 PlanFor = Callable[..., Any]
@@ -225,7 +225,7 @@ def search_config(
     Returns:
       0 something fits, 1 nothing does.
     """
-    from zerojax.forecasting.search import REMATS, SearchedRun, chosen_words, list_candidates
+    from zerojax.forecasting.settings_search import REMATS, SearchedRun, chosen_words, list_candidates
     from zerojax.training.run_file import plan_from_config
 
     if config.elasticity.enabled:
@@ -280,8 +280,8 @@ def search_script(
       0 something fits, 1 nothing does.
     """
     from zerojax.cli.script_runs import call_of_script
-    from zerojax.forecasting.search import chosen_words
-    from zerojax.training.searching import searched_run
+    from zerojax.forecasting.settings_search import chosen_words
+    from zerojax.training.search_runs import searched_run
 
     call = call_of_script(path, overrides, devices, gpu)
     with Progress(quiet=as_json) as progress:
@@ -299,7 +299,7 @@ def search_script(
 def _search(searched: SearchedRun, gpu: Gpu, *, as_json: bool, budget: float) -> SearchResult:
     """Searches with fast compiler options, and prints the result."""
     from zerojax.forecasting import forecast
-    from zerojax.forecasting.search import find_settings, search_dict, search_page
+    from zerojax.forecasting.settings_search import find_settings, search_dict, search_page
     from zerojax.hardware import compile_client
 
     missing = compile_client.missing()

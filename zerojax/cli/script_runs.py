@@ -35,7 +35,7 @@ from zerojax.plan.inputs import PlanInputs
 from zerojax.plan.make import Plan
 from zerojax.training import entry
 from zerojax.training.run_spec import RunSpec
-from zerojax.training.searching import PlannedCall
+from zerojax.training.search_runs import PlannedCall
 from zerojax.training.train_arguments import Arguments
 
 _CALL_ONE = "call one of them in the script, or plan a run file (CONFIG.yaml)"

@@ -23,7 +23,7 @@ Slices = tuple[jax.Array, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Stack:
+class SliceStack:
     """An array in slices that a loop reads, writes in place, or both.
 
     Attributes:
@@ -42,7 +42,7 @@ class Stack:
 
 
 def update_slices(
-    count: int, stacks: Sequence[Stack], update: Callable[[Any, Slices], Slices]
+    count: int, stacks: Sequence[SliceStack], update: Callable[[Any, Slices], Slices]
 ) -> tuple[jax.Array, ...]:
     """Updates `count` slices of all stacks, in order (traced).
 
@@ -62,7 +62,7 @@ def update_slices(
 class _Pipeline:
     """The loop. Its values: the arrays of all stacks, and slices of the stacks on the host."""
 
-    stacks: Sequence[Stack]
+    stacks: Sequence[SliceStack]
     update: Callable[[Any, Slices], Slices]
 
     def run(self, count: int) -> tuple[jax.Array, ...]:

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax.config.mesh import DEVICE, HOST
 from zerojax.optim import BegunUpdate, Optimizer, UpdateContext
-from zerojax.parallel.offload.slice_pipeline import Stack, update_slices
+from zerojax.parallel.offload.slice_pipeline import SliceStack, update_slices
 from zerojax.parallel.update import ThisStep, axes_of_leaves, clipped_scale, true_shapes
 from zerojax.plan.make import Plan
 from zerojax.plan.slices import as_slices
@@ -181,12 +181,12 @@ class LeafUpdate:
         first, count = self._leaf.first(tier), self._leaf.counts[tier]
         master, *moments = state
         sliced = moments if master is None else [master, *moments]
-        stacks = [Stack(array=x, on_host=tier == HOST) for x in sliced]
+        stacks = [SliceStack(array=x, on_host=tier == HOST) for x in sliced]
         on_host = self._on_host
-        stacks.append(Stack(array=grad, first=first, on_host=on_host, is_written=False))
+        stacks.append(SliceStack(array=grad, first=first, on_host=on_host, is_written=False))
         # Without a master the update starts from the weights.
         reads = master is None
-        stacks.append(Stack(array=weights, first=first, on_host=on_host, is_read=reads))
+        stacks.append(SliceStack(array=weights, first=first, on_host=on_host, is_read=reads))
 
         def update(index: Any, slices: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             if master is None:

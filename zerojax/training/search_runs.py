@@ -19,7 +19,7 @@ from zerojax.config import MeshConfig, as_mesh_config
 from zerojax.config.checks import as_patterns, names_keywords
 from zerojax.config.display import as_details
 from zerojax.forecasting import forecast
-from zerojax.forecasting.search import (
+from zerojax.forecasting.settings_search import (
     REMATS,
     Candidate,
     SearchedRun,
@@ -29,7 +29,7 @@ from zerojax.forecasting.search import (
     search_dict,
     search_page,
 )
-from zerojax.forecasting.search.candidates import MODEL_SIZES
+from zerojax.forecasting.settings_search.candidates import MODEL_SIZES
 from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import Gpu, find_gpu
 from zerojax.models import bound_attribute

@@ -14,10 +14,10 @@ from typing import Any
 
 from zerojax.config.mesh import DEVICE, HOST, OffloadConfig
 from zerojax.forecasting.forecast_numbers import ForecastNumbers
-from zerojax.forecasting.search.buckets import search_buckets
-from zerojax.forecasting.search.candidates import Candidate
-from zerojax.forecasting.search.search_result import CHOSEN, SearchResult, Trial
-from zerojax.forecasting.search.searching import MakeForecast, search
+from zerojax.forecasting.settings_search.buckets import search_buckets
+from zerojax.forecasting.settings_search.candidates import Candidate
+from zerojax.forecasting.settings_search.search_result import CHOSEN, SearchResult, Trial
+from zerojax.forecasting.settings_search.searching import MakeForecast, search
 from zerojax.hardware.compile_client import CompileError
 from zerojax.hardware.gpus import Gpu
 from zerojax.plan.counts import role_tiers

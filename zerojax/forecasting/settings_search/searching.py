@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from zerojax.forecasting.forecast_numbers import COMPILED, ForecastNumbers
-from zerojax.forecasting.search.candidates import (
+from zerojax.forecasting.settings_search.candidates import (
     REMATS,
     Bounds,
     Candidate,
@@ -20,7 +20,7 @@ from zerojax.forecasting.search.candidates import (
     MakePlan,
     bounds_on,
 )
-from zerojax.forecasting.search.search_result import (
+from zerojax.forecasting.settings_search.search_result import (
     BEATEN,
     CHOSEN,
     FAILED,

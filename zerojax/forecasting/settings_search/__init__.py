@@ -1,9 +1,9 @@
 """Searches for the cheapest plan that fits, and for its bucket sizes."""
 
-from zerojax.forecasting.search.buckets import search_buckets
-from zerojax.forecasting.search.candidates import REMATS, Candidate, list_candidates
-from zerojax.forecasting.search.rounds import SearchedRun, find_settings
-from zerojax.forecasting.search.search_result import (
+from zerojax.forecasting.settings_search.buckets import search_buckets
+from zerojax.forecasting.settings_search.candidates import REMATS, Candidate, list_candidates
+from zerojax.forecasting.settings_search.rounds import SearchedRun, find_settings
+from zerojax.forecasting.settings_search.search_result import (
     BucketSearch,
     BucketTrial,
     SearchResult,
@@ -12,7 +12,7 @@ from zerojax.forecasting.search.search_result import (
     search_dict,
     search_page,
 )
-from zerojax.forecasting.search.searching import search
+from zerojax.forecasting.settings_search.searching import search
 
 __all__ = [
     "REMATS",

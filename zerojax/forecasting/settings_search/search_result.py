@@ -9,7 +9,7 @@ from typing import Any
 
 from zerojax.forecasting.forecast_numbers import ForecastNumbers
 from zerojax.forecasting.forecast_page import WIDTH, Rows, align_columns, forecast_dict
-from zerojax.forecasting.search.candidates import Candidate
+from zerojax.forecasting.settings_search.candidates import Candidate
 
 CHOSEN = "chosen"
 FITS = "fits"

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from zerojax.forecasting.forecast_numbers import COMPILED, ForecastNumbers, TrafficRow
 from zerojax.forecasting.roofline import link_bandwidth
-from zerojax.forecasting.search.search_result import (
+from zerojax.forecasting.settings_search.search_result import (
     BEATEN,
     CHOSEN,
     FAILED,
