@@ -18,7 +18,7 @@ from tests.support import own_transformers, small_models
 from tests.support.own_transformers import FusedDecoder, LinenDecoder, Mlp, OwnDecoder
 from tests.support.refusals import Refusal
 from tests.support.small_models import VOCAB, linen_loss, reference_model
-from tests.support.trajectories import plan_for, text_batch
+from tests.support.trajectories import plan_for, regression_batch, text_batch
 from zerojax.cli import main
 from zerojax.config import LoraConfig, MoEConfig
 from zerojax.models.losses import mean_squared_error, next_token
@@ -75,6 +75,7 @@ ZOO = {
     "t5": lambda: t5,
     "experts": lambda: reference_model("llama", moe=MoEConfig(num_experts=4, shared_dim=32)),
     "adapters": with_adapters,
+    "8-bit products": lambda: reference_model("llama", matmul_dtype="fp8"),
     "loss in chunks": lambda: decoder(loss_chunk=8),
     "attention in chunks, remat": lambda: decoder(attention="chunked", remat="full"),
     "norms of heads, sinks": lambda: decoder(query_key_norm="all", attention_sinks=True),
@@ -268,6 +269,13 @@ def test_a_loss_that_needs_the_whole_vocabulary_keeps_the_head_whole():
     proposal = propose(lambda rngs: Ranked(rngs))
     assert "`top_k`" in whole(proposal, "o/kernel")[0]
     assert dict(proposal.rules) == {k: v for k, v in OWN.items() if not k.startswith("^o/")}
+
+
+def test_features_of_running_averages_stay_whole():
+    model, batch = lambda rngs: small_models.WithStatistics(rngs), regression_batch(0)
+    proposal = propose(model, batch=batch, loss=small_models.regression_loss)
+    assert proposal.rules == ()
+    assert "norm/mean" in whole(proposal, "hidden/kernel")[0]
 
 
 def test_one_layer_has_nothing_to_pair():

@@ -24,7 +24,7 @@ def groups_of(function, weights, *others):
     """{parameters with their dimensions: group} of a function of weights and other inputs."""
     program = jax.make_jaxpr(lambda w, *rest: function(w, *rest))(weights, *others)
     names = [f"other {i}" for i in range(len(others))]
-    found = DimGroups(program.jaxpr, sorted(weights), names).find()
+    found = DimGroups(program.jaxpr, sorted(weights), [], names).find()
     return {tuple(group.dims.items()): group for group in found}
 
 
@@ -211,7 +211,7 @@ def test_sums_of_both_passes():
     names = sorted(weights)
     forward = jax.make_jaxpr(loss)(weights, X)
     program = gradient_program(forward, range(len(names)))
-    both = DimGroups(program, names, ["x"], outputs=names)
+    both = DimGroups(program, names, [], ["x"], outputs=names)
     factor = both.group_at("up", 1)
     assert factor == both.group_at("gate", 1) == both.group_at("down", 0)
     one = ROWS * TOKENS * WIDTH * 4

@@ -120,11 +120,8 @@ def run(args: argparse.Namespace) -> int:
     needs_no_gpu = args.parameter is not None or args.propose_rules
     if devices is None and needs_no_gpu and not is_script:
         devices = config.cpu_devices
-    missing = [
-        option
-        for option, value in (("--gpu", args.gpu or needs_no_gpu), ("--devices", devices))
-        if value in (None, False)
-    ]
+    found = {"--gpu": needs_no_gpu or args.gpu is not None, "--devices": devices is not None}
+    missing = [option for option, is_there in found.items() if not is_there]
     if missing:
         raise ValueError(
             f"required: {', '.join(missing)}; an example is --gpu h100 --devices 8, or --devices 8 "

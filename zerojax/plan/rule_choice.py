@@ -46,7 +46,8 @@ class SplitChoice:
 def choose_splits(
     forward: Any,
     params: Mapping[str, Any],
-    others: Sequence[str],
+    state: Sequence[str],
+    batch: Sequence[str],
     *,
     trained: set[str],
     degree: int,
@@ -59,13 +60,13 @@ def choose_splits(
     favours but that cannot be split stays whole; no costlier group takes its place.
 
     Args:
-      forward: traced loss of one microbatch; its inputs are `params` and `others`, in this order.
-      params: {name: abstract array}; others: names of the other inputs.
+      forward: traced loss of one microbatch; its inputs are `params`, `state` and `batch`.
+      params: {name: abstract array}; state, batch: names of the other inputs.
       trained: names of the parameters that have gradients.
       degree: number of devices.
       added_first: whether the compiler adds results of products before it all-reduces their sum.
     """
-    groups = DimGroups(forward.jaxpr, list(params), others)
+    groups = DimGroups(forward.jaxpr, list(params), state, batch)
     sizes = {n: math.prod(p.shape) * p.dtype.itemsize for n, p in params.items()}
     candidates = [group for group in groups.find() if group.columns or group.tables]
     chosen: list[DimGroup] = []
@@ -86,7 +87,8 @@ def choose_splits(
             found[name] = SplitChoice(dim=None, kind="whole", why=refused.get(name, _SUMMED))
     places = [place for place, name in enumerate(params) if name in trained]
     program = gradient_program(forward, places)
-    both = DimGroups(program, list(params), others, outputs=[n for n in params if n in trained])
+    outputs = [name for name in params if name in trained]
+    both = DimGroups(program, list(params), state, batch, outputs=outputs)
     own = _by_parameter(groups, groups, chosen, added_first)
     total = _by_parameter(groups, both, chosen, added_first)
     return {

@@ -99,7 +99,7 @@ class RuleProposal:
         return sum(part.backward_bytes for part in self.parts)
 
     def __str__(self) -> str:
-        rules = [f"  {rule!r}," for rule in self.rules]
+        rules = [f"  {printable(repr(rule))}," for rule in self.rules]
         ending = ["", "rules = (", *rules, ")"] if rules else []
         return "\n".join(
             [_headline(self), "", *_table(self.parts), "", "why", *_reasons(self.parts), *ending]
@@ -177,13 +177,16 @@ def propose_for(inputs: PlanInputs, mesh: Mesh | AbstractMesh) -> RuleProposal:
             'as {"data": 2, "model": 4}'
         )
     plan = plan_of(inputs, mesh, zero=0, rules=(), roll="off")
-    params = {**plan.abstract_stored["params"], **plan.abstract_stored["frozen"]}
-    params = {name: params[name] for name in sorted(params)}
+    stored = {**plan.abstract_stored["params"], **plan.abstract_stored["frozen"]}
+    params = {
+        name: jax.ShapeDtypeStruct(plan.placement.leaves[name].shape, stored[name].dtype)
+        for name in sorted(stored)
+    }
     trained = {name for name, leaf in plan.placement.leaves.items() if not leaf.frozen}
     choices = choose_splits(
         plan.traced.forward,
         params,
-        _other_inputs(plan),
+        *_other_inputs(plan),
         trained=trained,
         degree=degree,
         added_first=not _is_cpu(mesh),
@@ -218,15 +221,15 @@ def _without_other_axes(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
     return make_abstract_mesh(sizes).update(abstract_device=mesh.abstract_device)
 
 
-def _other_inputs(plan: Plan) -> list[str]:
-    """Returns the names of the inputs of a traced loss after the parameters."""
+def _other_inputs(plan: Plan) -> tuple[list[str], list[str]]:
+    """Returns the names of a traced loss's inputs after the parameters: (state, batch)."""
     batch = [
         f"batch[{name!r}]" if name else "the batch" for name in flatten_names(plan.abstract_batch)
     ]
     state = sorted(plan.abstract_stored["extras"])
     number = len(plan.traced.forward.jaxpr.invars) - len(plan.placement.leaves)
     assert len(state) + len(batch) == number, (state, batch, number)
-    return [*state, *batch]
+    return state, batch
 
 
 def _is_cpu(mesh: Mesh | AbstractMesh) -> bool:

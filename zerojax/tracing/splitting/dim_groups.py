@@ -74,7 +74,8 @@ class DimGroups:
     Args:
       program: traced.
       weights: names of its first inputs, the parameters.
-      others: names of its other inputs.
+      state: names of the next inputs, which depend on neither parameters nor batch.
+      batch: names of its other inputs.
       outputs: names of parameters in the order of the outputs, if these are their gradients: a
         gradient is split as its parameter.
     """
@@ -83,7 +84,8 @@ class DimGroups:
         self,
         program: Jaxpr,
         weights: Sequence[str],
-        others: Sequence[str],
+        state: Sequence[str],
+        batch: Sequence[str],
         *,
         outputs: Sequence[str] = (),
     ) -> None:
@@ -91,9 +93,10 @@ class DimGroups:
         avals: list[Any] = [variable.aval for variable in program.invars]
         dims = [record.factors.new_dims(aval.shape) for aval in avals]
         self._weights = dict(zip(weights, dims[: len(weights)], strict=True))
-        self._others = dict(zip(others, dims[len(weights) :], strict=True))
+        self._others = dict(zip([*state, *batch], dims[len(weights) :], strict=True))
         inputs = [Value(dims, frozenset([name])) for name, dims in self._weights.items()]
-        inputs += [Value(dims) for dims in self._others.values()]
+        inputs += [Value(self._others[name], frozenset()) for name in state]
+        inputs += [Value(self._others[name]) for name in batch]
         results = follow_dims(record, program, inputs)
         for name, gradient in zip(outputs, results, strict=False):
             for a, b in zip(self._weights[name], gradient.dims, strict=True):

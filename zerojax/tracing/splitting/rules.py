@@ -69,6 +69,11 @@ def _elementwise(record: Record, equation: Any, operands: Sequence[Value]) -> Se
     return [tuple(max(dims, key=record.factors.total) for dims in zip(first, *others, strict=True))]
 
 
+def _bitcast(record: Record, equation: Any, operands: Sequence[Value]) -> Sequence[Dims]:
+    same = _shape(equation.invars[0]) == _shape(equation.outvars[0])
+    return (_elementwise if same else _unknown)(record, equation, operands)
+
+
 def _reduction(record: Record, equation: Any, operands: Sequence[Value]) -> Sequence[Dims]:
     axes, (value, *_) = equation.params["axes"], operands
     record.add_sum("reduction", tuple(value.dims[axis] for axis in axes), equation.outvars[0])
@@ -332,6 +337,7 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(_SCATTERS, _scatter),
     **dict.fromkeys(_DRAWS, _new),
     **dict.fromkeys(["slice", "dynamic_slice", "pad"], _part),
+    "bitcast_convert_type": _bitcast,
     "broadcast_in_dim": _broadcast_in_dim,
     "conv_general_dilated": _convolution,
     "dot_general": _dot_general,
