@@ -47,8 +47,8 @@ examples:
   zerojax plan configs/llama_7b_zero3_8xh100.yaml --gpu h100 --devices 64 --search
   zerojax plan configs/llama_7b_zero3_8xh100.yaml --gpu h200 --devices 1 opt_state=host
   zerojax plan configs/llama_7b_zero3_8xh100.yaml --devices 8 --parameter blocks/mlp/up/kernel
-  zerojax plan train.py --gpu h100 --devices 8 zero=3
   zerojax plan train.py --devices 8 --propose-rules model=4
+  zerojax plan train.py --gpu h100 --devices 8 zero=3
 
 A script (train.py) runs up to its first zerojax.train, make_plan or engine step, whose arguments
 are planned; KEY=VALUE changes their mesh options.
