@@ -1,7 +1,8 @@
 """Tensor parallelism by rules that assign mesh axes to the dimensions of parameters.
 
 The models of zerojax have their own rules; for another model, write a few regular expressions on
-the names of its parameters. Rules combine with every ZeRO stage.
+the names of its parameters, or let `zerojax.propose_rules` find them in the traced loss. Rules
+combine with every ZeRO stage.
 """
 
 import jax
@@ -50,6 +51,10 @@ def losses(mesh_config: dict) -> list[float]:
         found.append(float(metrics["loss"]))
     return found
 
+
+proposal = zerojax.propose_rules(Mlp, {"data": 2, "model": 4}, example_batch=batch)
+print(proposal)  # the same rules, and what each saves and sends
+assert {pattern.strip("^$"): axes for pattern, axes in proposal.rules} == dict(RULES)
 
 split = losses({"data": 2, "model": 4, "zero": 3, "rules": RULES})
 plain = losses({"data": 8, "zero": 0})

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from zerojax.parallel.step import build_evaluation, build_step
     from zerojax.plan.device_mesh import make_abstract_mesh, make_mesh
     from zerojax.plan.make import Plan, make_plan
+    from zerojax.plan.rule_proposal import RuleProposal, propose_rules
     from zerojax.plan.state import TrainState
     from zerojax.runtime.distributed import join_processes
     from zerojax.training.entry import train
@@ -64,6 +65,7 @@ __all__ = [
     "Plan",
     "Precision",
     "Pretrained",
+    "RuleProposal",
     "RunConfig",
     "Stages",
     "TokenSource",
@@ -95,6 +97,7 @@ __all__ = [
     "make_plan",
     "merge_lora",
     "muon",
+    "propose_rules",
     "reshard_state",
     "run_from_config",
     "search",
@@ -125,6 +128,7 @@ _HOME_OF_NAME = {
     "Plan": "plan.make",
     "Precision": "optim.precision",
     "Pretrained": "zoo.hugging_face",
+    "RuleProposal": "plan.rule_proposal",
     "RunConfig": "config",
     "Stages": "zoo",
     "TokenSource": "data",
@@ -155,6 +159,7 @@ _HOME_OF_NAME = {
     "make_plan": "plan.make",
     "merge_lora": "zoo",
     "muon": "optim",
+    "propose_rules": "plan.rule_proposal",
     "reshard_state": "parallel.reshard",
     "run_from_config": "training.run_file",
     "search": "training.search_runs",

@@ -1,4 +1,4 @@
-"""`zerojax plan`: forecasts a run, explains one parameter, or searches for the cheapest plan."""
+"""`zerojax plan`: forecasts a run, explains a parameter, proposes rules, or searches a plan."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ examples:
   zerojax plan configs/llama_7b_zero3_8xh100.yaml --gpu h100 --devices 64 --search
   zerojax plan configs/llama_7b_zero3_8xh100.yaml --gpu h200 --devices 1 opt_state=host
   zerojax plan configs/llama_7b_zero3_8xh100.yaml --devices 8 --parameter blocks/mlp/up/kernel
+  zerojax plan train.py --devices 8 --propose-rules model=4
   zerojax plan train.py --gpu h100 --devices 8 zero=3
   zerojax plan train.py --gpu h100 --devices 8 --search
 
@@ -78,6 +79,11 @@ def add(commands) -> None:
         metavar="NAME",
         help="explain one parameter: sharding, collectives, update, memory, names in a checkpoint",
     )
+    parser.add_argument(
+        "--propose-rules",
+        action="store_true",
+        help="propose tensor-parallel rules (mesh.rules) for a mesh with model > 1, and their cost",
+    )
     parser.add_argument("--json", action="store_true", help="print every number as JSON")
     parser.add_argument(
         "--no-compile", action="store_true", help="estimates by formula only, in a second"
@@ -110,13 +116,11 @@ def run(args: argparse.Namespace) -> int:
     is_script = is_python(path)
     config = RunConfig() if is_script else load(RunConfig, path, overrides)
     devices = args.devices
-    if devices is None and args.parameter is not None and not is_script:
+    needs_no_gpu = args.parameter is not None or args.propose_rules
+    if devices is None and needs_no_gpu and not is_script:
         devices = config.cpu_devices
-    missing = [
-        option
-        for option, value in (("--gpu", args.gpu or args.parameter), ("--devices", devices))
-        if value is None
-    ]
+    found = {"--gpu": needs_no_gpu or args.gpu is not None, "--devices": devices is not None}
+    missing = [option for option, is_there in found.items() if not is_there]
     if missing:
         raise ValueError(
             f"required: {', '.join(missing)}; an example is --gpu h100 --devices 8, or --devices 8 "
@@ -130,9 +134,9 @@ def run(args: argparse.Namespace) -> int:
     plan_for: PlanFor = functools.partial(_plan_of_config, config)
     if is_script:
         plan_for = functools.partial(_plan_of_script, str(path), overrides)
-    if args.parameter is not None:
+    if needs_no_gpu:
         use_the_cpu_alone()
-        show(plan_for(devices).explain(args.parameter))
+        show(_answer(args, plan_for(devices)))
         return EXIT_FITS
     gpu = find_gpu(args.gpu)
     if args.budget <= 0:
@@ -165,6 +169,16 @@ def _plan_of_script(path: str, overrides: list[str], devices: int, gpu: Gpu | No
     from zerojax.cli.script_runs import plan_of_script
 
     return plan_of_script(path, overrides, devices, gpu)
+
+
+def _answer(args: argparse.Namespace, plan: Plan) -> str:
+    """Returns the page about one parameter, or the proposed rules."""
+    from zerojax.plan.rule_proposal import propose_for
+
+    if args.parameter is not None:
+        return plan.explain(args.parameter)
+    proposal = propose_for(plan.inputs, plan.mesh)
+    return json.dumps(dataclasses.asdict(proposal), indent=2) if args.json else str(proposal)
 
 
 def _check_mesh(config: RunConfig, devices: int) -> None:

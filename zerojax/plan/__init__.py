@@ -12,22 +12,27 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zerojax.plan.device_mesh import make_abstract_mesh, make_mesh
     from zerojax.plan.make import Plan, make_plan
+    from zerojax.plan.rule_proposal import RuleProposal, propose_rules
     from zerojax.plan.state import TrainState
 
 __all__ = [
     "Plan",
+    "RuleProposal",
     "TrainState",
     "make_abstract_mesh",
     "make_mesh",
     "make_plan",
+    "propose_rules",
 ]
 
 _HOME_OF_NAME = {
     "Plan": "make",
+    "RuleProposal": "rule_proposal",
     "TrainState": "state",
     "make_abstract_mesh": "device_mesh",
     "make_mesh": "device_mesh",
     "make_plan": "make",
+    "propose_rules": "rule_proposal",
 }
 
 

@@ -56,7 +56,8 @@ def describe_choices(
     if model_axis > 1 and not any(MODEL in leaf.axes for leaf in placement.leaves.values()):
         lines.append(
             f"model={model_axis} splits nothing, so {model_axis} devices each compute the same: no "
-            "rule matches a parameter; pass rules=((pattern, axes), ...), or model=1"
+            "rule matches a parameter; pass rules=, which zerojax.propose_rules(model, mesh, "
+            "example_batch=batch) proposes, or model=1"
         )
     lines.append(f"precision: {precision.describe()}")
     count = len({name for name, _ in placement.exceptions()})

@@ -1,7 +1,7 @@
 """Traced programs of models: reads of parameters, loops over layers, FLOPs, rewriting.
 
 Knows traced programs; never a mesh, a sharding or an optimizer. Sub-packages: `loops` (the loop
-over layers), `rolling` (a list of layers as one loop).
+over layers), `rolling` (a list of layers as one loop), `splitting` (dimensions split together).
 """
 
 from __future__ import annotations

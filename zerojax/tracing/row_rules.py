@@ -24,9 +24,10 @@ argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum 
 """
 _MATRIX_NAMES = "cholesky eigh lu qr svd triangular_solve"
 _SCATTER_NAMES = "scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub"
-# Primitives with one output, computed element by element from inputs of its shape.
-_ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
-_REDUCTIONS = frozenset(_REDUCTION_NAMES.split())
+ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
+"""Primitives with one output, computed element by element from inputs of its shape."""
+REDUCTIONS = frozenset(_REDUCTION_NAMES.split())
+"""Primitives that reduce the dimensions `axes` of their only input."""
 _WINDOWS = frozenset(f"reduce_window{kind}" for kind in ("", "_max", "_min", "_sum"))
 _SCATTERS = frozenset(_SCATTER_NAMES.split())
 # The last two dimensions are matrices; those before are batch dimensions.
@@ -54,7 +55,7 @@ def rows_after(equation: Any, operands: list[Dependence], num_rows: int) -> Depe
       num_rows: of the batch.
     """
     kind = equation.primitive.name
-    if kind in _ELEMENTWISE:
+    if kind in ELEMENTWISE:
         return join([operand for operand in operands if not isinstance(operand, Fixed)])
     if kind == "reshape":
         return _reshape(equation, operands, num_rows)
@@ -70,7 +71,7 @@ def pairs_rows(equation: Any, operands: list[Dependence]) -> bool:
     rows = [
         (place, operand.dim) for place, operand in enumerate(operands) if isinstance(operand, Rows)
     ]
-    if equation.primitive.name in _ELEMENTWISE:
+    if equation.primitive.name in ELEMENTWISE:
         return len({dim for _, dim in rows}) > 1
     if equation.primitive.name != "dot_general" or len(rows) < 2:
         return False
@@ -309,7 +310,7 @@ def _take(equation: Any, table: Dependence) -> Dependence:
 
 
 _RULES = {
-    **dict.fromkeys(_REDUCTIONS, _reduction),
+    **dict.fromkeys(REDUCTIONS, _reduction),
     **dict.fromkeys(_ALONG_A_DIM, _along_a_dim),
     **dict.fromkeys(["slice", "dynamic_slice", "pad", "tile"], _keeping),
     **dict.fromkeys(_OF_MATRICES, _of_matrices),

@@ -1,0 +1,197 @@
+"""Chooses the dimensions of parameters that tensor parallelism splits, and counts their sums."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from zerojax.tracing.splitting import DimGroup, DimGroups, gradient_program
+
+Kind = Literal["column", "row", "vocabulary", "follows", "whole"]
+SMALL_SHARE = 0.01
+"""A vocabulary is not split if that saves less than this share of all weights: a table of positions
+or token types would cost an all-reduce of activations and save next to nothing."""
+_SEVERAL = ("is cut by `split`", "is cut by `slice`")
+"""Obstacles of matrices that hold several, such as queries, keys and values in one."""
+_SUMMED = "is used with values that every device has whole"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SplitChoice:
+    """What becomes of one parameter.
+
+    Attributes:
+      dim: dimension that is split; None: it stays whole.
+      kind: its part in the split.
+      why: one sentence, in which {} stands for `partner`.
+      partner: the parameter that `why` names, if any.
+      forward_bytes, backward_bytes: of the results that one device all-reduces in one microbatch.
+      forward_sums, backward_sums: number of these all-reduces.
+    """
+
+    dim: int | None
+    kind: Kind
+    why: str
+    partner: str | None = None
+    forward_bytes: int = 0
+    backward_bytes: int = 0
+    forward_sums: int = 0
+    backward_sums: int = 0
+
+
+def choose_splits(
+    forward: Any,
+    params: Mapping[str, Any],
+    state: Sequence[str],
+    batch: Sequence[str],
+    *,
+    trained: set[str],
+    degree: int,
+    added_first: bool,
+) -> dict[str, SplitChoice]:
+    """Chooses which dimension of each parameter is split over `degree` devices.
+
+    Groups of dimensions compete for the parameters that they share: the group goes first that saves
+    most weights for each byte it sums in the forward pass. A group that the model's structure
+    favours but that cannot be split stays whole; no costlier group takes its place.
+
+    Args:
+      forward: traced loss of one microbatch; its inputs are `params`, `state` and `batch`.
+      params: {name: abstract array}; state, batch: names of the other inputs.
+      trained: names of the parameters that have gradients.
+      degree: number of devices.
+      added_first: whether the compiler adds results of products before it all-reduces their sum.
+    """
+    groups = DimGroups(forward.jaxpr, list(params), state, batch)
+    sizes = {n: math.prod(p.shape) * p.dtype.itemsize for n, p in params.items()}
+    candidates = [group for group in groups.find() if group.columns or group.tables]
+    chosen: list[DimGroup] = []
+    refused: dict[str, str] = {}
+    for group in _competing(candidates, groups, sizes):
+        why = _why_whole(group, sizes, degree)
+        if why is None:
+            chosen.append(group)
+        else:
+            refused |= dict.fromkeys(group.dims, why)
+    for group in candidates:
+        if group.inputs or group.is_part:
+            why = _why_whole(group, sizes, degree)
+            refused = dict.fromkeys(group.columns, why or _SUMMED) | refused
+    found = {name: _role(group, name) for group in chosen for name in group.dims}
+    for name in params:
+        if name not in found:
+            found[name] = SplitChoice(dim=None, kind="whole", why=refused.get(name, _SUMMED))
+    places = [place for place, name in enumerate(params) if name in trained]
+    program = gradient_program(forward, places)
+    outputs = [name for name in params if name in trained]
+    both = DimGroups(program, list(params), state, batch, outputs=outputs)
+    own = _by_parameter(groups, groups, chosen, added_first)
+    total = _by_parameter(groups, both, chosen, added_first)
+    return {
+        name: dataclasses.replace(
+            found[name],
+            forward_bytes=own[name][0],
+            backward_bytes=max(total[name][0] - own[name][0], 0),
+            forward_sums=own[name][1],
+            backward_sums=max(total[name][1] - own[name][1], 0),
+        )
+        for name in params
+    }
+
+
+def _competing(
+    candidates: Sequence[DimGroup], groups: DimGroups, sizes: Mapping[str, int]
+) -> list[DimGroup]:
+    """Returns the groups that split different parameters and no common value, best first.
+
+    Groups that the batch has too, and parts of heads, are never split.
+    """
+    candidates = [group for group in candidates if not group.inputs and not group.is_part]
+
+    def cost(group: DimGroup) -> float:
+        summed = sum(one.num_bytes * one.times for one in group.sums)
+        return summed / sum(map(sizes.__getitem__, group.dims))
+
+    taken: list[DimGroup] = []
+    for group in sorted(candidates, key=cost):
+        shared = any(group.dims.keys() & other.dims.keys() for other in taken)
+        if not shared and not any(groups.meet(group.factor, other.factor) for other in taken):
+            taken.append(group)
+    return taken
+
+
+def _why_whole(group: DimGroup, sizes: Mapping[str, int], degree: int) -> str | None:
+    """Returns the reason why a group stays whole; None if it is split."""
+    if group.inputs:
+        return f"its dimension of {group.size} is also one of {group.inputs[0]}"
+    if group.obstacles:
+        why = group.obstacles[0]
+        remedy = "; give each part a parameter of its own" if why in _SEVERAL else ""
+        return f"its dimension of {group.size} {why}{remedy}"
+    if group.size % degree:
+        fitting = [n for n in range(2, degree) if group.size % n == 0]
+        use = f"use model={fitting[-1]}" if fitting else "no smaller model axis does either"
+        return (
+            f"its dimension comes in {group.size} parts (heads of keys, for attention), which "
+            f"model={degree} does not divide; {use}"
+        )
+    if group.rows:
+        return None
+    if group.tables and not group.by_batch and not group.columns:
+        return "its rows are not looked up by the batch, but by position or constants"
+    share = sum(map(sizes.__getitem__, group.dims)) / sum(sizes.values())
+    if share < SMALL_SHARE:
+        return f"it is {share:.1%} of all weights, which would not be worth an all-reduce"
+    return None
+
+
+def _by_parameter(
+    forward: DimGroups, program: DimGroups, chosen: Sequence[DimGroup], added_first: bool
+) -> dict[str, tuple[int, int]]:
+    """Returns {parameter: (bytes, number) of the all-reduces that its products cause}.
+
+    Args:
+      forward: groups of the forward pass; chosen: those of them that are split.
+      program: groups of the program whose all-reduces count.
+    """
+    found = collections.defaultdict(lambda: (0, 0))
+    of_factor: dict[int, DimGroup] = {}
+    for group in chosen:
+        for name, dim in group.dims.items():
+            factor = group.factor if program is forward else program.group_at(name, dim)
+            of_factor.setdefault(factor, group)  # type: ignore[arg-type]
+    for factor, one in program.totals(of_factor, added_first=added_first):
+        group = of_factor[factor]
+        main = _first(group, group.rows or group.columns or group.tables)
+        name = next((name for name in group.dims if name in one.weights), main)
+        size, number = found[name]
+        found[name] = size + round(one.num_bytes * one.times), number + round(one.times)
+    return found
+
+
+def _role(group: DimGroup, name: str) -> SplitChoice:
+    """Returns the choice for a parameter of a group that is split, without its costs."""
+    make = functools.partial(SplitChoice, dim=group.dims[name])
+    if name in group.rows:
+        why = "sums over split features: an all-reduce of its result follows"
+        return make(kind="row", why=why)
+    if name in group.tables:
+        reduced = "; the loss reduces the split output" if name in group.columns else ""
+        why = f"a device looks up its own rows, then an all-reduce{reduced}"
+        return make(kind="vocabulary", why=why)
+    parts = f"its output is split in up to {group.size} parts"
+    if name in group.columns and group.rows:
+        partner = _first(group, group.rows)
+        return make(kind="column", why=f"{parts}, which {{}} sums over", partner=partner)
+    if name in group.columns:
+        return make(kind="vocabulary", why=f"{parts}, which the loss reduces")
+    partner = _first(group, group.columns | group.tables)
+    return make(kind="follows", why="is combined with the split output of {}", partner=partner)
+
+
+def _first(group: DimGroup, names: frozenset[str]) -> str:
+    return next(name for name in group.dims if name in names)

@@ -1,0 +1,10 @@
+"""Dimensions of a traced program that can be split over devices together.
+
+The dimensions of every value are followed through the program: products, element-wise operations,
+reshapes that split heads, transposes, loops over layers. No name of a parameter decides anything.
+"""
+
+from zerojax.tracing.splitting.dim_groups import DimGroup, DimGroups, gradient_program
+from zerojax.tracing.splitting.record import Sum
+
+__all__ = ["DimGroup", "DimGroups", "Sum", "gradient_program"]

@@ -1,0 +1,281 @@
+"""Groups of dimensions that can only be split together, and what splitting one would sum.
+
+A group is one factor of `factors`, outermost in its dimensions: with the heads of a layer, the
+output dimensions of queries, keys and values, their biases, and the input dimension of the output.
+Splitting a group over devices leaves every operation as it is, except those whose result lacks it,
+which need a sum.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
+
+from zerojax.tracing.flops import without_waste
+from zerojax.tracing.splitting.factors import Dim
+from zerojax.tracing.splitting.record import Record, Sum, Value, WeightUse
+from zerojax.tracing.splitting.walk import follow_dims
+
+_INSIDE = "lies inside of another dimension of size {}, and a device holds one contiguous part"
+_TWICE = "stands twice in one array"
+_SCORES = "is summed over in a product of two activations, whose whole result would be all-reduced"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DimGroup:
+    """Dimensions of parameters that can only be split together.
+
+    Attributes:
+      factor: number of the group in its program.
+      size: number of equal pieces into which they can be cut at most.
+      dims: {parameter: its dimension that has the group}; dimensions count from 0.
+      columns: parameters of products whose result has the group.
+      rows: parameters of products that sum over it.
+      tables: parameters whose rows along it are looked up.
+      by_batch: whether the batch decides which of these rows are looked up.
+      inputs: names of inputs besides parameters that have it.
+      obstacles: reasons why it cannot be split without moving values.
+      is_part: whether it is less than what a parameter's output means as a whole: features within
+        a head, or what scores of attention sum over.
+      sums: operations whose result lacks it.
+    """
+
+    factor: int
+    size: int
+    dims: Mapping[str, int]
+    columns: frozenset[str]
+    rows: frozenset[str]
+    tables: frozenset[str]
+    by_batch: bool
+    inputs: tuple[str, ...]
+    obstacles: tuple[str, ...]
+    is_part: bool
+    sums: tuple[Sum, ...]
+
+
+@dataclasses.dataclass
+class _Role:
+    """Uses of parameters that have a group."""
+
+    columns: set[str] = dataclasses.field(default_factory=set)
+    rows: set[str] = dataclasses.field(default_factory=set)
+    tables: set[str] = dataclasses.field(default_factory=set)
+    by_batch: bool = False
+
+
+class DimGroups:
+    """The groups of one program.
+
+    Args:
+      program: traced.
+      weights: names of its first inputs, the parameters.
+      state: names of the next inputs, which depend on neither parameters nor batch.
+      batch: names of its other inputs.
+      outputs: names of parameters in the order of the outputs, if these are their gradients: a
+        gradient is split as its parameter.
+    """
+
+    def __init__(
+        self,
+        program: Jaxpr,
+        weights: Sequence[str],
+        state: Sequence[str],
+        batch: Sequence[str],
+        *,
+        outputs: Sequence[str] = (),
+    ) -> None:
+        self._record = record = Record()
+        avals: list[Any] = [variable.aval for variable in program.invars]
+        dims = [record.factors.new_dims(aval.shape) for aval in avals]
+        self._weights = dict(zip(weights, dims[: len(weights)], strict=True))
+        self._others = dict(zip([*state, *batch], dims[len(weights) :], strict=True))
+        inputs = [Value(dims, frozenset([name])) for name, dims in self._weights.items()]
+        inputs += [Value(self._others[name], frozenset()) for name in state]
+        inputs += [Value(self._others[name]) for name in batch]
+        results = follow_dims(record, program, inputs)
+        for name, gradient in zip(outputs, results, strict=False):
+            for a, b in zip(self._weights[name], gradient.dims, strict=True):
+                record.unify(a, b)
+
+    def find(self) -> list[DimGroup]:
+        """Returns the groups of dimensions of parameters, in the order of the parameters."""
+        of_weights: dict[int, dict[str, int]] = {}
+        for name, dims in self._weights.items():
+            for place, dim in enumerate(dims):
+                for factor in self._groups(dim):
+                    of_weights.setdefault(factor, {}).setdefault(name, place)
+        return [self._group(factor, dims) for factor, dims in of_weights.items()]
+
+    def group_at(self, name: str, dim: int) -> int | None:
+        """Returns the number of the group that splits a parameter's dimension; None for size 1."""
+        return next(iter(self._groups(self._weights[name][dim])), None)
+
+    def sums_over(self, factor: int) -> tuple[Sum, ...]:
+        """Returns the operations whose result lacks a group, by its number."""
+        return tuple(self._sums.get(factor, ()))
+
+    def totals(self, factors: Collection[int], *, added_first: bool) -> list[tuple[int, Sum]]:
+        """Returns (group, sum) for each all-reduce of a program in which groups are split.
+
+        Args:
+          factors: numbers of the groups, which all are split over the same devices.
+          added_first: whether results of sums that are only added to each other are added before
+            they are all-reduced; the first of these sums then stands for all.
+        """
+        found: dict[int, tuple[int, Sum]] = {}
+        for number, one in enumerate(self._record.totals):
+            if isinstance(one, Sum):
+                held = [g for dim in one.over for g in self._groups(dim) if g in factors]
+                if held:
+                    found[number] = held[0], one
+            elif added_first and one[0] in found and one[1] in found:
+                found[number] = found.pop(one[0])
+                del found[one[1]]
+        return list(found.values())
+
+    def meet(self, first: int, second: int) -> bool:
+        """Returns whether any value has both of two groups, which then cannot both be split."""
+        return any(first in held and second in held for held in self._held)
+
+    def _group(self, factor: int, dims: Mapping[str, int]) -> DimGroup:
+        role = self._roles.get(factor, _Role())
+        of_inputs = {
+            name: {group for dim in dims for group in self._groups(dim)}
+            for name, dims in self._others.items()
+        }
+        return DimGroup(
+            factor=factor,
+            size=self._record.factors.size(factor),
+            dims=dims,
+            columns=frozenset(role.columns),
+            rows=frozenset(role.rows),
+            tables=frozenset(role.tables),
+            by_batch=role.by_batch,
+            inputs=tuple(name for name, held in of_inputs.items() if factor in held),
+            obstacles=tuple(dict.fromkeys(self._obstacles.get(factor, ()))),
+            is_part=self._is_inner(factor) or any(one.is_matrix for one in self.sums_over(factor)),
+            sums=self.sums_over(factor),
+        )
+
+    def _is_inner(self, factor: int) -> bool:
+        """Returns whether a dimension of a parameter has the group inside of another one."""
+        every = (dim for dims in self._weights.values() for dim in dims)
+        return any(factor in self._groups(dim)[1:] for dim in every)
+
+    def _groups(self, dim: Dim) -> list[int]:
+        """Returns the groups of a dimension, outermost first."""
+        leaves = self._record.factors.leaves(dim)
+        return [self._linked.get(factor, factor) for factor in leaves]
+
+    @functools.cached_property
+    def _linked(self) -> dict[int, int]:
+        """{factor: group}, for factors of which one is a part of another, or joined with it."""
+        parents: dict[int, int] = {}
+
+        def root(factor: int) -> int:
+            while parents.get(factor, factor) != factor:
+                factor = parents[factor]
+            return factor
+
+        leaves = self._record.factors.leaves
+        for first, second in self._record.links:
+            a, b = root(leaves(first)[0]), root(leaves(second)[0])
+            if a != b:
+                parents[b] = a
+        return {factor: root(factor) for factor in parents}
+
+    @functools.cached_property
+    def _held(self) -> list[frozenset[int]]:
+        """The groups of each value, each set once."""
+        arrays = (*self._weights.values(), *self._record.seen)
+        held = (frozenset(group for dim in dims for group in self._groups(dim)) for dims in arrays)
+        return list(dict.fromkeys(held))
+
+    @functools.cached_property
+    def _sums(self) -> dict[int, list[Sum]]:
+        """{group: operations whose result lacks it}."""
+        found: dict[int, list[Sum]] = {}
+        for one in self._record.totals:
+            if isinstance(one, Sum):
+                for group in {group for dim in one.over for group in self._groups(dim)}:
+                    found.setdefault(group, []).append(one)
+        return found
+
+    @functools.cached_property
+    def _obstacles(self) -> dict[int, list[str]]:
+        """{group: reasons why it cannot be split}."""
+        found: dict[int, list[str]] = {}
+        for dim, why in self._record.obstacles:
+            for group in self._groups(dim):
+                found.setdefault(group, []).append(why)
+        for dims in (*self._weights.values(), *self._record.seen):
+            seen: set[int] = set()
+            for dim in dims:
+                outer = 1
+                for factor in self._record.factors.leaves(dim):
+                    group = self._linked.get(factor, factor)
+                    if outer > 1:
+                        found.setdefault(group, []).append(_INSIDE.format(outer))
+                    if group in seen:
+                        found.setdefault(group, []).append(_TWICE)
+                    seen.add(group)
+                    outer *= self._record.factors.size(factor)
+        for group, sums in self._sums.items():
+            if any(one.is_matrix for one in sums):
+                found.setdefault(group, []).append(_SCORES)
+        return found
+
+    @functools.cached_property
+    def _roles(self) -> dict[int, _Role]:
+        """{group: uses of parameters that have it}."""
+        roles: dict[int, _Role] = {}
+        for use in self._record.uses:
+            places = {"columns": use.free, "rows": use.contracted, "tables": use.looked_up}
+            for kind, dims in places.items():
+                for group in {group for dim in dims for group in self._groups(dim)}:
+                    role = roles.setdefault(group, _Role())
+                    getattr(role, kind).update(self._holding(use, group))
+                    role.by_batch |= kind == "tables" and use.by_batch
+        return roles
+
+    def _holding(self, use: WeightUse, group: int) -> Iterator[str]:
+        """Yields the parameters of a product that have the group themselves."""
+        for name in use.weights:
+            if any(group in self._groups(dim) for dim in self._weights[name]):
+                yield name
+
+
+def gradient_program(forward: ClosedJaxpr, trained: Sequence[int]) -> Jaxpr:
+    """Returns the program of a loss and its gradients, without dead code.
+
+    Layers in a `jax.checkpoint` are computed again in it, as in a training step.
+
+    Args:
+      forward: traced loss; its first output is the scalar to differentiate.
+      trained: positions of the inputs to differentiate by.
+
+    Returns:
+      A program of the same inputs; its outputs are the gradients, in the order of `trained`, then
+      the loss.
+    """
+    function = jaxpr_as_fun(forward)
+
+    def gradients(*inputs: Any) -> list[Any]:
+        def loss(*weights: Any) -> Any:
+            arrays = [*inputs]
+            for place, weight in zip(trained, weights, strict=True):
+                arrays[place] = weight
+            return function(*arrays)[0]
+
+        weights = [inputs[place] for place in trained]
+        value, found = jax.value_and_grad(loss, argnums=tuple(range(len(trained))))(*weights)
+        return [*found, value]
+
+    avals: list[Any] = [variable.aval for variable in forward.jaxpr.invars]
+    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+    return without_waste(jax.make_jaxpr(gradients)(*shapes))

@@ -1,0 +1,118 @@
+"""What a walk over a program learns about its dimensions: sums, uses of weights, obstacles."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from zerojax.tracing.splitting.factors import Dim, Dims, Factors
+
+NOT_OF_WEIGHTS = None
+"""`Value.weights` of a value that depends on the batch."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """A value of a program.
+
+    Attributes:
+      dims: its dimensions.
+      weights: names of the parameters it is computed from, if from nothing else; None if it
+        depends on the batch.
+      total: number of the sum that it is the result of, or of the addition of such results.
+    """
+
+    dims: Dims
+    weights: frozenset[str] | None = NOT_OF_WEIGHTS
+    total: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sum:
+    """An operation whose result lacks a dimension of its operands.
+
+    If that dimension is split over devices, each has a part of the result, and an all-reduce
+    follows.
+
+    Attributes:
+      kind: "product", "lookup" or "reduction".
+      over: the dimensions that the result lacks.
+      num_bytes: of the result, in one run.
+      times: number of runs.
+      weights: parameters that an operand is made of.
+      is_matrix: whether it is a product of two activations with a dimension from each, such as the
+        scores of attention.
+    """
+
+    kind: str
+    over: Dims
+    num_bytes: int
+    times: float
+    weights: frozenset[str] = frozenset()
+    is_matrix: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightUse:
+    """A matrix product, convolution or lookup with parameters.
+
+    Attributes:
+      weights: names of the parameters.
+      free: dimensions that the result has from the parameters.
+      contracted: dimensions that are summed over.
+      looked_up: dimensions along which rows are looked up.
+      by_batch: whether the batch decides which rows are looked up.
+    """
+
+    weights: frozenset[str]
+    free: Dims
+    contracted: Dims = ()
+    looked_up: Dims = ()
+    by_batch: bool = True
+
+
+class Record:
+    """Everything that a walk over one program has found; factors are resolved afterwards.
+
+    `totals` holds sums, and additions of two results of sums as the numbers of both: the compiler
+    may add parts before it all-reduces them.
+    """
+
+    def __init__(self) -> None:
+        self.factors = Factors()
+        self.totals: list[Sum | tuple[int, int]] = []
+        self.uses: list[WeightUse] = []
+        self.obstacles: list[tuple[Dim, str]] = []
+        self.links: list[tuple[Dim, Dim]] = []
+        self.seen: dict[Dims, None] = {}
+        self.times: float = 1.0
+
+    def unify(self, first: Dim, second: Dim) -> None:
+        """Makes two dimensions the same, or obstacles if their factors do not nest."""
+        if self.factors.total(first) != self.factors.total(second):
+            return  # one of them is 1: broadcast
+        if not self.factors.unify(first, second):
+            self.block(first, "is cut in two ways that do not nest")
+            self.block(second, "is cut in two ways that do not nest")
+
+    def block(self, dim: Dim, why: str) -> None:
+        """Notes that a dimension cannot be split without moving values."""
+        if dim:
+            self.obstacles.append((dim, why))
+
+    def cut_from(self, dim: Dim, size: int, why: str) -> Dim:
+        """Returns a new dimension of a part (or join) of an old one, both with an obstacle."""
+        made = self.factors.new_dim(size)
+        self.block(dim, why)
+        self.block(made, why)
+        if dim and made:
+            self.links.append((dim, made))
+        return made
+
+    def add_sum(self, kind: str, over: Dims, result: Any, **more: Any) -> None:
+        """Notes a sum; `result` is the variable that holds it."""
+        over = tuple(dim for dim in over if dim)
+        if over:
+            size = math.prod(result.aval.shape) * result.aval.dtype.itemsize
+            self.totals.append(Sum(kind=kind, over=over, num_bytes=size, times=self.times, **more))

@@ -1,0 +1,167 @@
+"""Walk over a traced program that notes which dimensions of its values are the same."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend.core import Jaxpr, Literal
+
+from zerojax.operators.marks import FURTHER_ROUNDS, inner_programs
+from zerojax.tracing.jaxpr import split_scan
+from zerojax.tracing.splitting.record import Record, Value
+from zerojax.tracing.splitting.rules import dims_after
+
+_CONSTANT: frozenset[str] = frozenset()
+_KEEPS_TOTALS = ("copy", "copy_p", "name", "reshape", "squeeze", "transpose")
+_LOOP = "counts the layers or steps of a loop"
+
+
+def follow_dims(record: Record, program: Jaxpr, inputs: Sequence[Value]) -> list[Value]:
+    """Follows the dimensions of a program's inputs to its outputs.
+
+    Bodies of loops are walked once, and count as often as they run; a `while` loop counts once.
+    Branches of a `cond` count as their mean.
+
+    Args:
+      record: gets all sums, uses of weights and obstacles.
+      program: traced.
+      inputs: one value for each input.
+
+    Returns:
+      One value for each output.
+    """
+    values: dict[Any, Value] = dict(zip(program.invars, inputs, strict=True))
+
+    def constant(atom: Any) -> Value:
+        return Value(record.factors.new_dims(atom.aval.shape), _CONSTANT)
+
+    def read(atom: Any) -> Value:
+        return constant(atom) if isinstance(atom, Literal) else values[atom]
+
+    values |= {variable: constant(variable) for variable in program.constvars}
+
+    uses = collections.Counter(
+        atom
+        for atoms in (program.outvars, *(equation.invars for equation in program.eqns))
+        for atom in atoms
+        if not isinstance(atom, Literal)
+    )
+
+    def operand(atom: Any) -> Value:
+        """Returns an operand; a result of a sum that others use too cannot be added before it."""
+        value = read(atom)
+        if isinstance(atom, Literal) or uses[atom] == 1 or value.total is None:
+            return value
+        return dataclasses.replace(value, total=None)
+
+    for equation in program.eqns:
+        operands = [operand(atom) for atom in equation.invars]
+        results = _after(record, equation, operands)
+        values.update(zip(equation.outvars, results, strict=True))
+        record.seen.update(dict.fromkeys(result.dims for result in results if len(result.dims)))
+    return [read(atom) for atom in program.outvars]
+
+
+def _after(record: Record, equation: Any, operands: list[Value]) -> Sequence[Value]:
+    kind, params = equation.primitive.name, equation.params
+    if kind == "scan":
+        return _scan(record, equation, operands)
+    if kind == "while":
+        return _while(record, equation, operands)
+    if kind == "cond":
+        return _cond(record, params, operands)
+    inner = list(inner_programs(params))
+    calls = kind != "shard_map" and len(inner) == 1 and len(inner[0].invars) == len(operands)
+    if calls and len(inner[0].outvars) == len(equation.outvars):
+        return follow_dims(record, inner[0], operands)
+    weights, before = _joined(operands), len(record.totals)
+    results = dims_after(record, equation, operands)
+    total = _total(record, kind, operands, before)
+    return [Value(dims, weights, total) for dims in results]
+
+
+def _total(record: Record, kind: str, operands: list[Value], before: int) -> int | None:
+    """Returns the number of the sum whose result an equation gives, in `record.totals`.
+
+    Args:
+      before: number of sums before the equation.
+    """
+    if len(record.totals) > before:
+        return before
+    totals = [value.total for value in operands]
+    if kind in _KEEPS_TOTALS:
+        return totals[0]
+    if kind in ("add", "add_any") and None not in totals:
+        record.totals.append((totals[0], totals[1]))  # type: ignore[arg-type]
+        return before
+    return None
+
+
+def _joined(values: Sequence[Value]) -> frozenset[str] | None:
+    """Returns the parameters that a value is made of; None if it depends on the batch."""
+    names: frozenset[str] = _CONSTANT
+    for value in values:
+        if value.weights is None:
+            return None
+        names |= value.weights
+    return names
+
+
+def _same(record: Record, first: Value, second: Value) -> Value:
+    """Returns a value that is either of two, along which their dimensions are the same."""
+    for a, b in zip(first.dims, second.dims, strict=True):
+        record.unify(a, b)
+    return Value(first.dims, _joined([first, second]))
+
+
+def _scan(record: Record, equation: Any, operands: list[Value]) -> list[Value]:
+    """Follows the body of a loop once; what is carried has the same dimensions every time."""
+    body, length = equation.params["jaxpr"].jaxpr, equation.params["length"]
+    num_consts, num_carry = split_scan(equation)
+    stacks = operands[num_consts + num_carry :]
+    for stack in stacks:
+        record.block(stack.dims[0], _LOOP)
+    carry = [_carried(value) for value in operands[num_consts : num_consts + num_carry]]
+    rows = [Value(stack.dims[1:], stack.weights) for stack in stacks]
+    before = record.times
+    record.times = before * length
+    outputs = follow_dims(record, body, [*operands[:num_consts], *carry, *rows])
+    record.times = before
+    carried = [_same(record, *pair) for pair in zip(carry, outputs[:num_carry], strict=True)]
+    number = record.factors.new_dim(length)
+    record.block(number, _LOOP)
+    made = [Value((number, *value.dims), value.weights) for value in outputs[num_carry:]]
+    return [*carried, *made]
+
+
+def _carried(value: Value) -> Value:
+    """Returns a carried value, which in later iterations depends on the batch."""
+    return Value(value.dims, None)
+
+
+def _while(record: Record, equation: Any, operands: list[Value]) -> list[Value]:
+    """Follows a loop once; rounds of experts that equal loads do not need count 0 times."""
+    params, before = equation.params, record.times
+    if FURTHER_ROUNDS in str(equation.source_info.name_stack):
+        record.times = 0.0
+    first, second = params["cond_nconsts"], params["body_nconsts"]
+    carry = [_carried(value) for value in operands[first + second :]]
+    follow_dims(record, params["cond_jaxpr"].jaxpr, [*operands[:first], *carry])
+    consts = operands[first : first + second]
+    outputs = follow_dims(record, params["body_jaxpr"].jaxpr, [*consts, *carry])
+    record.times = before
+    return [_same(record, *pair) for pair in zip(carry, outputs, strict=True)]
+
+
+def _cond(record: Record, params: Any, operands: list[Value]) -> list[Value]:
+    branches, before = params["branches"], record.times
+    record.times = before / len(branches)
+    results = [follow_dims(record, branch.jaxpr, operands[1:]) for branch in branches]
+    record.times = before
+    joined = results[0]
+    for other in results[1:]:
+        joined = [_same(record, *pair) for pair in zip(joined, other, strict=True)]
+    return joined
