@@ -342,7 +342,7 @@ def commands(tmp_path, monkeypatch):
     done = lambda *_, **__: 0  # noqa: E731
     for module, name in (
         (plan_command, "predict"),
-        (plan_command, "search"),
+        (plan_command, "search_config"),
         (plan_command, "_check_mesh"),
         (check_command, "check"),
         (check_command, "run_in_child"),

@@ -239,7 +239,12 @@ def search_config(
     Returns:
       0 something fits, 1 nothing does.
     """
-    from zerojax.forecasting.settings_search import REMATS, SearchedRun, chosen_words, list_candidates
+    from zerojax.forecasting.settings_search import (
+        REMATS,
+        SearchedRun,
+        chosen_words,
+        list_candidates,
+    )
     from zerojax.training.run_file import plan_from_config
 
     if config.elasticity.enabled:

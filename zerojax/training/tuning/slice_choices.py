@@ -172,7 +172,7 @@ def elements_of(shard: int, *sizes: int) -> int:
     """Returns the updated elements of a shard: a multiple of each size, >= `AT_ONCE` x the largest.
 
     >>> elements_of(24000, 500, 2000)
-    4000
+    8000
     >>> elements_of(24000, 1000, 24000)
     24000
     """
