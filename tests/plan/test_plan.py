@@ -103,7 +103,7 @@ def test_the_models_own_tensor_parallel_rules_are_found():
     leaf = plan.placement.leaves["blocks/mlp/up/kernel"]
     assert leaf.stored_spec == P(None, "data", "model")
     assert leaf.stack_dims == 1
-    without = plan_for(reference_model("llama"), mesh={"model": 2}, rules=(("none", ("model",)),))
+    without = plan_for(reference_model("llama"), mesh={"model": 2}, rules=())
     assert any(reason.startswith("model=2 splits nothing") for reason in without.reasons)
     assert without.placement.leaves["blocks/mlp/up/kernel"].axes == (None, None, None)
     other = plan_for(
@@ -271,6 +271,11 @@ def batch_of(rows, targets=None):
         (
             {"freeze": ("head",)},
             "freeze: 'head' matches none of the 4 parameters (such as first/bias, first/kernel, "
+            "last/bias, last/kernel); the names are listed by plan.table()",
+        ),
+        (
+            {"mesh": {"model": 2}, "rules": [("last", ("model",)), ("head", (None, "model"))]},
+            "rules: 'head' matches none of the 4 parameters (such as first/bias, first/kernel, "
             "last/bias, last/kernel); the names are listed by plan.table()",
         ),
         (

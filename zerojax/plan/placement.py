@@ -10,6 +10,7 @@ all weights once and the shards of gradients are 36.1 and 18.1.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -367,7 +368,10 @@ def place_model(
         repeated = dict.fromkeys(_read_repeatedly(params, trace), again)
         barriers = repeated | barriers
     rules = settings.rules
-    if rules is None:
+    if rules is not None:
+        rows = itertools.chain.from_iterable((stacks or {}).values())
+        trees.match_names([*params, *rows], [pattern for pattern, _ in rules], option="rules")
+    else:
         rules = models.bound_attribute(model, "tensor_parallel_rules") or ()
     return place_parameters(
         {name: tuple(leaf.shape) for name, leaf in params.items()},

@@ -157,7 +157,7 @@ class _Rounds:
         share = self.share_that_fits(chosen.candidate, options, before)
         if share < LEAST_SHARE or not self.left():
             return result, options, []
-        shares = {DEVICE: share, HOST: round(1 - share, 2)}
+        shares = ((DEVICE, share), (HOST, round(1 - share, 2)))
         offload = dataclasses.replace(self.run.offload, opt_state=shares)
         self.report(f"compiling with {share:.0%} of the optimizer's state on the device")
         try:
@@ -214,7 +214,7 @@ def _words(fields: Mapping[str, Any]) -> list[str]:
     def text(value: Any) -> str:
         if isinstance(value, str):
             return value
-        return f"{{{', '.join(f'{tier}: {share:g}' for tier, share in value.items())}}}"
+        return f"{{{', '.join(f'{tier}: {share:g}' for tier, share in value)}}}"
 
     return [f"mesh.offload.{name}={text(value)}" for name, value in fields.items()]
 
