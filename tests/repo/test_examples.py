@@ -29,6 +29,7 @@ LONG = {
     "18_finetune_smollm2",
     "19_mixture_of_experts",
     "20_vision_transformer",
+    "21_diffusion",
 }
 
 # 135 million of them: optimizing the program pays.
