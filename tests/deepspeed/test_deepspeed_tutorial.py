@@ -5,6 +5,7 @@ tests/oracles/deepspeed_tutorial.py ran the page's DeepSpeed script and recorded
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shlex
@@ -128,5 +129,5 @@ def test_the_steps_in_their_order(tmp_path):
     (tmp_path / "evaluate.py").write_text(EVALUATE)
     loss = float(run(tmp_path, "python evaluate.py")[1])
     assert abs(loss - losses[-1]) < 0.2
-    pytest.importorskip("torch", reason="torch is an extra of the tests")
-    assert abs(float(run(tmp_path, "python read_in_torch.py")[1]) - loss) < TOLERANCE
+    if importlib.util.find_spec("torch"):  # it is an extra: `compare`
+        assert abs(float(run(tmp_path, "python read_in_torch.py")[1]) - loss) < TOLERANCE

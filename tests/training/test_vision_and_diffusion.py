@@ -15,6 +15,7 @@ import pytest
 from flax import nnx
 
 import zerojax
+from zerojax.cli import main
 from zerojax.hardware import compile_client
 
 pytest.importorskip("sklearn.datasets", reason="the digits of the examples")
@@ -127,3 +128,17 @@ def test_the_table_of_the_large_model_is_what_is_compiled():
     # Another version of the compiler arranges temporaries differently.
     assert forecast.memory.peak / GIB == pytest.approx(float(recorded), rel=0.05)
     assert forecast.verdict.fits
+
+
+@pytest.mark.gpu_programs
+@pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+def test_the_plan_of_the_example_prints_what_the_page_shows(capsys):
+    (excerpt,) = re.findall(r"^```text\n(.*?)^```", PAGE, re.M | re.S)
+    script = str(ROOT / "examples" / "20_vision_transformer.py")
+    assert main(["plan", script, "--gpu", "h100", "--devices", "8", "zero=3"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    # Other lines have numbers that depend on the version of the compiler.
+    fixed = [line for line in excerpt.splitlines() if re.match(r"  (master|optimizer) ", line)]
+    assert len(fixed) == 2
+    assert [line for line in fixed if line not in printed] == []
+    assert [line for line in printed if line.startswith("FITS: ")]
