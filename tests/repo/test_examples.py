@@ -28,6 +28,8 @@ LONG = {
     "17_finetune_chats",
     "18_finetune_smollm2",
     "19_mixture_of_experts",
+    "20_vision_transformer",
+    "21_diffusion",
 }
 
 # 135 million of them: optimizing the program pays.

@@ -21,7 +21,10 @@ from tests.support.hugging_face_folders import write_chat_model
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
-TESTED_ELSEWHERE = {"from_deepspeed.md": "deepspeed/test_from_deepspeed.py"}
+TESTED_ELSEWHERE = {
+    "from_deepspeed.md": "deepspeed/test_from_deepspeed.py",
+    "deepspeed_tutorial.md": "deepspeed/test_deepspeed_tutorial.py",
+}
 """Pages with programs that are not for zerojax alone, and the tests that run them."""
 
 PAGES = {
