@@ -359,6 +359,27 @@ def test_a_run_goes_on_at_another_degree(tmp_path):
     assert np.abs(np.array(changed) - np.array(alone)).max() <= TOLERANCE
 
 
+@pytest.mark.thorough
+def test_a_run_whose_router_gives_nan_ends_with_a_sentence(capsys):
+    def broken(rngs):
+        model = Mixture(rngs, layers=1)
+        router = model.layers[0].router.kernel
+        router[...] = jnp.full(router.shape, jnp.nan)
+        return model
+
+    words = "loss nan, gradient norm nan, first in the gradient of 'embed/embedding' at step 5: .*"
+    with pytest.raises(FloatingPointError, match=words + "5 updates skipped.*before the first"):
+        zerojax.train(
+            broken,
+            {"data": 2, "expert": 4},
+            text_batch,
+            precision="fp32",
+            steps=9,
+            log=zerojax.LogConfig(every=1),
+        )
+    assert "moe dropped 0" in capsys.readouterr().out
+
+
 # --- mistakes that these tests see ----------------------------------------------------------------
 
 
