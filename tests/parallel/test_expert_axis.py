@@ -360,19 +360,43 @@ def test_a_run_goes_on_at_another_degree(tmp_path):
 
 
 @pytest.mark.thorough
-def test_a_run_whose_router_gives_nan_ends_with_a_sentence(capsys):
+@pytest.mark.parametrize("is_weight", [True, False])
+def test_a_run_whose_router_gives_nan_ends_with_a_sentence(
+    monkeypatch, tmp_path, capsys, is_weight
+):
+    """A weight of the router is NaN, or its result for one token of the batch."""
+    monkeypatch.chdir(tmp_path)  # for the run's log
+
     def broken(rngs):
         model = Mixture(rngs, layers=1)
-        router = model.layers[0].router.kernel
-        router[...] = jnp.full(router.shape, jnp.nan)
+        if is_weight:
+            router = model.layers[0].router.kernel
+            router[...] = router[...].at[2, 3].set(jnp.nan)
         return model
 
-    words = "loss nan, gradient norm nan, first in the gradient of 'embed/embedding' at step 5: .*"
+    def loss(model, batch):
+        if is_weight:
+            return model.loss(batch)
+        inner = model.layers[0].router
+        marked = jnp.arange(len(batch["tokens"]))[:, None] == 0
+        route = type(inner).__call__
+
+        def spoiled(self, x, counts=None):
+            gates, ids, routing = route(self, x, counts)
+            return jnp.where(marked[..., None], jnp.nan, gates), ids, routing
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(inner), "__call__", spoiled)
+            return model.loss(batch)
+
+    leaf = "weights of 'layers/0/router/kernel'" if is_weight else "gradient of 'embed/embedding'"
+    words = f"loss nan, gradient norm nan, first in the {leaf} at step 5: .*"
     with pytest.raises(FloatingPointError, match=words + "5 updates skipped.*before the first"):
         zerojax.train(
             broken,
             {"data": 2, "expert": 4},
             text_batch,
+            loss=loss,
             precision="fp32",
             steps=9,
             log=zerojax.LogConfig(every=1),
