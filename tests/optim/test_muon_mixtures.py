@@ -25,6 +25,7 @@ from tests.support.trajectories import plan_for, regression_batch, train_for
 from tests.zoo.test_moe import llama
 from zerojax.optim import muon_dimensions
 from zerojax.plan.whole_matrices import classes_of_plan
+from zerojax.zoo.lora import add_lora
 
 STEPS = 4
 SPLIT = {"persistence_threshold": 20}
@@ -70,6 +71,34 @@ def test_stacked_experts_are_matrices_by_their_products_and_by_their_names():
     # Names that match routers and experts, too, change nothing.
     wide = functools.partial(muon_dimensions, kernels="^blocks/(mlp|attention)/")
     assert of(plan_for(llama(), optimizer=zerojax.muon(0.02, dimensions=wide)))[0] == found
+
+
+def test_deepspeeds_rule_has_each_experts_matrix_and_routers():
+    """As its `set_optimizer_flags`: all matrices but embeddings and heads; the plan says so."""
+    own = zerojax.muon(0.02, dimensions=zerojax.optim.matrices_by_shape)
+    found, lines = of(plan_for(llama(), optimizer=own))
+    assert found["blocks/mlp/experts/up"] == MuonDimensionNumbers(2, 3)
+    assert "blocks/mlp/router/kernel" in found
+    assert "muon orthogonalizes the router blocks/mlp/router/kernel" in lines
+    mixed = of(plan_for(mixture(), optimizer=own))[0]
+    assert mixed["layers/0/experts/up"] == MuonDimensionNumbers(1, 2)
+
+
+@pytest.mark.parametrize("mesh", [{"stage": 2}, {"model": 2}, {"expert": 2}], ids=str)
+def test_matrices_are_the_same_on_every_mesh(mesh):
+    plan = plan_for(llama(num_layers=4), optimizer=zerojax.muon(0.02), mesh=mesh, zero=1)
+    named = muon_dimensions(plan.abstract_state["params"])
+    assert of(plan)[0] == {name: dims for name, dims in named.items() if dims is not None}
+
+
+def test_adapters_are_matrices():
+    lora = zerojax.LoraConfig(rank=4)
+    model = add_lora(reference_model("llama"), lora)
+    plan = plan_for(model, optimizer=zerojax.muon(0.02), freeze=lora.freeze)
+    found, _ = of(plan)
+    trained = {name for name, leaf in plan.placement.leaves.items() if not leaf.frozen}
+    assert found.keys() == trained
+    assert {dims.reduction_axis for name, dims in found.items() if "mlp" in name} == {1}
 
 
 def test_a_plan_says_where_a_split_is_wrong():
@@ -154,6 +183,27 @@ class Odd(nnx.Module):
 
         x = x + zerojax.experts(x, gates, ids, self.weights[...], apply)
         return jnp.mean((self.last(x) - batch["y"]) ** 2)
+
+
+def test_a_matrix_that_is_used_in_two_ways_is_adams_and_named():
+    def apply(params, x):
+        heads = jnp.einsum(
+            "bhd,hde->bhe", jnp.tanh(x @ params["in"]).reshape(-1, 3, 4), params["w"]
+        )
+        whole = heads.reshape(-1, 12) @ params["w"].reshape(12, 4)
+        return jnp.tanh(whole) @ params["mid"] @ params["out"]
+
+    sizes = {"in": (12, 12), "w": (3, 4, 4), "mid": (4, 4), "out": (4, 5)}
+    init = lambda key: {n: 0.3 * jax.random.normal(key, shape) for n, shape in sizes.items()}  # noqa: E731
+    plan = plan_for(
+        (init, apply),
+        optimizer=zerojax.muon(0.02),
+        batch=regression_batch,
+        loss=lambda model, batch: jnp.mean((model(batch["x"]) - batch["y"]) ** 2),
+    )
+    found, lines = of(plan)
+    assert found.keys() == {"in", "mid"}
+    assert "muon leaves w to Adam, since the loss uses them in several ways" in lines
 
 
 def test_experts_whose_rows_cannot_be_told_are_refused():

@@ -276,6 +276,13 @@ def _describe_doubts(
             f"muon leaves {_short(matrices)} to Adam, which the loss multiplies as matrices; to "
             "orthogonalize them pass kernels= of zerojax.optim.muon_dimensions, or dimensions="
         )
+    unclear = [n for n in left if uses[n].role == "other" and uses[n].products and n not in stated]
+    unclear = [n for n in unclear if all(map(all, uses[n].products))]
+    if unclear:
+        lines.append(
+            f"muon leaves {_short(unclear)} to Adam, since the loss uses them in several ways and "
+            "not as one matrix each; to orthogonalize them pass dimensions="
+        )
     other = [n for n, use in uses.items() if n in stated and not _agree(use, stated[n])]
     if other:
         first = stated[min(other)]
