@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import json
@@ -351,6 +352,28 @@ def test_a_mask_of_all_zeros_or_all_ones_is_refused_whatever_is_skipped(tmp_path
         ValueError, match="2 rows can .*every token of the text is part.*--format te"
     ):
         prepared(tmp_path, model, GOOD, GOOD, template=template, bad="skip")
+
+
+@pytest.mark.parametrize("answers", ["all", "each"])
+def test_what_is_found_when_texts_are_read_names_its_row(tmp_path, model, answers):
+    """Also where rows were left out, or gave several texts."""
+    twice = {"messages": [ASK, TELL, ASK, TELL]}
+    long = {"messages": [ASK, {"role": "assistant", "content": "I. " * 40}]}
+    made = prepared(tmp_path, model, twice, {}, long, GOOD, bad="skip", answers=answers)
+    number = 3 if answers == "each" else 2
+    place = rf"{made.folder}.*text {number} \(.*chats.jsonl:3\)"
+    sizes = {"seq_len": 40, "global_batch_size": 1, "validation_fraction": 0}
+    with pytest.raises(ValueError, match=f"longer than a row .*{place[len(str(made.folder)) :]}"):
+        as_source(made.folder, **sizes)
+    source = as_source(made.folder, **{**sizes, "seq_len": 400})[0]
+    largest = int(source.texts.tokens[: source.texts.offsets[number - 1]].max())
+    source = dataclasses.replace(source, vocab_size=largest + 1)
+    inside = source.texts.part(number - 1, number).offsets
+    tokens = np.array(source.texts.tokens)
+    tokens[inside[0] + 1] = largest + 1
+    texts = dataclasses.replace(source.texts, tokens=tokens)
+    with pytest.raises(ValueError, match=f"{place} holds token id {largest + 1}, outside"):
+        dataclasses.replace(source, texts=texts).rows(0, source.num_rows)
 
 
 def test_an_empty_file_is_one_sentence(tmp_path, model):

@@ -212,6 +212,25 @@ def test_ids_outside_the_vocabulary_are_found_when_they_are_read(tmp_path):
     dataclasses.replace(source, vocab_size=64).rows(0, source.num_rows)
 
 
+def test_masks_of_a_folder_are_looked_at(tmp_path):
+    """Of no target is refused, in both parts; of all of them is said before the first step."""
+    texts = [(ids, np.arange(len(ids)) > 0) for ids, _ in some_texts(60)]
+    sizes = {"seq_len": 16, "global_batch_size": 2}
+    nothing = [(ids, ~asked) for ids, asked in texts]
+    folder = write_texts(tmp_path / "zeros", nothing)
+    with pytest.raises(ValueError, match="none of its .* targets is part of .*--template FILE"):
+        as_source(folder, **sizes)
+    folder = write_texts(tmp_path / "late", texts[:50] + nothing[:10], validation_texts=10)
+    with pytest.raises(ValueError, match="10 validation texts is part .*validation_fraction"):
+        as_source(folder, **sizes)
+    count = sum(len(ids) - 1 for ids, _ in texts)
+    source = as_source(write_texts(tmp_path / "ones", texts), validation_fraction=0, **sizes)[0]
+    assert f"all {count} targets are trained on, those of questions too" in source.describe()
+    texts[7][1][1] = False
+    source = as_source(write_texts(tmp_path / "few", texts), validation_fraction=0, **sizes)[0]
+    assert "are trained on" not in source.describe()
+
+
 def test_a_folder_of_texts_is_opened_as_data(tmp_path, texts):
     folder = write_texts(tmp_path / "x", texts)
     options = {"seq_len": SEQ_LEN, "global_batch_size": 4}

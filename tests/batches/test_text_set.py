@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.support.text_sets import change_sidecar, some_texts, text_set, write_texts
+from zerojax.data import text_set as text_sets
 from zerojax.data.text_set import (
     TextSetWriter,
     is_text_set,
@@ -58,6 +59,43 @@ def test_parts_are_views_with_fingerprints_of_their_own(tmp_path):
     assert other.fingerprint != made.fingerprint
 
 
+def test_targets_of_parts_are_counted(tmp_path, monkeypatch):
+    """Parts begin and end within a byte of the mask, which is read in pieces."""
+    monkeypatch.setattr(text_sets, "_MASK_BYTES", 3)
+    texts = some_texts(40)
+    texts = [(ids, asked | (np.arange(len(ids)) == 0)) for ids, asked in texts]
+    made = text_set(tmp_path / "x", texts)
+    for low, high in ((0, 40), (0, 7), (7, 23), (23, 40), (39, 40)):
+        part = made.part(low, high)
+        assert part.num_asked == sum(int(asked[1:].sum()) for _, asked in texts[low:high])
+        assert part.num_targets == sum(len(ids) - 1 for ids, _ in texts[low:high])
+
+
+def test_texts_know_their_rows(tmp_path):
+    """Of two files, some of whose rows gave no text or two; not a part of what the texts are."""
+    texts = some_texts(6)
+    places = [("a", 1), ("a", 4), ("a", 4), ("dir/b:c", 2), ("dir/b:c", 3), ("dir/b:c", 9)]
+    with TextSetWriter(tmp_path, 64) as writer:
+        for (ids, asked), place in zip(texts, places, strict=True):
+            writer.add(ids, asked, place)
+        writer.finish({"vocab_size": 64, "validation_texts": 2})
+    train, validation = open_text_set(tmp_path)
+    assert [train.where(text) for text in (0, 2, 3)] == [
+        "text 1 (a:1)",
+        "text 3 (a:4)",
+        "text 4 (dir/b:c:2)",
+    ]
+    assert validation.where(1) == "text 6 (dir/b:c:9)"
+    verify_text_set(tmp_path)
+    without = write_texts(tmp_path / "without", texts, validation_texts=2)
+    assert open_text_set(without)[0].where(2) == "text 3"
+    assert open_text_set(without)[0].fingerprint == train.fingerprint
+    for files in ([["a", 0]], [[1, "a"]], [[0, "a"], [6, "b"]], "a"):
+        change_sidecar(tmp_path, files=files)
+        with pytest.raises(ValueError, match="files=.*it must be a list of"):
+            open_text_set(tmp_path)
+
+
 def test_texts_that_were_set_apart_validate(tmp_path):
     folder = write_texts(tmp_path / "x", some_texts(20), validation_texts=4)
     train, validation = open_text_set(folder)
@@ -71,7 +109,7 @@ def test_what_was_not_finished_leaves_nothing(tmp_path):
     with TextSetWriter(tmp_path, 64) as writer:
         writer.add(np.array([1, 2]), np.array([False, True]))
         names = sorted(file.name for file in tmp_path.iterdir())
-        assert names == ["mask.bin.partial", "offsets.bin.partial", "tokens.bin.partial"]
+        assert names == [f"{name}.bin.partial" for name in ("mask", "offsets", "rows", "tokens")]
         assert not is_text_set(tmp_path)
         writer.finish({})
     assert is_text_set(tmp_path)

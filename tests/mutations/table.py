@@ -702,6 +702,16 @@ MUTATIONS = (
         "tests/optim/test_optim_muon.py",
     ),
     Mutation(
+        "use.is_router |= numbers is not None and numbers[1] in sizes",
+        "use.is_router |= False",
+        "tests/optim/test_muon_mixtures.py",
+    ),
+    Mutation(
+        "first = (use.expert_dim or 0) + 1",
+        "first = 0",
+        "tests/optim/test_muon_mixtures.py",
+    ),
+    Mutation(
         "scale = math.sqrt(max(1.0, columns / rows))",
         "scale = math.sqrt(columns / rows)",
         "tests/optim/test_optim_muon.py",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +19,20 @@ from tests.operators.test_experts import arrays, plain, result_and_slopes, routi
 from tests.processes.test_processes import losses_of
 from tests.support.recipe import RECIPE
 from tests.support.small_models import VOCAB
-from tests.support.trajectories import TOLERANCE, advance, plan_for, text_batch, train_for
+from tests.support.trajectories import (
+    TOLERANCE,
+    advance,
+    plan_for,
+    regression_batch,
+    text_batch,
+    train_for,
+)
 from tests.zoo.test_moe import llama, of_microbatches
 from zerojax.cli import main
 from zerojax.config import MoEConfig
 from zerojax.models.losses import mean_squared_error, next_token
 from zerojax.operators.routed_experts import experts_split_over
+from zerojax.optim import precision as precisions
 from zerojax.optim.precision import Precision
 from zerojax.parallel import zero as passes
 from zerojax.parallel.initialization import init_state
@@ -42,8 +50,8 @@ class Mixture(nnx.Module):
     """A user's own model: a list of mixtures, a few wide, and their balance."""
 
     expert_parameters: ClassVar[tuple[str, ...]] = MoE.expert_parameters
-    pull_to: int | None = None
-    """Expert of all tokens; None: as routers choose."""
+    pull_to: int | Literal["all"] | None = None
+    """Expert of all tokens, or "all", each for an equal part of them; None: as routers choose."""
 
     def __init__(
         self, rngs, *, number=8, pull_to=None, width=16, layers=2, hidden=12, products="batched"
@@ -67,7 +75,10 @@ class Mixture(nnx.Module):
         seen = Routing.empty(len(self.layers), self.config.num_experts)
         for layer in self.layers:
             gates, ids, routing = layer.router(x)
-            if self.pull_to is not None:
+            if self.pull_to == "all":
+                in_turn = jnp.arange(ids[0].size, dtype=ids.dtype) % self.config.num_experts
+                ids = jnp.broadcast_to(in_turn.reshape(ids[0].shape), ids.shape)
+            elif self.pull_to is not None:
                 ids = jnp.full_like(ids, self.pull_to)
             x = x + layer.experts(x, gates, ids, products=self.config.products)
             seen = seen.push(routing)
@@ -173,14 +184,18 @@ def test_all_tokens_to_one_expert_take_more_rounds(expert):
 @functools.cache
 def gradients(devices, stage, expert, **changes):
     """{name: the summed gradient at the state of seed 0, in true shape}."""
+    model = mixture(**changes)
+    return gradients_of(model, devices, stage, expert)
+
+
+def gradients_of(model, devices, stage, expert, batch=text_batch, **options):
     mesh = {"data": devices // expert, "expert": expert}
-    plan = plan_for(
-        mixture(**changes), devices=devices, mesh=mesh, zero=stage, persistence_threshold=1
-    )
+    options = {"persistence_threshold": 1, "batch": batch, **options}
+    plan = plan_for(model, devices=devices, mesh=mesh, zero=stage, **options)
     state = init_state(plan, 0)
     given = state["params"], state["frozen"], state["extras"], jax.random.key_data(state["rng"])
-    batch = jax.device_put(text_batch(0), plan.batch_sharding)
-    grads = jax.jit(passes.build_gradients(pass_config(plan)))(*given, batch, None)[1]
+    rows = jax.device_put(batch(0), plan.batch_sharding)
+    grads = jax.jit(passes.build_gradients(pass_config(plan)))(*given, rows, None)[1]
     leaves = plan.placement.leaves
     return {
         name: np.asarray(grad)[tuple(map(slice, leaves[name].shape))]
@@ -189,9 +204,51 @@ def gradients(devices, stage, expert, **changes):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("stage", "expert"), [(0, 2), (1, 8), (2, 4), (3, 4)])
-def test_gradients_are_those_of_one_device(stage, expert):
-    assert_same_gradients(gradients(8, stage, expert), gradients(1, 0, 1))
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("expert", [1, 2, 4, 8])
+@pytest.mark.parametrize("pull_to", ["all", 5], ids=["balanced", "all to one"])
+def test_gradients_are_those_of_one_device(pull_to, expert, stage):
+    """With four choices of each row for an expert, or all 32."""
+    options = {"layers": 1, "pull_to": pull_to}
+    assert_same_gradients(gradients(8, stage, expert, **options), gradients(1, 0, 1, **options))
+
+
+class Wide(nnx.Module):
+    """Experts and router in the dtype of the batch; zerojax's routers compute in float32."""
+
+    expert_parameters: ClassVar[tuple[str, ...]] = (r"^experts$",)
+
+    def __init__(self, rngs):
+        self.router = nnx.Linear(12, 8, use_bias=False, rngs=rngs)
+        self.experts = nnx.Param(jax.random.normal(rngs.params(), (8, 12, 5)) * 0.3)
+
+    def loss(self, batch):
+        x = batch["x"]
+        gates, ids = jax.lax.top_k(jax.nn.softmax(x @ self.router.kernel[...]), 2)
+        y = zerojax.experts(x, gates, ids, self.experts[...], lambda w, rows: rows @ w)
+        return jnp.sum((y - batch["y"]) ** 2), jnp.asarray(len(x), jnp.float32)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("stage", "expert"), [(1, 2), (2, 4), (3, 4)])
+def test_gradients_in_float64_are_those_of_one_device(monkeypatch, stage, expert):
+    """Gradients end in float32; here in a dtype that shows errors of 1e-12."""
+    double = np.dtype(np.float64)
+    monkeypatch.setattr(passes.parameters, "_GRADIENT_DTYPE", double)
+    monkeypatch.setattr(precisions, "STORED", (*precisions.STORED, double))
+
+    def batch(index):
+        return {name: x.astype(np.float64) for name, x in regression_batch(index).items()}
+
+    with jax.enable_x64(True):
+        fields = ("compute_dtype", "reduce_dtype", "accumulate_dtype")
+        wide = Precision(**dict.fromkeys(fields, double))
+        found, wanted = (
+            gradients_of(Wide, *place, batch=batch, precision=wide)
+            for place in ((8, stage, expert), (1, 0, 1))
+        )
+        assert {x.dtype.name for x in found.values()} == {"float64"}
+        assert_same_gradients(found, wanted)
 
 
 def assert_same_gradients(many, one):
@@ -200,7 +257,7 @@ def assert_same_gradients(many, one):
         largest = np.abs(grad).max()
         assert largest > 0
         np.testing.assert_allclose(
-            many[name], grad, rtol=0, atol=OF_A_LEAF["float32"] * largest, err_msg=name
+            many[name], grad, rtol=0, atol=OF_A_LEAF[grad.dtype.name] * largest, err_msg=name
         )
 
 
@@ -300,6 +357,51 @@ def test_a_run_goes_on_at_another_degree(tmp_path):
     changed, alone = train("changed", 4, 4, 2), train("alone", 4, 8, 1)
     assert len(changed) == 4
     assert np.abs(np.array(changed) - np.array(alone)).max() <= TOLERANCE
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("is_weight", [True, False])
+def test_a_run_whose_router_gives_nan_ends_with_a_sentence(
+    monkeypatch, tmp_path, capsys, is_weight
+):
+    """A weight of the router is NaN, or its result for one token of the batch."""
+    monkeypatch.chdir(tmp_path)  # for the run's log
+
+    def broken(rngs):
+        model = Mixture(rngs, layers=1)
+        if is_weight:
+            router = model.layers[0].router.kernel
+            router[...] = router[...].at[2, 3].set(jnp.nan)
+        return model
+
+    def loss(model, batch):
+        if is_weight:
+            return model.loss(batch)
+        inner = model.layers[0].router
+        marked = jnp.arange(len(batch["tokens"]))[:, None] == 0
+        route = type(inner).__call__
+
+        def spoiled(self, x, counts=None):
+            gates, ids, routing = route(self, x, counts)
+            return jnp.where(marked[..., None], jnp.nan, gates), ids, routing
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(inner), "__call__", spoiled)
+            return model.loss(batch)
+
+    leaf = "weights of 'layers/0/router/kernel'" if is_weight else "gradient of 'embed/embedding'"
+    words = f"loss nan, gradient norm nan, first in the {leaf} at step 5: .*"
+    with pytest.raises(FloatingPointError, match=words + "5 updates skipped.*before the first"):
+        zerojax.train(
+            broken,
+            {"data": 2, "expert": 4},
+            text_batch,
+            loss=loss,
+            precision="fp32",
+            steps=9,
+            log=zerojax.LogConfig(every=1),
+        )
+    assert "moe dropped 0" in capsys.readouterr().out
 
 
 # --- mistakes that these tests see ----------------------------------------------------------------

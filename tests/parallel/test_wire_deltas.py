@@ -501,5 +501,5 @@ def test_on_h100_only_codes_of_what_changed_travel(devices, zero):
         assert kept == role_bytes(plan)[STORED] > 2 * 0.99 * plan.placement.num_parameters()
         assert forecast.memory.aliased == forecast.memory.state
     assert sums["delta_int8"] == pytest.approx(0.504 * sums["compute"], rel=0.02)
-    assert sums["delta_int4"] == pytest.approx(0.27 * sums["compute"], rel=0.02)
+    assert sums["delta_int4"] == pytest.approx(0.266 * sums["compute"], rel=0.01)
     assert max(peaks.values()) <= 1.01 * peaks["compute"]

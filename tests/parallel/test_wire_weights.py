@@ -131,6 +131,32 @@ def test_a_weight_that_is_not_finite_reaches_the_loss(value):
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("zero", "weights"), [(3, "compute"), (3, "int8"), (2, "delta_int8"), (1, "delta_int4")]
+)
+def test_a_run_with_a_weight_that_is_not_finite_names_it(monkeypatch, tmp_path, zero, weights):
+    """All gradients are NaN then, and those of `blocks/bias` come first."""
+    monkeypatch.chdir(tmp_path)  # for the run's log
+
+    def spoiled(rngs):
+        model = WIDE(rngs)
+        model.blocks.kernel[...] = model.blocks.kernel[...].at[3, 5, 7].set(np.nan)
+        return model
+
+    words = "first in the weights of 'blocks/kernel' at step 5: not finite at 5 reports in a row"
+    with pytest.raises(FloatingPointError, match=words):
+        zerojax.train(
+            spoiled,
+            {"zero": zero, "wire": {"weights": weights}, "persistence_threshold": 1},
+            regression_batch,
+            loss=regression_loss,
+            precision="fp32",
+            steps=6,
+            log=zerojax.LogConfig(every=1),
+        )
+
+
+@pytest.mark.thorough
 def test_the_program_gathers_codes_and_what_is_exact_apart():
     """Of 8 layers; `first` and biases are named, or so few that codes would be more."""
     plan = plan_for(WIDE, zero=3, wire={"exact": ["^first"], **CODED}, **OPTIONS)

@@ -1,4 +1,4 @@
-"""Sums by permutes, which stand in for reduce-scatters where collectives go through gloo."""
+"""Sums by permutes in place of reduce-scatters, and 1-bit Adam, through gloo."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from tests.support.process_groups import run_group
+from tests.support.trajectories import TOLERANCE
 from zerojax import make_abstract_mesh, make_mesh
 from zerojax.parallel import sums
 from zerojax.parallel.collectives import LeafCollectives, scatter_buckets
@@ -132,3 +134,23 @@ def test_no_reduce_scatter_goes_through_gloo(zero):
     for output in outputs:
         (line,) = [line for line in output.splitlines() if line.startswith("found")] or [output]
         assert json.loads(line.removeprefix("found ")) == [False, True], output
+
+
+@pytest.mark.slow
+@pytest.mark.multihost
+@pytest.mark.parametrize("zero", [0, 1])
+def test_one_bit_adam_through_gloo_is_that_of_one_process(zero, tmp_path):
+    """Four devices of one process, or of two: warm-up and steps whose momentum is sent as signs."""
+    words = ["-m", "tests.support.one_bit_process"]
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    for folder in (alone, together):
+        folder.mkdir()
+    run_group([[*words, str(alone), "4", str(zero)]], folder=ROOT)
+    run_group([[*words, str(together), "2", str(zero)]] * 2, folder=ROOT, join=True)
+    one = json.loads((alone / "process_0.json").read_text())
+    assert one["losses"][4] - one["losses"][-4] > 0.1
+    for process in range(2):
+        found = json.loads((together / f"process_{process}.json").read_text())
+        np.testing.assert_allclose(found["losses"], one["losses"], rtol=0, atol=TOLERANCE)
+        for name, values in one["params"].items():
+            np.testing.assert_allclose(found["params"][name], values, atol=TOLERANCE, err_msg=name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import jax
@@ -45,6 +46,11 @@ PUBLISHED = {
     "olmoe_7b_expert_8xh100": (6_919_161_856 - 65_536, 10_000),
     "mixtral_8x22b_expert_64xh200": (140_630_071_296, 1_000_000),
 }
+# Adapters beside frozen weights: devices, bytes of one, the run file whose weights they are.
+TUNED = {
+    "llama_7b_qlora_1xrtx4090": (1, 24 * 2**30, "llama_7b_zero3_8xh100"),
+    "llama_70b_qlora_8xh100": (8, H100, "llama_70b_zero3_64xh200"),
+}
 # Those that only `data` splits, so that any number of devices will do.
 LARGE = [name for name in PUBLISHED if "_zero3_" in name and "_7b_" not in name]
 
@@ -84,7 +90,8 @@ def state_bytes(plan, kind="device"):
 
 
 def test_every_run_file_is_looked_at():
-    assert {file.stem for file in (ROOT / "configs").glob("*.yaml")} == set(EXPECTED)
+    files = {file.stem for file in (ROOT / "configs").glob("*.yaml")}
+    assert files == EXPECTED.keys() | TUNED.keys()
 
 
 @pytest.mark.sampled(2)
@@ -104,6 +111,27 @@ def test_the_plan_of_a_run_file_fits_its_devices(name):
     assert held + on_host - weights == pytest.approx(12 * parameters / devices, rel=0.02)
     assert on_host == pytest.approx(share * 12 * parameters / devices, rel=0.02)
     assert held - weights < memory / 2, "the rest is for activations, gradients and weights"
+
+
+@pytest.mark.parametrize("name", TUNED)
+def test_frozen_weights_in_codes_fit_their_devices(name):
+    """By the plan, and with activations by the record of the compiled step."""
+    devices, memory, base = TUNED[name]
+    plan = run_file.plan_from_config(read(name), devices)
+    frozen = plan.placement.num_parameters(frozen=True)
+    assert frozen == PUBLISHED[base][0]
+    for field in ("num_layers", "num_heads", "embed_dim", "mlp_dim", "rope_theta", "vocab_size"):
+        assert getattr(read(name).model, field) == getattr(read(base).model, field)
+    trained = plan.placement.num_parameters(frozen=False)
+    assert trained < 0.01 * frozen
+    # Codes of 0.53 bytes, tables in bfloat16; masters and two moments of the adapters.
+    assert state_bytes(plan) < (0.57 * frozen + 12 * trained) / devices * 1.01
+    record = json.loads((ROOT / "benchmarks/results/plans.json").read_text())
+    rows = [row for row in record["rows"] if row["config"] == name]
+    assert {row["attention"] for row in rows} == {"xla", "auto"}
+    for row in rows:
+        assert row["state_GiB"] * 2**30 == pytest.approx(state_bytes(plan), rel=0.01)
+        assert row["state_GiB"] < row["peak_GiB"] < row["limit_GiB"] < memory / 2**30
 
 
 @pytest.mark.sampled(3)

@@ -148,6 +148,7 @@ def test_balance_is_as_it_is_defined():
     np.testing.assert_allclose(added, 0.5 * layers + 0.25 * z, rtol=1e-6)
     np.testing.assert_allclose(seen["moe_balance"], layers / 3, rtol=1e-6)
     np.testing.assert_allclose(seen["moe_fullest"], f.max() * 6, rtol=1e-6)
+    assert seen["moe_dropped"] == 0  # reported without a capacity, too
     theirs = MoEConfig(num_experts=6, balance_weight=0.5, balance="hugging_face")
     added, seen = balance_losses(routing, theirs)
     np.testing.assert_allclose(added, 0.5 * 6 * 2 * (f.mean(0) * p.mean(0)).sum(), rtol=1e-6)

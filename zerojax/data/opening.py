@@ -18,7 +18,13 @@ from zerojax.data.packed_source import PACKED_NAMES, LongTexts, PackedSource
 from zerojax.data.packing import boundary_of
 from zerojax.data.preparation import tokens_of_text
 from zerojax.data.source import RowSource, TokenSource
-from zerojax.data.text_set import TextSet, is_text_set, open_text_set, read_text_sidecar
+from zerojax.data.text_set import (
+    TextSet,
+    check_targets,
+    is_text_set,
+    open_text_set,
+    read_text_sidecar,
+)
 from zerojax.data.tokenizer import (
     TEMPLATE_FILE,
     TOKENIZER_FILE,
@@ -175,6 +181,7 @@ class _Opening:
             if apart:
                 validation = texts.part(texts.num_texts - apart, texts.num_texts)
                 texts = texts.part(0, texts.num_texts - apart)
+        check_targets(texts, validation)
         train = PackedSource(
             texts=texts,
             seq_len=self.seq_len,

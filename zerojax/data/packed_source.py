@@ -12,7 +12,7 @@ import numpy as np
 from zerojax.config.checks import names_keywords
 from zerojax.data.best_fit import Packing, packing_of
 from zerojax.data.source import RowSource, check_sizes, in_epochs
-from zerojax.data.text_set import TextSet
+from zerojax.data.text_set import TextSet, check_targets
 
 LongTexts = Literal["refuse", "split", "drop"]
 LONG_TEXTS: tuple[str, ...] = ("refuse", "split", "drop")
@@ -92,7 +92,7 @@ class PackedSource(RowSource):
             longest = int(np.argmax(lengths))
             raise ValueError(
                 f"{num_long} of the {len(lengths)} texts of {self.texts.name} are longer than a "
-                f"row of seq_len={size} tokens (the longest, text {self.texts.first + longest + 1},"
+                f"row of seq_len={size} tokens (the longest, {self.texts.where(longest)},"
                 f" has {lengths[longest]}); raise seq_len to {lengths[longest]}, or set "
                 "data.long_texts to split or drop (in Python: long_texts= of as_source)"
             )
@@ -196,9 +196,9 @@ class PackedSource(RowSource):
         if not ids.size or ids.max() < limit:
             return
         place = places[np.flatnonzero(ids >= limit)[0]]
-        text = int(np.searchsorted(self.texts.offsets, place, side="right"))
+        text = int(np.searchsorted(self.texts.offsets, place, side="right")) - 1
         raise ValueError(
-            f"{self.texts.name}: text {self.texts.first + text} holds token id "
+            f"{self.texts.name}: {self.texts.where(text)} holds token id "
             f"{self.texts.tokens[place]}, outside the vocabulary [0, {limit}); set the model's "
             f"vocab_size to {self.texts.tokens[place] + 1} or more, or prepare the texts again "
             "with the model's tokenizer"
@@ -224,11 +224,12 @@ class PackedSource(RowSource):
             long = f" ({pieces.num_long:,} longer than a row were split)"
         elif pieces.num_long:
             long = f" ({pieces.num_long:,} longer than a row were left out)"
+        note = check_targets(self.texts, None)
         return (
             f"{self.texts.name}: {self.texts.num_texts:,} texts of {self.texts.num_tokens:,} "
             f"tokens{long} in {self.packing.num_rows:,} rows of {self.seq_len}, "
             f"{100 * padding:.1f} % of them padding, {self.steps_per_epoch:,.1f} steps per epoch"
-        )
+        ) + (f"; {note}" if note else "")
 
 
 def _counted(counts: np.ndarray) -> np.ndarray:

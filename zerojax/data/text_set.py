@@ -1,15 +1,17 @@
 """Text sets: many texts of token ids, with a mask of the tokens to predict.
 
-A folder with four files, little-endian and without headers:
+A folder with these files, little-endian and without headers:
 
     tokens.bin    uint8, uint16 or uint32 [tokens], all texts one after the other
     mask.bin      one bit per token, the lowest of a byte first: 1 if it is to be predicted
     offsets.bin   int64 [texts + 1]: text i is tokens[offsets[i]:offsets[i + 1]]
+    rows.bin      int64 [texts], the row of its file that each text is from; optional
     texts.json    sizes, checksums, and the origin of the texts; written last
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import hashlib
@@ -39,7 +41,10 @@ from zerojax.runtime.user_files import replace_text
 
 FORMAT, VERSION = "zerojax-texts", 1
 TOKENS, MASK, OFFSETS, SIDECAR = "tokens.bin", "mask.bin", "offsets.bin", "texts.json"
+ROWS = "rows.bin"
 _PARTIAL = ".partial"
+_MASK_BYTES = 1 << 22
+"""Bytes of mask.bin that are counted at once."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -56,6 +61,8 @@ class TextSet:
       tokenizer: `Tokenizer.to_dict` of the tokenizer that made the ids; None: unknown.
       checksum: of the whole folder.
       template: the chat template that made the texts; None if there was none.
+      rows: int64, for every text of the folder the row of its file, from 1; None: unknown.
+      files: (number within the folder of a file's first text, the file), ascending.
     """
 
     tokens: np.ndarray
@@ -67,6 +74,8 @@ class TextSet:
     tokenizer: Mapping[str, Any] | None = None
     checksum: str
     template: str | None = None
+    rows: np.ndarray | None = None
+    files: tuple[tuple[int, str], ...] = ()
 
     @property
     def num_texts(self) -> int:
@@ -99,6 +108,33 @@ class TextSet:
         """16 hex digits that identify the content and the part of the folder."""
         text = f"{self.checksum}:{self.first}:{self.num_texts}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def num_targets(self) -> int:
+        """Number of tokens that follow another one of their text."""
+        return self.num_tokens - self.num_texts
+
+    @functools.cached_property
+    def num_asked(self) -> int:
+        """Number of targets that are to be predicted; reads the mask.
+
+        The first token of a text is never a target, whatever the mask says.
+        """
+        first, end = (int(x) for x in self.offsets[[0, -1]])
+        total = 0
+        for low in range(first & ~7, end, 8 * _MASK_BYTES):
+            bits = self.mask[low >> 3 : min((low >> 3) + _MASK_BYTES, -(-end // 8))]
+            bits = np.unpackbits(bits, bitorder="little")
+            total += int(bits[max(first - low, 0) : end - low].sum())
+        return total - int(np.count_nonzero(self.asked(self.offsets[:-1])))
+
+    def where(self, text: int) -> str:
+        """Returns the number of a text of this part, from 1, and its row in its file if known."""
+        number = self.first + text
+        if self.rows is None or not self.files:
+            return f"text {number + 1}"
+        at = bisect.bisect_right(self.files, number, key=lambda entry: entry[0]) - 1
+        return f"text {number + 1} ({self.files[at][1]}:{self.rows[number]})"
 
     def part(self, low: int, high: int) -> TextSet:
         """Returns texts [low, high), without a copy."""
@@ -150,6 +186,10 @@ def open_text_set(
             (OFFSETS, np.dtype("<i8"), num_texts + 1),
         )
     }
+    files = about.get("files", [])
+    rows = _map(folder / ROWS, np.dtype("<i8"), num_texts) if files else None
+    # Where texts are from is not a part of what they are.
+    sums = {name: value for name, value in about["sha256"].items() if name != ROWS}
     whole = TextSet(
         tokens=arrays[TOKENS],
         mask=arrays[MASK],
@@ -157,8 +197,10 @@ def open_text_set(
         name=str(folder),
         vocab_size=about.get("vocab_size"),
         tokenizer=tokenizer,
-        checksum=hashlib.sha256(json.dumps(about["sha256"], sort_keys=True).encode()).hexdigest(),
+        checksum=hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest(),
         template=template,
+        rows=rows,
+        files=tuple((first, name) for first, name in files),
     )
     apart = about.get("validation_texts", 0)
     if not apart:
@@ -198,6 +240,10 @@ def read_text_sidecar(folder: Path) -> dict[str, Any]:
             about.get("vocab_size") is None or is_vocab_size(about["vocab_size"]),
             VOCAB_SIZES,
         ),
+        "files": (
+            _are_files(about.get("files", []), about.get("texts")),
+            "a list of [number of its first text, file], ascending from 0",
+        ),
         "validation_texts": (
             is_count(about.get("validation_texts", 0), 0)
             and is_count(about.get("texts"), about.get("validation_texts", 0) + 1),
@@ -208,6 +254,19 @@ def read_text_sidecar(folder: Path) -> dict[str, Any]:
         if not is_good:
             raise ValueError(f"{str(path)!r}: {key}={quoted(about.get(key))}; it must be {kind}")
     return about
+
+
+def _are_files(files: Any, num_texts: Any) -> bool:
+    """Returns whether a value of the sidecar says which texts are from which file."""
+    if not isinstance(files, list):
+        return False
+    for entry in files:
+        is_pair = isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], str)
+        if not is_pair or not is_count(entry[0], 0):
+            return False
+    starts = [first for first, _ in files]
+    inside = not starts or (starts[0] == 0 and is_count(num_texts, starts[-1] + 1))
+    return inside and starts == sorted(starts)
 
 
 def verify_text_set(folder: str | Path) -> None:
@@ -226,6 +285,29 @@ def verify_text_set(folder: str | Path) -> None:
             )
 
 
+def check_targets(train: TextSet, validation: TextSet | None) -> str | None:
+    """Raises if a part of the texts has no target; returns a note if all targets are asked for.
+
+    Raises:
+      ValueError: there is nothing to learn, or nothing to evaluate.
+    """
+    if not train.num_asked:
+        raise ValueError(
+            f"{train.name}: none of its {train.num_targets:,} targets is part of an answer, so "
+            "there is nothing to learn; prepare the chats again with a template that marks answers "
+            "(--template FILE)"
+        )
+    if validation is not None and not validation.num_asked:
+        raise ValueError(
+            f"{validation.name}: none of the {validation.num_targets:,} targets of its "
+            f"{validation.num_texts:,} validation texts is part of an answer, so there is nothing "
+            "to evaluate; keep more texts for validation (validation_fraction), or 0 for none"
+        )
+    if train.num_asked == train.num_targets:
+        return f"all {train.num_asked:,} targets are trained on, those of questions too"
+    return None
+
+
 class TextSetWriter:
     """Writes a text set, text by text; memory does not grow with their number.
 
@@ -236,13 +318,15 @@ class TextSetWriter:
     def __init__(self, folder: Path, vocab_size: int):
         """Opens partial files in an existing `folder`; `vocab_size` determines the width of ids."""
         self._folder, self._dtype = folder, smallest_dtype(vocab_size)
-        partials = {name: folder / f"{name}{_PARTIAL}" for name in (TOKENS, MASK, OFFSETS)}
+        names = (TOKENS, MASK, OFFSETS, ROWS)
+        partials = {name: folder / f"{name}{_PARTIAL}" for name in names}
         for partial in partials.values():
             partial.unlink(missing_ok=True)
         self._streams = {name: partial.open("xb") for name, partial in partials.items()}
         self._bits = np.zeros(0, bool)  # bits that do not fill a byte yet
         self.num_texts = self.num_tokens = self.num_asked = 0
         self._streams[OFFSETS].write(np.zeros(1, "<i8").tobytes())
+        self._files: list[tuple[int, str]] = []
 
     def __enter__(self) -> TextSetWriter:
         return self
@@ -258,13 +342,20 @@ class TextSetWriter:
             stream.close()
             (self._folder / f"{name}{_PARTIAL}").unlink(missing_ok=True)
 
-    def add(self, ids: np.ndarray, asked: np.ndarray) -> None:
+    def add(self, ids: np.ndarray, asked: np.ndarray, place: tuple[str, int] | None = None) -> None:
         """Adds one text.
 
         Args:
           ids: integers [n], n >= 1, below the vocabulary.
           asked: bool [n], whether each token is to be predicted.
+          place: the file that the text is from, and the number of its row there, from 1; for all
+            texts, of one file after the other, or for none.
         """
+        assert (place is not None) == bool(self._files) or not self.num_texts, "all or none"
+        if place is not None:
+            if not self._files or self._files[-1][1] != place[0]:
+                self._files.append((self.num_texts, place[0]))
+            self._streams[ROWS].write(np.array([place[1]], "<i8").tobytes())
         self._streams[TOKENS].write(ids.astype(self._dtype).tobytes())
         bits = np.concatenate([self._bits, asked])
         whole = len(bits) & ~7
@@ -286,6 +377,8 @@ class TextSetWriter:
         sums = dict(about.get("sha256", {}))
         for name, stream in self._streams.items():
             stream.close()
+            if name == ROWS and not self._files:
+                continue
             (self._folder / f"{name}{_PARTIAL}").replace(self._folder / name)
             sums[name] = hash_file(self._folder / name)
         content = {
@@ -295,6 +388,7 @@ class TextSetWriter:
             "texts": self.num_texts,
             "tokens": self.num_tokens,
             "asked_tokens": self.num_asked,
+            **({"files": self._files} if self._files else {}),
             **about,
             "sha256": sums,
         }

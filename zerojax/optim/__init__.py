@@ -20,15 +20,15 @@ from zerojax.optim.ema import (
     ema_of,
     is_average,
 )
-from zerojax.optim.groups import (
-    decay_mask,
-    describe_muon,
-    is_matrix,
-    matrices_by_shape,
-    muon_dimensions,
-)
+from zerojax.optim.groups import decay_mask, is_matrix
 from zerojax.optim.methods import adamw, lamb, lion, sgd
 from zerojax.optim.muon import muon
+from zerojax.optim.muon_parameters import (
+    describe_muon,
+    matrices_by_shape,
+    muon_dimensions,
+    muon_names,
+)
 from zerojax.optim.one_bit import one_bit_adam, one_bit_of
 from zerojax.optim.one_bit_layers import one_bit_lamb
 from zerojax.optim.optimizer import (
@@ -96,6 +96,7 @@ __all__ = [
     "matrices_by_shape",
     "muon",
     "muon_dimensions",
+    "muon_names",
     "one_bit_adam",
     "one_bit_lamb",
     "one_bit_of",

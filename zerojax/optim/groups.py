@@ -1,17 +1,15 @@
-"""Parameter groups by name, with their own weight decay and learning rate; matrices for Muon."""
+"""Parameter groups by name, with their own weight decay and learning rate."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
-from optax.contrib import MuonDimensionNumbers, MuonState
 
 from zerojax.config import ParameterGroup
 from zerojax.config.loader import from_dict
@@ -21,9 +19,6 @@ Tree = Any
 Groups = tuple[tuple[str, ParameterGroup], ...]
 
 _VECTOR_NAMES = ("bias", "scale")
-LAYER_KERNELS = r"^blocks/.*kernel$"
-"""The matrices of the layers of zerojax's models."""
-_JOINS_HEADS = ("output", "out")
 
 
 def is_matrix(name: str, ndim: int) -> bool:
@@ -189,97 +184,3 @@ def assign_groups(names: Iterable[str], patterns: Iterable[str]) -> dict[str, st
             )
         pattern_of |= dict.fromkeys(left, pattern)
     return pattern_of
-
-
-def muon_dimensions(params: Tree, *, kernels: str = LAYER_KERNELS) -> Tree:
-    """Returns the `muon_weight_dimension_numbers` of `optax.contrib.muon` for stacked layers.
-
-    By default, Optax's Muon treats every 2-D array as a matrix and gives all others to Adam. For
-    stacked layers this is wrong: it takes biases [layers, width] and leaves out kernels [layers,
-    inputs, outputs]. With this function each layer's kernel is a matrix, and Adam updates
-    embeddings, the head, biases and scales, as Muon's authors recommend.
-
-        optax.contrib.muon(0.02, muon_weight_dimension_numbers=zerojax.optim.muon_dimensions)
-
-    Args:
-      params: a tree of arrays; dimension 0 of a kernel counts layers.
-      kernels: regular expression on their names. Shapes are [layers, inputs, outputs], or with
-        attention heads [layers, inputs, heads, size]; a layer named "output" or "out" has its heads
-        first, [layers, heads, size, outputs].
-
-    Returns:
-      The tree with `MuonDimensionNumbers` where a parameter is a matrix and None elsewhere.
-
-    Raises:
-      ValueError: no parameter has such a name, or one does not have 3 or 4 dimensions.
-    """
-    arrays = trees.flatten_names(params)
-    found = [name for name in arrays if re.search(kernels, name)]
-    if arrays and not found:
-        raise ValueError(
-            f"muon_dimensions: {kernels!r} matches none of the {len(arrays)} parameters, such as "
-            f"{', '.join(list(arrays)[:3])}; pass kernels= with a regular expression that matches"
-        )
-    dimensions = {name: _dimensions(name, jnp.ndim(arrays[name])) for name in found}
-    return trees.unflatten_like(params, {name: dimensions.get(name) for name in arrays})
-
-
-def _dimensions(name: str, ndim: int) -> MuonDimensionNumbers:
-    if ndim == 3:
-        return MuonDimensionNumbers(1, 2)
-    if ndim != 4:
-        raise ValueError(
-            f"muon_dimensions: {name} has {ndim} dimensions, but a stacked kernel has 3 (layers, "
-            "inputs, outputs) or 4 (with heads); pass kernels= with an expression that excludes it"
-        )
-    joins = name.split(trees.SEPARATOR)[-2:-1] in ([word] for word in _JOINS_HEADS)
-    return MuonDimensionNumbers((1, 2), 3) if joins else MuonDimensionNumbers(1, (2, 3))
-
-
-def matrices_by_shape(params: Tree) -> Tree:
-    """Returns the parameters that DeepSpeed's Muon treats as matrices (`set_optimizer_flags`).
-
-    These are all with two or more dimensions, except those with "embed" or "lm_head" in their
-    names. In stacked layers, each layer's kernel counts (`muon_dimensions`), and stacked biases and
-    scales do not.
-
-    Raises:
-      ValueError: an array outside of stacks has more than two dimensions, and its name does not say
-        which of them are rows.
-    """
-    arrays = trees.flatten_names(params)
-    found = {}
-    for name, array in arrays.items():
-        ndim, lower = jnp.ndim(array), name.lower()
-        if not is_matrix(name, ndim) or "embed" in lower or "lm_head" in lower:
-            found[name] = None
-        elif re.search(LAYER_KERNELS, name):
-            found[name] = _dimensions(name, ndim)
-        elif ndim == 2:
-            found[name] = MuonDimensionNumbers()
-        else:
-            raise ValueError(
-                f"muon: {name} has {ndim} dimensions, and a config file cannot state which of "
-                "them are rows; take the section out and pass optimizer=zerojax.muon(lr, "
-                "dimensions=...), which returns optax.contrib.MuonDimensionNumbers for each "
-                "matrix"
-            )
-    return trees.unflatten_like(params, found)
-
-
-def describe_muon(opt_state: Tree, stacks: Collection[str]) -> list[str]:
-    """Returns lines for the plan if an optax Muon does not know which arrays are stacked layers."""
-    is_muon = lambda node: isinstance(node, MuonState)  # noqa: E731
-    lines = []
-    for part in jax.tree.leaves(opt_state, is_leaf=is_muon):
-        if not is_muon(part):
-            continue
-        taken = {name: x for name, x in part.mu.items() if not isinstance(x, optax.MaskedNode)}
-        rows = sorted(name for name, x in taken.items() if name in stacks and x.ndim == 2)
-        if rows:
-            lines.append(
-                f"muon treats {len(rows)} stacks of vectors, such as {rows[0]}, as matrices whose "
-                "rows are layers, and leaves stacked kernels to Adam; pass "
-                "muon_weight_dimension_numbers=zerojax.optim.muon_dimensions"
-            )
-    return lines

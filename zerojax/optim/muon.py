@@ -17,9 +17,9 @@ from pallas_kernels.choice import Impl, choose
 from zerojax.config.checks import names_keywords
 from zerojax.optim.ema import Ema, EmaState, around
 from zerojax.optim.fused import Numbers, cast_floats, next_count
-from zerojax.optim.groups import muon_dimensions
 from zerojax.optim.matrices import as_stack, fans, newton_schulz, on_whole_matrices
 from zerojax.optim.methods import check_numbers
+from zerojax.optim.muon_parameters import Rule, Uses, muon_dimensions, rule_of
 from zerojax.optim.optimizer import Arrays, Optimizer, UpdateContext
 from zerojax.optim.parameter_tree import ParameterTree
 from zerojax.optim.schedules import Schedule, as_schedule
@@ -36,9 +36,10 @@ _LATE = 2**30
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Options:
-    """The arguments of `muon`, and three more.
+    """The arguments of `muon`, and four more.
 
     Attributes:
+      rule: `rule_of` the argument `dimensions`.
       moments_dtype: dtype of the moments; None uses optax's default, the dtype of the parameters.
       stochastic: whether bfloat16 parameters and moments are rounded stochastically.
       ema: as in `fused.Options`.
@@ -61,6 +62,7 @@ class _Options:
     ns_eps: float
     bias_correction: bool
     adam_nesterov: bool
+    rule: Rule | None = None
     moments_dtype: Any = None
     stochastic: bool = False
     ema: Ema | None = None
@@ -112,7 +114,10 @@ def muon(
         number (0.2 is usual) multiplies it by this number times sqrt(max(rows, columns)), so that
         AdamW's learning rates can be used.
       dimensions: parameters -> tree with the `optax.contrib.MuonDimensionNumbers` of matrices and
-        None elsewhere; None: every 2-D array is a matrix.
+        None elsewhere; None: every 2-D array is a matrix. With the default, a plan reads the
+        products in the loss: experts' matrices count one by one, routers are Adam's, and a model
+        without names like those of zerojax's has as matrices what the loss only multiplies, except
+        its head.
       clip_norm, impl: as in `adamw`.
       bias_correction: whether the momentum's bias toward its start at 0 is corrected, as in optax.
         Muon's author (https://kellerjordan.github.io/posts/muon/) and DeepSpeed do not correct it.
@@ -159,6 +164,7 @@ def muon(
             ns_eps=ns_eps,
             bias_correction=bias_correction,
             adam_nesterov=nesterov if adam_nesterov is None else adam_nesterov,
+            rule=rule_of(dimensions),
         )
     )
 
@@ -207,8 +213,23 @@ def _make(options: _Options) -> Optimizer:
         with_ema=with_ema,
         with_clip_norm=with_clip_norm,
         with_tree=with_tree,
+        with_uses=lambda uses: _with_uses(options, uses),
         matrices=lambda params: {n: dims for n, (dims, _) in _matrices(options, params).items()},
     )
+
+
+def _with_uses(options: _Options, uses: Uses) -> Optimizer:
+    """Returns the optimizer with the matrices that its rule finds by the uses of parameters."""
+    if options.rule is None:
+        return _make(options)
+    chosen, stated = options.rule(uses), options.dimensions
+
+    def dimensions(params: Tree) -> Tree:
+        if isinstance(params, Mapping):
+            return {name: chosen.get(name) for name in params}
+        return None if stated is None else stated(params)  # placeholders of optax
+
+    return _make(dataclasses.replace(options, dimensions=dimensions))
 
 
 def _plain(options: _Options) -> Any:

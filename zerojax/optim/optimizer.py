@@ -223,6 +223,8 @@ class Optimizer(optax.GradientTransformationExtraArgs):
         stacks; None if its state depends on how arrays are stacked.
       with_tree: `ParameterTree` -> the same optimizer for parameters by name. Its mask, and other
         arguments that are functions of the parameters, see the user's tree.
+      with_uses: {trained parameter: `matrix_uses.ParameterUse`} -> the same optimizer, which finds
+        its matrices by the products of a traced loss; None if it has none.
       settings: parameters -> {name: the parameter's settings}; None if unknown.
       matrices: {name: a whole parameter's shape and dtype} -> {name: its dimensions} of parameters
         that it needs as whole matrices (`zerojax.optim.matrices`); None if there are none.
@@ -246,6 +248,7 @@ class Optimizer(optax.GradientTransformationExtraArgs):
     per_layer: bool
     with_stacks: Callable[[Mapping[str, tuple[str, ...]]], Optimizer] | None
     with_tree: Callable[[ParameterTree], Optimizer]
+    with_uses: Callable[[Mapping[str, Any]], Optimizer] | None
     settings: Callable[[Tree], Mapping[str, Any]] | None
     matrices: Callable[[Mapping[str, Any]], Mapping[str, MuonDimensionNumbers]] | None
     ema: Ema | None
@@ -273,6 +276,7 @@ class Optimizer(optax.GradientTransformationExtraArgs):
         moments: tuple[str, ...] = (),
         per_layer: bool = False,
         with_stacks: Callable[[Mapping[str, tuple[str, ...]]], Optimizer] | None = None,
+        with_uses: Callable[[Mapping[str, Any]], Optimizer] | None = None,
         settings: Callable[[Tree], Mapping[str, Any]] | None = None,
         matrices: Callable[[Mapping[str, Any]], Mapping[str, MuonDimensionNumbers]] | None = None,
         one_bit: Any = None,
@@ -284,6 +288,7 @@ class Optimizer(optax.GradientTransformationExtraArgs):
         self.per_layer, self.with_stacks, self.settings = per_layer, with_stacks, settings
         self.matrices, self.ema, self.with_ema, self.one_bit = matrices, ema, with_ema, one_bit
         self.with_tree, self.with_clip_norm = with_tree, with_clip_norm
+        self.with_uses = with_uses
         return self
 
 

@@ -227,6 +227,15 @@ def whole_elements(placement: Placement, leaf: LeafPlacement) -> int:
     return trees.num_elements(shape) // split
 
 
+def padded_elements(placement: Placement, leaf: LeafPlacement) -> int:
+    """Returns `whole_elements` with the padding of the dimension that ZeRO cuts, which is sent."""
+    whole = whole_elements(placement, leaf)
+    dim, padded = leaf.zero_dim, leaf.padded_size
+    if dim is None or padded is None or (leaf.codes is not None and leaf.codes.dim == dim):
+        return whole
+    return whole // leaf.shape[dim] * padded
+
+
 def coded_bytes(placement: Placement, leaf: LeafPlacement) -> int:
     """Returns the bytes of the codes of a gathered parameter on one device."""
     assert leaf.codes is not None

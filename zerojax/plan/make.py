@@ -108,7 +108,7 @@ from zerojax.plan.state import (
 from zerojax.plan.state_layout import PipelineLayout
 from zerojax.plan.table_lookups import Lookups, check_lookup, check_update_of_tables, plan_lookups
 from zerojax.plan.weight_wire import check_weight_wire, describe_weight_wire, with_weight_wire
-from zerojax.plan.whole_matrices import describe_matrices
+from zerojax.plan.whole_matrices import describe_matrices, describe_taken, with_matrices
 from zerojax.runtime.distributed import check_joined
 from zerojax.tracing.activation_offload import describe_layer_inputs
 from zerojax.tracing.loops import find_stacks
@@ -315,6 +315,7 @@ def _decide(
     placement, layout, stacked = _place(task, seen, inputs.freeze, names)
     traced, why_traced, rules = _examine_loss(task, seen, placement)
     tx = fit_stacks(optim.fit_optimizer(task.optimizer.tx, task.precision), names)
+    tx = with_matrices(tx, seen.trace, placement)
     check_elementwise(settings, tx)
     program = _choose_program(task, seen, placement, tx)
     stacks = find_stacks(seen.trace.jaxpr, sorted(seen.params))
@@ -377,7 +378,7 @@ def _decide(
             *describe_unrolled(settings, seen.trace.jaxpr, len(seen.params)),
             *describe_update(program.kernels, tx, stacks, stored["params"], mesh),
             *why_padding,
-            *optim.describe_muon(stored["opt_state"], stacks - names.keys()),
+            *describe_taken(tx, seen.trace, stored, placement, stacks - names.keys()),
             *describe_matrices(tx, stored, placement, mesh),
             *describe_options(program.options, program.dropped),
         ),

@@ -1,6 +1,7 @@
-"""Describes the exchanges of an optimizer of whole matrices (Muon): classes, bytes, reasons.
+"""Matrices of Muon: which parameters it takes, and the classes, bytes and reasons of exchanges.
 
-Decides nothing: it describes what `zerojax.optim.matrices` does with the shards of a plan.
+Which parameters are matrices follows from the traced loss (`zerojax.tracing.matrix_uses`).
+Exchanges are described as `zerojax.optim.matrices` does them with the shards of a plan.
 """
 
 from __future__ import annotations
@@ -8,18 +9,21 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
+from zerojax import optim
 from zerojax.optim.matrices import MatrixExchange, as_stack, classes_of, exchanges_of, fans
 from zerojax.optim.optimizer import Optimizer
 from zerojax.plan.decisions import Decisions
 from zerojax.plan.device_mesh import REPLICA
 from zerojax.plan.placement import Placement, axes_of_dims
 from zerojax.plan.state import TrainState
+from zerojax.tracing.matrix_uses import ParameterUse, find_matrix_uses
+from zerojax.tracing.trace import ModelTrace
 from zerojax.tracing.trees import format_bytes
 
 DIRECTION_BYTES = 4
@@ -55,6 +59,46 @@ class MatrixClass:
     def bytes_over(self, exchange: MatrixExchange) -> float:
         """Returns the bytes that one device sends per step for one exchange, there and back."""
         return 2 * DIRECTION_BYTES * exchange.elements * (exchange.size - 1) / exchange.size
+
+
+def with_matrices(tx: Any, trace: ModelTrace, placement: Placement) -> Any:
+    """Returns the optimizer, which finds its matrices in the traced loss if it needs any.
+
+    Raises:
+      ValueError: there are none, or the loss does not show the matrices of an expert.
+    """
+    if not isinstance(tx, Optimizer) or tx.with_uses is None:
+        return tx
+    return tx.with_uses(_uses_of_trained(trace, placement))
+
+
+def _uses_of_trained(trace: ModelTrace, placement: Placement) -> dict[str, ParameterUse]:
+    shapes = {name: leaf.shape for name, leaf in placement.leaves.items()}
+    uses = find_matrix_uses(trace.program.jaxpr, shapes)
+    return {name: use for name, use in uses.items() if not placement.leaves[name].frozen}
+
+
+def describe_taken(
+    tx: Any,
+    trace: ModelTrace,
+    stored: TrainState,
+    placement: Placement,
+    stacks: Collection[str],
+) -> list[str]:
+    """Describes which parameters Muon takes as matrices; [] for other optimizers.
+
+    Args:
+      tx: the optimizer, zerojax's or optax's.
+      trace, stored, placement: of the plan.
+      stacks: stacks of layers that the user's own loop slices.
+    """
+    if not optim.muon_names(stored["opt_state"]):
+        return []
+    uses, stated = _uses_of_trained(trace, placement), None
+    if isinstance(tx, Optimizer) and tx.matrices is not None:
+        structs = {n: jax.ShapeDtypeStruct(use.shape, jax.numpy.float32) for n, use in uses.items()}
+        stated = tx.matrices(structs)
+    return optim.describe_muon(stored["opt_state"], stacks, uses, stated)
 
 
 def find_classes(

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 
 from zerojax.optim.wire_codes import bytes_sent
-from zerojax.plan.counts import coded_bytes, layers_of, whole_elements
+from zerojax.plan.counts import coded_bytes, layers_of, padded_elements, whole_elements
 from zerojax.plan.decisions import Decisions
 from zerojax.plan.device_mesh import DATA_AXES, EXPERT, REPLICA
 from zerojax.plan.leaf_placement import Access, LeafPlacement
@@ -172,7 +172,7 @@ def _add_shards(
     placement, shards = plan.placement, plan.placement.num_shards(leaf)
     compute, codes = jnp.dtype(plan.precision.compute_dtype), leaf.gradient_codes
     coded = jnp.dtype(jnp.uint8)
-    whole = whole_elements(placement, leaf)
+    whole = padded_elements(placement, leaf)
     sent = whole if leaf.codes is None else coded_bytes(placement, leaf)
     fetched = compute if leaf.codes is None else coded
     gathered = coded if leaf.eight_bits else fetched
@@ -213,7 +213,7 @@ def _add_shards(
 def _over_replicas(plan: Decisions, leaf: LeafPlacement) -> float:
     """Returns the elements that one device sends to sum a shard's gradient over `replica`."""
     replicas = plan.placement.axis_sizes[REPLICA]
-    elements = whole_elements(plan.placement, leaf) / plan.placement.num_shards(leaf)
+    elements = padded_elements(plan.placement, leaf) / plan.placement.num_shards(leaf)
     return 2 * _ring(replicas) * elements
 
 

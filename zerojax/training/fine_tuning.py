@@ -27,7 +27,7 @@ from zerojax.data.chats import PreparedChats, prepare_chats
 from zerojax.data.chats.chat_preparation import Answers, OnBad
 from zerojax.data.corpus import existing_path
 from zerojax.data.opening import open_texts
-from zerojax.data.text_set import TextSet, is_text_set
+from zerojax.data.text_set import TextSet, check_targets, is_text_set
 from zerojax.data.tokens import is_token_path
 from zerojax.runtime.user_files import replace_text
 from zerojax.training.run_file import plan_from_config, tokenizer_spec
@@ -46,7 +46,6 @@ EPOCH_ROWS = 20 * BATCH_ROWS
 """Minimum rows per epoch for choosing longer rows: with fewer, an epoch has too few steps."""
 _UNIT = 64
 _MANY_STEPS = 10**9
-_MASK_BYTES = 1 << 22
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -155,7 +154,8 @@ def write_run(
                 bad=asked.bad,
                 answers=asked.answers,
             )
-        notes = _check_masks(chats)
+        note = check_targets(*open_texts(chats))
+        notes = () if note is None else (note,)
         sizes = _choose_sizes(asked, config, pretrained, chats, count_devices)
         choices = [*choices, *sizes]
         config = _settings(choices, asked)
@@ -314,31 +314,6 @@ def _removed_after_an_error(run_dir: Path, chats: Path) -> Iterator[None]:
         elif not had_chats:
             shutil.rmtree(chats, ignore_errors=True)
         raise
-
-
-def _check_masks(chats: Path) -> tuple[str, ...]:
-    """Raises if the answer mask has no target; returns a note if it has all targets.
-
-    The first token of a text is never a target, whatever the mask says.
-
-    Raises:
-      ValueError: no token is part of an answer.
-    """
-    parts = [part for part in open_texts(chats) if part is not None]
-    bits = parts[0].mask  # of all parts
-    starts = range(0, len(bits), _MASK_BYTES)
-    asked = sum(int(np.unpackbits(bits[at : at + _MASK_BYTES]).sum()) for at in starts)
-    asked -= sum(int(np.count_nonzero(part.asked(part.offsets[:-1]))) for part in parts)
-    num_targets = sum(part.num_tokens - part.num_texts for part in parts)
-    if not asked:
-        raise ValueError(
-            f"{chats}: none of its {num_targets:,} targets is part of an answer, so there is "
-            "nothing to learn; prepare the chats again with a template that marks answers "
-            "(--template FILE)"
-        )
-    if asked == num_targets:
-        return (f"all {asked:,} targets are trained on, those of questions too",)
-    return ()
 
 
 def _choose_sizes(

@@ -10,6 +10,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from zerojax.hardware import compile_client
 from zerojax.optim import Schedule
@@ -211,8 +214,14 @@ class Reports:
         return self._rate[1]
 
     @allocating_for(TRAINING_STEP)
-    def read(self, plan: Plan, log: RunLog | None) -> Metrics | None:
+    def read(
+        self, plan: Plan, log: RunLog | None, params: Mapping[str, jax.Array] | None = None
+    ) -> Metrics | None:
         """Returns the held metrics on the host and writes them to the log; None if none are held.
+
+        Args:
+          params: the newest parameters of the state. If the loss is not finite they are searched
+            for values that are not, in every process alike.
 
         Raises:
           FloatingPointError: too many reports in a row were not finite, or this step overflowed at
@@ -238,7 +247,7 @@ class Reports:
             log.write(step, {**numbers, "skipped": self._skipped}, spent)
             if jax.process_count() > 1:
                 self._write_processes(self._clock.gather(plan.mesh, step, times), log)
-        self._check_finite(plan, values, self._skipped - before, log)
+        self._check_finite(plan, values, self._skipped - before, log, params or {})
         return values
 
     def nothing_trained(self, plan: Plan, steps: int, log: RunLog | None) -> None:
@@ -255,12 +264,23 @@ class Reports:
         if log is not None:
             log.message(f"{text}: the loss scale is still being lowered; train for more steps")
 
-    def _check_finite(self, plan: Plan, values: Metrics, newly: int, log: RunLog | None) -> None:
+    def _check_finite(
+        self,
+        plan: Plan,
+        values: Metrics,
+        newly: int,
+        log: RunLog | None,
+        params: Mapping[str, jax.Array],
+    ) -> None:
         if not values["skipped"]:
             self._in_a_row = 0
             return
         self._in_a_row += 1
-        step, found = int(values["step"]), _what_was_not_finite(plan, values)
+        ends = self._in_a_row >= self._max_skipped and not _scale_is_dynamic(plan)
+        weight = None
+        if (self._in_a_row == 1 or ends) and not math.isfinite(values["loss"]):
+            weight = _first_bad_weight(plan, params)
+        step, found = int(values["step"]), _what_was_not_finite(plan, values, weight)
         if log is not None and self._in_a_row == 1:  # reports have the count of the others
             log.message(
                 f"step {step}: {found}: not finite, the update was skipped "
@@ -269,7 +289,7 @@ class Reports:
         if values.get("at_floor"):
             self._under_way.clear()
             raise _floor_error(plan, values)
-        if self._in_a_row >= self._max_skipped and not _scale_is_dynamic(plan):
+        if ends:
             raise FloatingPointError(
                 f"{found} at step {step}: not finite at {self._in_a_row} reports in a row, "
                 f"{self._skipped} updates skipped. The parameters are those before the first of "
@@ -306,11 +326,44 @@ def _leaf(plan: Plan, values: Metrics, number: str) -> str | None:
     return leaf_names(plan)[index] if index >= 0 else None
 
 
-def _what_was_not_finite(plan: Plan, values: Metrics) -> str:
-    """Returns the metrics of a skipped step and the first non-finite gradient, if known."""
+def _first_bad_weight(plan: Plan, params: Mapping[str, jax.Array]) -> str | None:
+    """Returns the first parameter that holds NaN or an infinity, under the user's name, if any.
+
+    A skipped step leaves parameters unchanged, so that they are those of the step that failed.
+    Parameters on the host are not searched.
+    """
+    on_device = {n: x for n, x in params.items() if x.sharding.memory_kind != "pinned_host"}
+    if not on_device:
+        return None
+
+    def search(arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        return {
+            name: ~jnp.isfinite(x).all(axis=tuple(range(name in plan.stacks, x.ndim)))
+            for name, x in arrays.items()
+        }
+
+    replicated = NamedSharding(plan.mesh, P())
+    is_bad = jax.device_get(jax.jit(search, out_shardings=replicated)(on_device))
+    for name, bad in sorted(is_bad.items()):
+        if bad.any():
+            rows = plan.stacks.get(name)
+            stored = plan.placement.leaves[name].layer_rows
+            row = int(np.argmax(bad)) if rows else 0
+            return name if not rows else rows[row if stored is None else stored[row]]
+    return None
+
+
+def _what_was_not_finite(plan: Plan, values: Metrics, weight: str | None = None) -> str:
+    """Returns the metrics of a skipped step and the first non-finite weight or gradient, if known.
+
+    Args:
+      weight: parameter whose own values are not finite.
+    """
     found = f"loss {values['loss']:g}, gradient norm {values['grad_norm']:g}"
     leaf = _leaf(plan, values, "bad_leaf")
-    if leaf is not None:
+    if weight is not None:
+        found += f", first in the weights of '{weight}'"
+    elif leaf is not None:
         found += f", first in the gradient of '{leaf}'"
     if "loss_scale" in values:
         found += f", loss scale {values['loss_scale']:g}"

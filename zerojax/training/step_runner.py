@@ -181,7 +181,8 @@ class StepRunner:
 
     def _report(self) -> bool:
         """Reads the metrics of an earlier step; returns True if a callback ends the run."""
-        values = self._reports.read(self.plan, self._log)
+        params = None if self.state is None else self.state["params"]
+        values = self._reports.read(self.plan, self._log, params)
         if values is None:
             return False
         values = with_names(self.plan, values)

@@ -359,8 +359,8 @@ def balance_losses(routing: Routing, config: MoEConfig) -> tuple[jax.Array, dict
       mean over layers; its minimum at equal loads is 1, or `experts_per_token` with
       balance="hugging_face". "moe_fullest": load of the fullest expert divided by the mean load,
       maximum over layers. "moe_rounds": rounds of `zerojax.experts`, maximum over layers and
-      devices. With `capacity_factor`, "moe_dropped": dropped choices divided by the choices of all
-      tokens without padding, maximum over layers.
+      devices. "moe_dropped": dropped choices divided by the choices of all tokens without padding,
+      maximum over layers; 0 without `capacity_factor`.
     """
     whole = _summed(routing)
     experts_of_token, number = config.experts_per_token, config.num_experts
@@ -382,9 +382,8 @@ def balance_losses(routing: Routing, config: MoEConfig) -> tuple[jax.Array, dict
         "moe_balance": balance,
         "moe_fullest": jnp.max(shares) * number,
         "moe_rounds": jnp.max(whole.rounds),
+        "moe_dropped": jnp.max(whole.dropped) / (tokens * experts_of_token),
     }
-    if config.capacity_factor is not None:
-        metrics["moe_dropped"] = jnp.max(whole.dropped) / (tokens * experts_of_token)
     return added, metrics
 
 

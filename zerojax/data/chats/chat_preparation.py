@@ -244,7 +244,8 @@ class _Preparation:
             try:
                 for place, encoded in self._encoded(self._chats(files)):
                     if self._is_good(place, encoded):
-                        writer.add(encoded.ids, encoded.asked)
+                        file, _, row = place.rpartition(":")
+                        writer.add(encoded.ids, encoded.asked, (file, int(row)))
                         self.num_seams += encoded.num_seams
                         self.longest = max(self.longest, len(encoded.ids))
             finally:

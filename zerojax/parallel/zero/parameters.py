@@ -254,6 +254,8 @@ def _slice_size(leaf: LeafPlacement) -> int:
 
 
 _AXES_OF_EXPERTS = tuple(axis for axis in PASS_AXES if axis != EXPERT)
+_GRADIENT_DTYPE = jnp.float32
+"""Dtype of gradients as the optimizer gets them."""
 
 
 def _summed_over(config: PassConfig, leaf: LeafPlacement) -> tuple[str, ...]:
@@ -301,6 +303,6 @@ def reduce_gradients(config: PassConfig, grads: Arrays) -> Arrays:
     # Sliced updates cast each slice: casting here would give their loop all of it in float32.
     sliced = config.offload.leaves if config.offload is not None else {}
     return {
-        name: reduced[name] if name in sliced else reduced[name].astype(jnp.float32)
+        name: reduced[name] if name in sliced else reduced[name].astype(_GRADIENT_DTYPE)
         for name in grads
     }

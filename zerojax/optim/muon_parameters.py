@@ -1,0 +1,342 @@
+"""Parameters that Muon treats as matrices: by their names, or by their products in a traced loss.
+
+Experts' matrices count one by one. Adam updates routers, embeddings and heads, as Muon's authors
+recommend for embeddings and heads.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from optax.contrib import MuonDimensionNumbers, MuonState
+
+from zerojax.optim.groups import is_matrix
+from zerojax.tracing import trees
+from zerojax.tracing.matrix_uses import MatrixDims, ParameterUse
+
+Tree = Any
+Uses = Mapping[str, ParameterUse]
+Dimensions = dict[str, MuonDimensionNumbers | None]
+
+LAYER_KERNELS = r"^blocks/.*kernel$"
+"""The matrices of the layers of zerojax's models."""
+_EXPERTS = r"^blocks/.*experts/(gate|up|down)$"
+"""The matrices of the experts of zerojax's models, [layers, experts, inputs, outputs]."""
+_ROUTERS = r"(^|/)router/kernel$"
+_JOINS_HEADS = ("output", "out")
+
+
+def muon_dimensions(params: Tree, *, kernels: str = LAYER_KERNELS) -> Tree:
+    """Returns the `muon_weight_dimension_numbers` of `optax.contrib.muon` for stacked layers.
+
+    By default, Optax's Muon treats every 2-D array as a matrix and gives all others to Adam. For
+    stacked layers this is wrong: it takes biases [layers, width] and leaves out kernels [layers,
+    inputs, outputs]. With this function each layer's kernel is a matrix, and so is that of each
+    expert of `zerojax.zoo.MoE`. Adam updates embeddings, the head, routers, biases and scales.
+
+        optax.contrib.muon(0.02, muon_weight_dimension_numbers=zerojax.optim.muon_dimensions)
+
+    The function knows names and shapes only. A plan with `zerojax.muon` reads the products in the
+    loss instead, so that it knows the experts and routers of any model with `zerojax.experts`.
+
+    Args:
+      params: a tree of arrays; dimension 0 of a kernel counts layers.
+      kernels: regular expression on their names. Shapes are [layers, inputs, outputs], or with
+        attention heads [layers, inputs, heads, size]; a layer named "output" or "out" has its heads
+        first, [layers, heads, size, outputs].
+
+    Returns:
+      The tree with `MuonDimensionNumbers` where a parameter is a matrix and None elsewhere.
+
+    Raises:
+      ValueError: no parameter has such a name, or one does not have 3 or 4 dimensions.
+    """
+    arrays = trees.flatten_names(params)
+    found = [name for name in arrays if re.search(kernels, name)]
+    if arrays and not found:
+        _raise_no_match(arrays, kernels)
+    dimensions = {
+        name: _dimensions(name, jnp.ndim(arrays[name]))
+        for name in found
+        if not re.search(_ROUTERS, name)
+    }
+    experts = [name for name in arrays if re.search(_EXPERTS, name) and jnp.ndim(arrays[name]) == 4]
+    dimensions |= dict.fromkeys(experts, MuonDimensionNumbers(2, 3))
+    return trees.unflatten_like(params, {name: dimensions.get(name) for name in arrays})
+
+
+def _raise_no_match(names: Iterable[str], kernels: str) -> None:
+    names = list(names)
+    raise ValueError(
+        f"muon_dimensions: {kernels!r} matches none of the {len(names)} parameters, such as "
+        f"{', '.join(names[:3])}; pass kernels= with a regular expression that matches"
+    )
+
+
+def _dimensions(name: str, ndim: int) -> MuonDimensionNumbers:
+    if ndim == 3:
+        return MuonDimensionNumbers(1, 2)
+    if ndim != 4:
+        raise ValueError(
+            f"muon_dimensions: {name} has {ndim} dimensions, but a stacked kernel has 3 (layers, "
+            "inputs, outputs) or 4 (with heads); pass kernels= with an expression that excludes it"
+        )
+    joins = name.split(trees.SEPARATOR)[-2:-1] in ([word] for word in _JOINS_HEADS)
+    return MuonDimensionNumbers((1, 2), 3) if joins else MuonDimensionNumbers(1, (2, 3))
+
+
+def matrices_by_shape(params: Tree) -> Tree:
+    """Returns the parameters that DeepSpeed's Muon treats as matrices (`set_optimizer_flags`).
+
+    These are all with two or more dimensions, except those with "embed" or "lm_head" in their
+    names. In stacked layers, each layer's kernel counts (`muon_dimensions`), and stacked biases and
+    scales do not.
+
+    Raises:
+      ValueError: an array outside of stacks has more than two dimensions, and its name does not say
+        which of them are rows.
+    """
+    arrays = trees.flatten_names(params)
+    found = {name: _by_shape(name, jnp.ndim(array)) for name, array in arrays.items()}
+    return trees.unflatten_like(params, found)
+
+
+def _by_shape(name: str, ndim: int) -> MuonDimensionNumbers | None:
+    lower = name.lower()
+    if not is_matrix(name, ndim) or "embed" in lower or "lm_head" in lower:
+        return None
+    if re.search(LAYER_KERNELS, name):
+        return _dimensions(name, ndim)
+    if re.search(_EXPERTS, name) and ndim == 4:
+        return MuonDimensionNumbers(2, 3)
+    if ndim == 2:
+        return MuonDimensionNumbers()
+    raise ValueError(
+        f"muon: {name} has {ndim} dimensions, and a config file cannot state which of "
+        "them are rows; take the section out and pass optimizer=zerojax.muon(lr, "
+        "dimensions=...), which returns optax.contrib.MuonDimensionNumbers for each "
+        "matrix"
+    )
+
+
+# By the products of a traced loss
+
+Rule = Callable[[Uses], Dimensions]
+"""Uses of all trained parameters -> {name: dimensions of its matrices, or None for Adam}."""
+
+
+def rule_of(dimensions: Any) -> Rule | None:
+    """Returns the rule that reads a traced loss in place of names and shapes.
+
+    Args:
+      dimensions: the argument of `muon`.
+
+    Returns:
+      The rule for `muon_dimensions`, also as a `functools.partial` with `kernels`, and for
+      `matrices_by_shape`. None for other functions: what a user states is not changed.
+    """
+    if dimensions is matrices_by_shape:
+        return _by_shape_and_use
+    if dimensions is muon_dimensions:
+        return functools.partial(_by_use, kernels=LAYER_KERNELS)
+    is_partial = isinstance(dimensions, functools.partial) and not dimensions.args
+    if is_partial and dimensions.func is muon_dimensions:
+        return functools.partial(_by_use, **{"kernels": LAYER_KERNELS, **dimensions.keywords})
+    return None
+
+
+def _by_use(uses: Uses, *, kernels: str) -> Dimensions:
+    """Chooses experts by their products, and other matrices by `kernels` if it matches any.
+
+    If it matches none, as in a user's own model, the matrices are the parameters that the loss
+    only multiplies, except routers and heads.
+    """
+    others = {n: use for n, use in uses.items() if use.role not in ("expert", "router")}
+    matched = [name for name in others if re.search(kernels, name)]
+    found: Dimensions = dict.fromkeys(uses)
+    found |= {n: _of_experts(n, use) for n, use in uses.items() if use.role == "expert"}
+    if matched:
+        found |= {name: _of_kernel(name, uses[name]) for name in matched}
+    else:
+        found |= {n: _numbers(use.product) for n, use in others.items() if use.role == "matrix"}
+    if uses and not any(found.values()):
+        _raise_no_match(uses, kernels)
+    return found
+
+
+def _by_shape_and_use(uses: Uses) -> Dimensions:
+    return {
+        name: _of_experts(name, use) if use.role == "expert" else _by_shape(name, len(use.shape))
+        for name, use in uses.items()
+    }
+
+
+def _of_kernel(name: str, use: ParameterUse) -> MuonDimensionNumbers | None:
+    """Returns the dimensions of a kernel by its product, or by its name if that is unclear."""
+    return _dimensions(name, len(use.shape)) if use.product is None else _numbers(use.product)
+
+
+def _of_experts(name: str, use: ParameterUse) -> MuonDimensionNumbers | None:
+    """Returns the dimensions of the matrix of one expert; None for vectors of experts.
+
+    Raises:
+      ValueError: an expert's array has more than two dimensions and no product shows its rows.
+    """
+    if use.product is not None:
+        return _numbers(use.product)
+    if use.expert_ndim < 2:
+        return None
+    if use.expert_ndim == 2:
+        first = (use.expert_dim or 0) + 1
+        return MuonDimensionNumbers(first, first + 1)
+    raise ValueError(
+        f"muon: an expert of {name} has {use.expert_ndim} dimensions, and no product in the loss "
+        "shows which of them are rows; pass dimensions= to zerojax.muon, a function that returns "
+        "optax.contrib.MuonDimensionNumbers for each matrix and None for others"
+    )
+
+
+def _numbers(product: MatrixDims | None) -> MuonDimensionNumbers | None:
+    if product is None:
+        return None
+    one = lambda side: side[0] if len(side) == 1 else side  # noqa: E731
+    return MuonDimensionNumbers(one(product.rows), one(product.columns))
+
+
+# For the plan
+
+
+def muon_names(opt_state: Tree) -> list[frozenset[str]]:
+    """Returns the names that each Muon in an optimizer's state treats as matrices."""
+    is_muon = lambda node: isinstance(node, MuonState)  # noqa: E731
+    parts = [x for x in jax.tree.leaves(opt_state, is_leaf=is_muon) if is_muon(x)]
+    return [
+        frozenset(n for n, x in part.mu.items() if not isinstance(x, optax.MaskedNode))
+        for part in parts
+    ]
+
+
+def describe_muon(
+    opt_state: Tree,
+    stacks: Collection[str],
+    uses: Uses,
+    stated: Mapping[str, MuonDimensionNumbers] | None = None,
+) -> list[str]:
+    """Describes which parameters Muon treats as matrices, and where the loss disagrees.
+
+    Args:
+      opt_state: as it is stored; without a Muon the result is [].
+      stacks: stacks of layers that a loop slices.
+      uses: of the trained parameters.
+      stated: {name: dimensions of its matrices}; None for optax's Muon, which hides them.
+    """
+    lines = []
+    for names in muon_names(opt_state):
+        taken = names & uses.keys()
+        rows = sorted(n for n in taken if n in stacks and len(uses[n].shape) == 2)
+        if rows:
+            lines.append(
+                f"muon treats {len(rows)} stacks of vectors, such as {rows[0]}, as matrices whose "
+                "rows are layers, and leaves stacked kernels to Adam; pass "
+                "muon_weight_dimension_numbers=zerojax.optim.muon_dimensions"
+            )
+        else:
+            lines.append(_describe_split(taken, uses))
+            lines += _describe_doubts(taken, uses, stated or {})
+        lines += _describe_mixtures(taken, uses)
+    return lines
+
+
+def _describe_split(taken: Collection[str], uses: Uses) -> str:
+    is_expert = lambda name: uses[name].role == "expert"  # noqa: E731
+    plain = [name for name in taken if not is_expert(name)]
+    experts = [name for name in taken if is_expert(name)]
+    parts = [f"matrices of {_short(plain)}" if plain else ""]
+    parts.append(f"each expert's matrix of {_short(experts)}" if experts else "")
+    rest = [name for name in uses if name not in taken]
+    updated = f"; Adam updates {_short(rest, uses)}" if rest else ""
+    return f"muon orthogonalizes {' and '.join(filter(None, parts)) or 'nothing'}{updated}"
+
+
+def _describe_doubts(
+    taken: frozenset[str], uses: Uses, stated: Mapping[str, MuonDimensionNumbers]
+) -> list[str]:
+    """Returns a line for each kind of parameter whose products do not fit its update."""
+    lines = []
+    left = [n for n in uses if n not in taken]
+    matrices = [name for name in left if uses[name].role == "matrix"]
+    if matrices:
+        lines.append(
+            f"muon leaves {_short(matrices)} to Adam, which the loss multiplies as matrices; to "
+            "orthogonalize them pass kernels= of zerojax.optim.muon_dimensions, or dimensions="
+        )
+    unclear = [n for n in left if uses[n].role == "other" and uses[n].products and n not in stated]
+    unclear = [n for n in unclear if all(map(all, uses[n].products))]
+    if unclear:
+        lines.append(
+            f"muon leaves {_short(unclear)} to Adam, since the loss uses them in several ways and "
+            "not as one matrix each; to orthogonalize them pass dimensions="
+        )
+    other = [n for n, use in uses.items() if n in stated and not _agree(use, stated[n])]
+    if other:
+        first = stated[min(other)]
+        product = uses[min(other)].product
+        assert product is not None
+        lines.append(
+            f"muon takes {_short(other)} with rows {first.reduction_axis} and columns "
+            f"{first.output_axis}, where the loss multiplies rows {product.rows} and columns "
+            f"{product.columns}: other dimensions count matrices; correct dimensions="
+        )
+    roles = ("other", "expert")
+    unseen = [n for n in taken & stated.keys() if uses[n].product is None and uses[n].role in roles]
+    if unseen:
+        lines.append(
+            f"muon takes the dimensions of {_short(unseen)} from names and shapes: no single "
+            "product in the loss shows them"
+        )
+    return lines
+
+
+def _describe_mixtures(taken: Collection[str], uses: Uses) -> list[str]:
+    """Returns lines about experts that Adam updates, and about routers that Muon updates."""
+    lines = []
+    is_left = lambda use: use.role == "expert" and use.expert_ndim > 1  # noqa: E731
+    experts = [n for n, use in uses.items() if n not in taken and is_left(use)]
+    if experts:
+        lines.append(
+            f"muon leaves the experts' matrices {_short(experts)} to Adam; use zerojax.muon "
+            "without dimensions=, or state their dimensions"
+        )
+    routers = [name for name in taken if uses[name].role == "router"]
+    if routers:
+        lines.append(
+            f"muon orthogonalizes the router {_short(routers)}; leave it to Adam with dimensions="
+        )
+    return lines
+
+
+def _agree(use: ParameterUse, stated: MuonDimensionNumbers) -> bool:
+    """Returns False if a product has other matrices; which side is rows does not matter."""
+    if use.product is None:
+        return True
+    axes = (stated.reduction_axis, stated.output_axis)
+    sides = [(axis,) if isinstance(axis, int) else tuple(axis) for axis in axes]
+    ndim = len(use.shape)
+    found = {tuple(sorted(dim % ndim for dim in side)) for side in sides}
+    return found == set(use.product)
+
+
+def _short(names: Iterable[str], uses: Uses | None = None) -> str:
+    """Returns names in order, with `*` for numbers of layers, and a role that explains them."""
+    found: dict[str, None] = {}
+    for name in sorted(names):
+        role = uses[name].role if uses is not None else "other"
+        shown = re.sub(r"(?<=/)\d+(?=/)", "*", name)
+        found[f"{shown} ({role})" if role in ("router", "table", "head") else shown] = None
+    return ", ".join(found)
