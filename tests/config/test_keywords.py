@@ -14,8 +14,8 @@ from flax import nnx
 import zerojax
 from zerojax import config
 
-RESULTS = {"Engine", "LoadedRun", "Plan", "Pretrained", "RuleProposal", "Trainer", "TrainState"}
-RESULTS |= {"ElasticBatch"}
+RESULTS = {"ElasticBatch", "Engine", "LoadedRun", "Plan", "Pretrained", "RuleProposal"}
+RESULTS |= {"Trainer", "TrainState"}
 """What other public functions make."""
 OTHER_WORDS = {"Stages", "from_hugging_face"}
 """Flax's module class calls `__init__`; the other takes the settings of any architecture."""

@@ -738,9 +738,6 @@ def test_layer_specs_become_rules_on_the_names_of_flax():
         (".*/o_proj/kernel$", ("model", None)),
         ("/[qkv]_proj/kernel$", (None, "model")),
     )
-    deepspeed.check_rules(mesh, ["blocks/attn/o_proj/kernel", "blocks/attn/q_proj/kernel"])
-    with pytest.raises(ConfigError, match="finds none of its 1 parameters"):
-        deepspeed.check_rules(mesh, ["blocks/attn/o_proj/kernel"])
     assert "shape" in refusal(nested(key, [{**specs[1], "shape": [2, -1]}]))
 
 

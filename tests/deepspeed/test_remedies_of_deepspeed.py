@@ -22,14 +22,14 @@ from flax import nnx
 import zerojax
 from tests.support.refusals import Refusal, check_words, refused, stands_in, table
 from zerojax import deepspeed_config as deepspeed
-from zerojax.config import ConfigError, LogConfig, MeshConfig, OptimizerConfig
+from zerojax.config import ConfigError, LogConfig, OptimizerConfig
 from zerojax.config.recognition import is_deepspeed
 from zerojax.deepspeed_config import CallerValues
 from zerojax.deepspeed_config.key_schema import AbsentFeature, Key, paths
 from zerojax.deepspeed_config.keys_table import TABLE
-from zerojax.deepspeed_config.mesh_keys import check_rules
 from zerojax.deepspeed_config.optimizer_keys import OPTIMIZERS
 from zerojax.deepspeed_engine.engine_absent import ABSENT
+from zerojax.tracing.trees import match_names
 
 
 class Line(nnx.Module):
@@ -297,13 +297,11 @@ def test_patterns_on_names_of_torch():
     """Those on names of torch match nothing here; those on the names of the message do."""
     with initialize() as engine:
         names = [*engine.prepare(rows()).placement.leaves]
-    rules = lambda name, spec: check_rules(MeshConfig(rules=((name, spec),)), names)  # noqa: E731
+    rules = lambda name: match_names(names, [name], option="rules")  # noqa: E731
     wrong, known = r"layers/\\d+/kernel", ["out/bias", "out/kernel"]
-    refused(
-        lambda: rules(r"layers/\d+/kernel", (None, "model")), [wrong, 2], known, error=ConfigError
-    )
+    refused(lambda: rules(r"layers/\d+/kernel"), [wrong, 2], known[1:])
     for name in known:
-        rules(name, ())
+        assert rules(name) == {name}
 
 
 # --- files ----------------------------------------------------------------------------------------

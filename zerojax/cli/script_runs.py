@@ -141,7 +141,6 @@ def _call_of(
         inputs=spec.inputs,
         settings=spec.mesh,
         mesh_options=spec.mesh_options,
-        check_plan=spec.check_plan,
         is_deepspeed=is_deepspeed,
     )
     return call, mesh

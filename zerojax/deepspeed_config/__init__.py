@@ -1,7 +1,6 @@
 """Translates DeepSpeed's ds_config.json into zerojax settings, with a reason for each."""
 
 from zerojax.deepspeed_config.keys_page import keys_markdown, keys_page
-from zerojax.deepspeed_config.mesh_keys import check_rules
 from zerojax.deepspeed_config.translating import (
     DsConfig,
     Source,
@@ -17,7 +16,6 @@ __all__ = [
     "Line",
     "Source",
     "Translation",
-    "check_rules",
     "explain",
     "explanation",
     "keys_markdown",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from zerojax.config import ConfigError, MeshConfig, OffloadConfig
@@ -200,27 +200,6 @@ def _rules(file: File) -> tuple[tuple[str, tuple[str | None, ...]], ...] | None:
     shown = ", ".join(f"{pattern} {list(axes)}" for pattern, axes in rules)
     file.notes.change(key, "mapped", f"mesh.rules: {shown}")
     return tuple(rules)
-
-
-def check_rules(mesh: MeshConfig, names: Iterable[str]) -> None:
-    """Raises if a rule of a file matches no parameter, since torch's names differ from Flax's.
-
-    Args:
-      mesh: options of the plan.
-      names: of the model's parameters.
-
-    Raises:
-      ConfigError: a rule matches no parameter name.
-    """
-    names = tuple(names)
-    for pattern, _ in mesh.rules or ():
-        if not any(re.search(pattern, name) for name in names):
-            raise ConfigError(
-                f"{pattern!r}, as the pattern is on this model's names, finds none of its "
-                f"{len(names)} parameters (such as {', '.join(names[:3])}); write patterns for "
-                "these names",
-                ("tensor_parallel", "partition_config", "layer_specs"),
-            )
 
 
 def as_flax_pattern(pattern: str) -> str:

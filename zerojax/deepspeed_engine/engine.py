@@ -41,7 +41,6 @@ from zerojax.runtime.distributed import join_processes
 from zerojax.runtime.folder_lock import Hold
 from zerojax.runtime.kept_programs import keep_programs
 from zerojax.training.checkpointing import end_state
-from zerojax.training.ds_config_arguments import check_plan
 from zerojax.training.metrics.stragglers import DATA, SAVE
 from zerojax.training.reporting import Metrics
 from zerojax.training.run_spec import RunSpec, plan_run, with_disk_folder
@@ -366,7 +365,6 @@ class Engine(EngineQueries, AbsentMethods):
             watch=self._watch,
             settings_of=lambda plan: dict(says.resolved),
             reasons=tuple(says.reasons),
-            check_plan=check_plan,
         )
 
     @property

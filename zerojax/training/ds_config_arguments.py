@@ -11,7 +11,6 @@ from zerojax import deepspeed_config, models, optim, tracing
 from zerojax.config.recognition import is_deepspeed
 from zerojax.deepspeed_config.attention_keys import with_layout
 from zerojax.deepspeed_config.expert_keys import check_router
-from zerojax.plan.make import Plan
 from zerojax.training.train_arguments import Arguments
 
 
@@ -104,11 +103,6 @@ def batch_size_of(mesh_config: Any, *, num_devices: int) -> int | None:
     if source is None:
         return None
     return deepspeed_config.explain(source, num_devices=num_devices).train_batch_size
-
-
-def check_plan(plan: Plan) -> None:
-    """Raises ConfigError if a rule of the file matches no parameter."""
-    deepspeed_config.check_rules(plan.settings, plan.users_placement.leaves)
 
 
 def _source_of(mesh_config: Any) -> deepspeed_config.Source | None:

@@ -45,7 +45,7 @@ from zerojax.plan import device_mesh as meshes
 from zerojax.plan.inputs import PlanInputs
 from zerojax.plan.make import Plan
 from zerojax.runtime.distributed import join_processes
-from zerojax.training.ds_config_arguments import DsConfigArguments, batch_size_of, check_plan
+from zerojax.training.ds_config_arguments import DsConfigArguments, batch_size_of
 from zerojax.training.process_agreement import divide_batches
 from zerojax.training.run_lifecycle import fit, open_run
 from zerojax.training.run_record import LossKind, RunNotes, TextData
@@ -294,7 +294,6 @@ def spec_of(arguments: Arguments, mesh: Mesh | AbstractMesh | None = None) -> Ru
             tokenizer=tokenizer,
             template=batches.template if isinstance(batches, RowSource) else None,
         ),
-        **({} if ds_config is None else {"check_plan": check_plan}),
     )
 
 

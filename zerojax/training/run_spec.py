@@ -58,7 +58,6 @@ class RunSpec:
       settings_of: (plan) -> the settings in the run folder and in checkpoints, JSON-serialisable.
       reasons: one sentence for each default that was chosen before planning.
       notes: content of the record that `zerojax.load_run` needs; None: no record is written.
-      check_plan: raises if a plan contradicts the settings.
     """
 
     inputs: PlanInputs
@@ -76,7 +75,6 @@ class RunSpec:
     settings_of: Callable[[Plan], dict[str, Any]] = lambda plan: {}
     reasons: Sequence[str] = ()
     notes: RunNotes | None = None
-    check_plan: Callable[[Plan], None] = lambda plan: None
 
     @property
     def steps(self) -> int | None:
@@ -102,7 +100,6 @@ def plan_run(spec: RunSpec, mesh: Any = None) -> Plan:
     planning = "planning: tracing the model and its loss ..."
     with print_if_slow(spec.log, planning), phase("planning"):
         plan = plan_of(spec.inputs, mesh, **spec.mesh_options)
-        spec.check_plan(plan)
         return tune(plan, watch=spec.watch)
 
 

@@ -52,21 +52,17 @@ class PlannedCall:
       inputs: of the plan.
       settings: the mesh options; `data` takes the devices that other axes leave.
       mesh_options: override fields of `settings` on every mesh.
-      check_plan: raises if a plan contradicts the run's other settings.
       is_deepspeed: whether a DeepSpeed configuration sets the mesh.
     """
 
     inputs: PlanInputs
     settings: MeshConfig
     mesh_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    check_plan: Callable[[Plan], None] = lambda plan: None
     is_deepspeed: bool = False
 
     def plan_on(self, mesh: AbstractMesh) -> Plan:
         """Returns the plan of the run on a mesh of absent devices."""
-        plan = plan_elsewhere(self.inputs, self.settings, mesh, **self.mesh_options)
-        self.check_plan(plan)
-        return plan
+        return plan_elsewhere(self.inputs, self.settings, mesh, **self.mesh_options)
 
     def with_settings(self, num_microbatches: int | None, **fields: Any) -> PlannedCall:
         """Returns the same call with other mesh options and number of microbatches."""
