@@ -86,16 +86,23 @@ def test_same_bits_everywhere(case, zero, devices):
         assert 0 < skipped < len(found["metrics/skipped"]), f"{skipped} steps overflowed"
 
 
-@slow
-@pytest.mark.parametrize("zero", [1, 3])
-def test_same_bits_of_programs_as_users_compile_them(zero):
+@pytest.mark.parametrize(
+    ("model", "zero", "devices"),
+    [
+        pytest.param("transformer", 1, 1, marks=pytest.mark.thorough),
+        pytest.param("transformer", 3, 2, marks=slow),
+        pytest.param("layers", 1, 2, marks=slow),
+        pytest.param("layers", 3, 2, marks=slow),
+    ],
+)
+def test_same_bits_of_programs_as_users_compile_them(model, zero, devices):
     """With all optimisations, and with instructions that multiply and add at once: which products
     they take depends on what is fused, which `tests/conftest.py` spares the other tests."""
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     for name in ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS"):
         environment.pop(name, None)
     finished = subprocess.run(
-        [sys.executable, "-m", "tests.support.mesh_free_runs", str(zero), "8", "2"],
+        [sys.executable, "-m", "tests.support.mesh_free_runs", model, str(zero), "8", str(devices)],
         env=environment,
         capture_output=True,
         text=True,

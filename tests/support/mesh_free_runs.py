@@ -1,6 +1,6 @@
 """Short runs with `deterministic="mesh"`, and what of two runs differs in bits.
 
-python -m tests.support.mesh_free_runs ZERO DEVICES DEVICES
+python -m tests.support.mesh_free_runs MODEL ZERO DEVICES DEVICES
 """
 
 from __future__ import annotations
@@ -64,6 +64,35 @@ class Layer(nnx.Module):
         return x + self.dropout(jnp.tanh(self.linear(x)))
 
 
+class Transformer(nnx.Module):
+    """A layer of a user: attention, norm and MLP, with a softmax and biases of three shapes."""
+
+    def __init__(self, rngs: nnx.Rngs, width: int = 32):
+        self.norms = nnx.List([nnx.LayerNorm(width, rngs=rngs) for _ in range(2)])
+        self.attention = nnx.MultiHeadAttention(
+            num_heads=4, in_features=width, decode=False, rngs=rngs
+        )
+        self.up = nnx.Linear(width, 4 * width, rngs=rngs)
+        self.down = nnx.Linear(4 * width, width, rngs=rngs)
+
+    def loss(self, batch: dict) -> jax.Array:
+        x = batch["x"] + self.attention(self.norms[0](batch["x"]))
+        x = x + self.down(nnx.gelu(self.up(self.norms[1](x))))
+        return jnp.mean(jnp.square(x - batch["y"]))
+
+
+def sequence_batch(step: int) -> dict[str, np.ndarray]:
+    """128 rows of 16 vectors, for `Transformer`."""
+    rng = np.random.default_rng(step)
+    return {name: rng.normal(size=(128, 16, 32)).astype(np.float32) for name in ("x", "y")}
+
+
+MODELS = {
+    "layers": {"model": Layers, "batch": regression_batch},
+    "transformer": {"model": Transformer, "batch": sequence_batch},
+}
+
+
 def plan_on(
     devices: int,
     model: Any = Layers,
@@ -118,11 +147,15 @@ def differences(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> lis
     ]
 
 
-def main(zero: str, first: str, second: str) -> None:
+def main(model: str, zero: str, first: str, second: str) -> None:
     """Prints what differs in bits between two numbers of devices."""
     jax.config.update("jax_num_cpu_devices", 8)
     jax.config.update("jax_cpu_enable_async_dispatch", False)
-    one, other = (run(plan_on(int(count), zero=int(zero)), steps=6) for count in (first, second))
+    given: Any = MODELS[model]
+    one, other = (
+        run(plan_on(int(count), zero=int(zero), **given), steps=6, batch=given["batch"])
+        for count in (first, second)
+    )
     print("differences:", differences(one, other))
 
 

@@ -53,8 +53,9 @@ def init_state(plan: Plan, seed: int = 0) -> TrainState:
     """Creates a new state directly in its shards: no device ever holds more than its part.
 
     The values of an `nnx.Module` instance are copied (the instance stays usable after the first
-    donated step); every other kind of model is initialized from `seed`. The values do not depend on
-    the mesh.
+    donated step); every other kind of model is initialized from `seed`. On another mesh the values
+    are equal except for rounding; with `deterministic` they have the same bits, and one device of
+    each process computes them whole.
 
     Args:
       plan: a plan over a real mesh.
@@ -85,12 +86,14 @@ def _init_around(plan: Plan, key_data: np.ndarray, disk: DiskState | None) -> Tr
     # If master weights are in files, the weights are made from these slice by slice, not at once.
     made_later = disk.leaves if disk is not None and plan.precision.has_masters else ()
     given = plan.model.initial_arrays()
+    if given is None and plan.settings.deterministic:
+        given = _drawn_on_one_device(plan, key_data)
     if given is None:
         state = build_initialiser(plan, without=made_later)(key_data)
     elif any(_is_unread(value) for part in given for value in part.values()):
         state = _read_initial(plan, key_data, without=made_later)
     else:
-        state = _copy_initial(plan, key_data)
+        state = _copy_initial(plan, key_data, given)
     if disk is not None:
         state["disk"] = disk
     if len(state["params"]) < len(plan.abstract_state["params"]):
@@ -143,10 +146,7 @@ def _new_params(plan: Plan, key_data: jax.Array) -> tuple[dict[str, jax.Array], 
     They are those of `Model(rngs=nnx.Rngs(seed))`, `module.init(jax.random.key(seed), ...)` and
     `init(jax.random.key(seed))`.
     """
-    # Zeros: Linen reads only a batch's shapes, and zeros need no transfer.
-    batch = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), plan.abstract_batch)
-    key = jax.random.wrap_key_data(key_data)
-    params, extras = plan.model.init(key, batch, plan.loss)
+    params, extras = _init_model(plan, key_data)
     abstract = {**plan.abstract_stored["params"], **plan.abstract_stored["frozen"]}
     rows = _rows_of_params(plan)
     stored = {
@@ -154,6 +154,13 @@ def _new_params(plan: Plan, key_data: jax.Array) -> tuple[dict[str, jax.Array], 
         for name, leaf in abstract.items()
     }
     return stored, extras
+
+
+def _init_model(plan: Plan, key_data: jax.Array) -> tuple[dict[str, jax.Array], Any]:
+    """Returns the parameters and the model's own state that its initialization makes; traced."""
+    # Zeros: Linen reads only a batch's shapes, and zeros need no transfer.
+    batch = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), plan.abstract_batch)
+    return plan.model.init(jax.random.wrap_key_data(key_data), batch, plan.loss)
 
 
 def _kept(plan: Plan, name: str, value: jax.Array, stored: jax.ShapeDtypeStruct) -> jax.Array:
@@ -172,10 +179,25 @@ def _given(plan: Plan, name: str, value: Any) -> Any:
     return codes.encode(np.asarray(value))
 
 
-def _copy_initial(plan: Plan, key_data: np.ndarray) -> TrainState:
-    """Builds the state from the arrays that the user's module holds."""
-    arrays = plan.model.initial_arrays()
-    assert arrays is not None
+def _drawn_on_one_device(plan: Plan, key_data: np.ndarray) -> tuple[dict, dict]:
+    """Returns whole initial parameters and extras, computed by one device of each process.
+
+    The compiler computes a part of an array in other code than the whole array (vectors and the
+    remaining elements, for example), and the last bits of random numbers differ.
+    """
+    abstract = {**plan.abstract_stored["params"], **plan.abstract_stored["frozen"]}
+
+    def draw(key_data: jax.Array) -> tuple[dict, dict]:
+        params, extras = _init_model(plan, key_data)
+        return {name: params[name] for name in abstract}, extras
+
+    device = plan.mesh.local_devices[0]
+    on_device = jax.sharding.SingleDeviceSharding(device)
+    return jax.jit(draw, in_shardings=on_device, out_shardings=on_device)(key_data)
+
+
+def _copy_initial(plan: Plan, key_data: np.ndarray, arrays: tuple[Any, Any]) -> TrainState:
+    """Builds the state from existing arrays: (parameters, extras) of the user's module."""
     params, extras = arrays
     stored = {**plan.abstract_stored["params"], **plan.abstract_stored["frozen"]}
     rows = _rows_of_params(plan)

@@ -25,7 +25,8 @@ from typing import Any, Literal, Protocol
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
+from jax.extend.core import Literal as Constant
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -336,23 +337,87 @@ def run_in_barriers(
 ) -> Any:
     """Runs `function(*args)`, compiled separately. Do not differentiate through it.
 
+    Arrays cross the barriers as vectors, which have one layout only: an array of several dimensions
+    would have the layout that the code around it prefers. Divisions are done by `fix_divisions`.
+
     Args:
       kind: result of `barrier_kind`.
       witness: see `zero_at_run_time`.
       function: a function of trees of arrays; traced once.
     """
-    if kind == "barrier":
-        return lax.optimization_barrier(function(*lax.optimization_barrier(args)))
+    leaves = jax.tree.leaves(args)
     closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
-    leaves, structure = jax.tree.flatten(shape)
+    results, result_structure = jax.tree.flatten(shape)
+    run = jaxpr_as_fun(fix_divisions(closed))
+
+    def flat(*vectors: Any) -> list[Any]:
+        return _as_vectors(run(*_with_shapes(list(vectors), leaves)))
 
     def never(*_: Any) -> list[jax.Array]:
-        return [jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
+        return _as_vectors([jnp.zeros(x.shape, x.dtype) for x in results])
 
-    outputs = lax.cond(
-        zero_at_run_time(witness) == 0, jaxpr_as_fun(closed), never, *jax.tree.leaves(args)
-    )
-    return jax.tree.unflatten(structure, outputs)
+    vectors = _as_vectors(leaves)
+    if kind == "barrier":
+        outputs = lax.optimization_barrier(flat(*lax.optimization_barrier(vectors)))
+    else:
+        outputs = lax.cond(zero_at_run_time(witness) == 0, flat, never, *vectors)
+    return jax.tree.unflatten(result_structure, _with_shapes(list(outputs), results))
+
+
+def _as_vectors(tree: Any) -> Any:
+    """Returns the tree with each array of two and more dimensions as a vector."""
+    return jax.tree.map(lambda x: x if jnp.ndim(x) < 2 else x.reshape(-1), tree)
+
+
+def _with_shapes(tree: Any, like: Any) -> Any:
+    """Inverts `_as_vectors`; `like` has the shapes."""
+    return jax.tree.map(lambda x, one: x if jnp.ndim(one) < 2 else x.reshape(one.shape), tree, like)
+
+
+def fix_divisions(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """Returns the program with each floating-point division as a product with a reciprocal.
+
+    XLA computes `a / b`, where `b` is broadcast, in one program as a division and in another as
+    such a product, whichever of its rules comes first; their last bits differ.
+    """
+    return ClosedJaxpr(_with_products(closed.jaxpr), closed.consts)
+
+
+def _with_products(program: Jaxpr) -> Jaxpr:
+    equations: list[Any] = []
+    for equation in program.eqns:
+        params = {name: _with_inner_products(value) for name, value in equation.params.items()}
+        if equation.primitive.name == "div":
+            equations += _as_product(equation)
+        else:
+            equations.append(equation.replace(params=params))
+    return program.replace(eqns=equations)
+
+
+def _with_inner_products(value: Any) -> Any:
+    """Returns a parameter of an equation; the programs in it have their divisions fixed."""
+    if isinstance(value, ClosedJaxpr):
+        return fix_divisions(value)
+    if isinstance(value, Jaxpr):
+        return _with_products(value)
+    if type(value) is tuple:  # not named tuples, as of dimensions
+        return tuple(_with_inner_products(one) for one in value)
+    return value
+
+
+def _as_product(equation: Any) -> list[Any]:
+    """Returns the equations that replace a division; integers are divided as before."""
+    top, bottom = equation.invars
+    if isinstance(bottom, Constant) or not jnp.issubdtype(bottom.aval.dtype, jnp.floating):
+        return [equation]
+    like = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in (top, bottom)]
+    made = jax.make_jaxpr(lambda a, b: a * (1 / b))(*like).jaxpr
+    given = dict(zip(made.invars, (top, bottom), strict=True))
+    *before, last = [
+        one.replace(invars=[x if isinstance(x, Constant) else given.get(x, x) for x in one.invars])
+        for one in made.eqns
+    ]
+    return [*before, last.replace(outvars=equation.outvars)]
 
 
 def values_in_barriers(kind: BarrierKind, witness: jax.Array, values: Any) -> Any:
