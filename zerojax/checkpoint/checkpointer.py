@@ -122,7 +122,9 @@ class Checkpointer:
         try:
             return folders.list_steps(self.path)
         except OSError as error:
-            raise MachineError(f"checkpoint folder cannot be listed: {reason(error)}") from error
+            raise MachineError(
+                f"checkpoint folder cannot be listed: {reason(error)}; fix that and try again"
+            ) from error
 
     def latest_step(self) -> int | None:
         """Returns the newest saved step, or None if there is none."""

@@ -142,7 +142,7 @@ def saved_codes(saved: SavedStep) -> dict[str, WeightCodes]:
 
 
 def as_decoded(leaf: Any, codes: WeightCodes | None) -> Any:
-    """Returns the shape and dtype of the weights that an array encodes."""
+    """Returns the decoded shape and dtype of an array of codes; `leaf` itself without `codes`."""
     if codes is None:
         return leaf
     return jax.ShapeDtypeStruct(codes.true_shape(leaf.shape), np.float32)

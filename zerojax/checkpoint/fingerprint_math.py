@@ -36,7 +36,7 @@ _TWO_BITS = (ml_dtypes.int2, ml_dtypes.uint2)
 
 
 def add(*sums: Sums) -> Sums:
-    """Adds the sums of disjoint parts."""
+    """Adds the fingerprints of disjoint parts."""
     return sum(one[0] for one in sums) & _MASK, sum(one[1] for one in sums) & _MASK
 
 
@@ -50,12 +50,12 @@ def as_text(sums: Sums) -> str:
 
 
 def of_array(values: np.ndarray) -> Sums:
-    """Returns the sums of a whole array on the host."""
+    """Returns the fingerprint of a whole array in host memory."""
     return of_part(values, (0,) * values.ndim, values.shape)
 
 
 def of_part(values: np.ndarray, start: Sequence[int], shape: Shape) -> Sums:
-    """Returns the sums of a part of an array, on the host, in constant memory.
+    """Returns the fingerprint of a part of an array in host memory, in buffers of constant size.
 
     Args:
       values: the part, a box.
@@ -78,7 +78,7 @@ def of_part(values: np.ndarray, start: Sequence[int], shape: Shape) -> Sums:
 def traced(
     values: jax.Array, start: Sequence[Any], shape: Shape, *, on_cpu: bool = True
 ) -> jax.Array:
-    """Computes the same sums inside a traced function, reading the values once.
+    """Computes the fingerprint of a part of an array inside a traced function, in one pass.
 
     Args:
       values: the part.
@@ -165,7 +165,16 @@ def _chunks(shape: Shape) -> Iterator[tuple[tuple[Any, ...], Shape]]:
 
 
 def _positions(shape: Shape, start: Sequence[int], factors: Sequence[int]) -> np.ndarray:
-    """Returns the sum over dimensions of (position times factor), modulo 2^32, for a box."""
+    """Returns for each element of a box the sum over dimensions of index times factor.
+
+    Args:
+      shape: of the box.
+      start: index of its first element in each dimension of the array.
+      factors: one per dimension.
+
+    Returns:
+      uint32 of shape `shape`, modulo 2^32.
+    """
     total = np.zeros((1,) * len(shape), np.uint32)
     for dim, size in enumerate(shape):
         line = (np.arange(size, dtype=np.uint64) + np.uint64(start[dim])).astype(np.uint32)

@@ -37,7 +37,7 @@ class PendingFingerprints:
 
 
 def whole(leaf: Any, parts: Mapping[int, Sums]) -> Sums:
-    """Returns the sums of an array from those of its shards.
+    """Returns the fingerprint of an array from those of its shards.
 
     Args:
       leaf: has the shape and the sharding of the array.

@@ -187,7 +187,9 @@ def _saved_step(path: Path, step: int) -> SavedStep | None:
     except CheckpointError as failure:
         error = failure
     except OSError as failure:
-        error = MachineError(f"checkpoint {folder} cannot be read now: {reason(failure)}")
+        error = MachineError(
+            f"checkpoint {folder} cannot be read now: {reason(failure)}; fix that and try again"
+        )
     num_bytes = sum(files.sizes_of(folder).values())
     if error is not None and not folder.exists():
         return None

@@ -193,7 +193,7 @@ def read_metadata(folder: Path) -> Metadata:
     except OSError as error:
         if not is_damage(error):
             raise MachineError(
-                f"checkpoint {folder} cannot be read now: {reason(error)}"
+                f"checkpoint {folder} cannot be read now: {reason(error)}; fix that and try again"
             ) from error
         raise _damaged(folder, f"cannot be read ({reason(error)})") from error
     if not isinstance(body, dict):

@@ -117,7 +117,9 @@ def alone_in(path: Path) -> Iterator[None]:
             "does not keep"
         ) from None
     except OSError as error:
-        raise MachineError(f"nothing is deleted in {path}: {reason(error)}") from error
+        raise MachineError(
+            f"nothing is deleted in {path}: {reason(error)}; fix that and try again"
+        ) from error
     try:
         yield
     finally:

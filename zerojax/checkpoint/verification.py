@@ -85,7 +85,9 @@ def verify_step(
         sums = {name: metadata.checksums[name] for name in sorted(same_size)}
         found += files.wrong_checksums(folder, sums)
     except OSError as error:
-        raise MachineError(f"{folder} cannot be read now: {reason(error)}") from error
+        raise MachineError(
+            f"{folder} cannot be read now: {reason(error)}; fix that and try again"
+        ) from error
     of_leaves = list(_wrong_leaves(folder, metadata)) if metadata.fingerprints else []
     return _verification(step, folder, metadata, [*found, *of_leaves], len(metadata.fingerprints))
 
@@ -140,7 +142,9 @@ def _without_base(base: BaseReader) -> Damage | None:
 
 def _unreadable(name: str, error: Exception) -> Damage:
     if not is_damage(error):
-        raise MachineError(f"{name!r} cannot be read now: {reason(error)}") from error
+        raise MachineError(
+            f"{name!r} cannot be read now: {reason(error)}; fix that and try again"
+        ) from error
     return Damage(leaf=name, what=f"cannot be read ({reason(error)})")
 
 

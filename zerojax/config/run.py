@@ -91,7 +91,7 @@ class ModelConfig:
     remat: Literal["none", "full", "attention", "dots"] = "none"
     """Activation checkpointing of each block: none stores all activations, dots stores matrix
     products, full stores only the block's input, attention stores the input and the result of
-    attention (chunked or cudnn)."""
+    attention (chunked, cudnn or mosaic_gpu)."""
     loss_chunk: int | None = 1024
     """Tokens whose logits the loss computes at once; null: all. With a vocabulary of 128 thousand,
     8192 tokens and width 2048 the loss then needs 1.4 GB instead of 6.3 (compiled for an H200),

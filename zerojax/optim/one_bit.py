@@ -48,7 +48,10 @@ def message_bytes(elements: int) -> int:
 
 
 def encode_signs(values: jax.Array) -> jax.Array:
-    """Encodes float32 [..., elements] as uint8 [..., message_bytes]; 0 counts as positive."""
+    """Quantizes float32 [..., elements] to uint8 [..., message_bytes]: signs, then scales.
+
+    A zero gets the positive sign.
+    """
     lead, elements = values.shape[:-1], values.shape[-1]
     blocks = math.ceil(elements / BLOCK)
     padded = _padded(jnp.abs(values), blocks * BLOCK).reshape(*lead, blocks, BLOCK)

@@ -172,7 +172,11 @@ def _nest(node: Any, by_name: Mapping[str, Any]) -> Any:
 
 
 def _is_container_like(tree: Any, node: Any) -> bool:
-    """Returns True if a node has the container type of a node of names, and no unknown key."""
+    """Returns whether `tree` has the structure of `node`, one level deep; a dict may lack keys.
+
+    A dict matches a dict of names that has all of its keys. Other containers match if they have
+    the same type and number of children, which is not 0. A leaf matches nothing.
+    """
     if isinstance(node, dict):
         return isinstance(tree, Mapping) and tree.keys() <= node.keys()
     children, structure = _children(tree)
@@ -180,7 +184,7 @@ def _is_container_like(tree: Any, node: Any) -> bool:
 
 
 def _is_part(state: Any, node: Any) -> bool:
-    """Returns True if a part of a state is the tree of all or some of the parameters."""
+    """Returns whether a part of an optimizer's state is a tree of all or some parameters."""
     if isinstance(node, str) or not _is_container_like(state, node) or not _children(state)[0]:
         return False
 

@@ -91,10 +91,11 @@ class WeightCodes:
         return tuple(sizes)
 
     def encode(self, values: Any) -> Any:
-        """Encodes floating-point values, taken as float32, as uint8 codes.
+        """Quantizes values to uint8 blocks: the codes of 64 values, then their scale.
 
-        NumPy arrays return a NumPy array, others a traced array, with equal bits: codes depend on
-        comparisons with products, which both round equally.
+        The values are cast to float32. The result has `coded_shape(values.shape)`. For a NumPy
+        array it is a NumPy array, else a traced array, with equal bits: codes depend on comparisons
+        with products, which both round equally.
         """
         blocked = self._in_blocks(values.shape, BLOCK)
         if not isinstance(values, np.ndarray):
@@ -110,7 +111,7 @@ class WeightCodes:
         return result.reshape(self.coded_shape(values.shape))
 
     def _encode_blocks(self, xp: Any, values: Any, axis: int) -> Any:
-        """Encodes blocks as uint8; `axis` has the 64 values of a block, and then their bytes."""
+        """Quantizes blocks to uint8: `axis` has 64 values of a block, in the result its bytes."""
         blocks = values.astype(np.float32)
         largest = xp.max(xp.abs(blocks), axis=axis, keepdims=True)
         exact = largest if self.kind == "nf4" else largest * np.float32(1 / _LARGEST_INT8)

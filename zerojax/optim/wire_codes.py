@@ -49,7 +49,7 @@ class GradientCodes:
         return blocks * (BLOCKS[self.bits] * self.bits // 8 + _SCALE_BYTES)
 
     def encode(self, values: jax.Array) -> jax.Array:
-        """Encodes floating-point [..., elements] as uint8 [..., num_bytes]."""
+        """Quantizes [..., elements] to uint8 [..., num_bytes]: codes of all blocks, then scales."""
         block, largest = BLOCKS[self.bits], _LARGEST[self.bits]
         missing = self.in_blocks(values.shape[-1]) - values.shape[-1]
         widths = [(0, 0)] * (values.ndim - 1) + [(0, missing)]

@@ -126,9 +126,9 @@ class LeafCollectives:
         return over_auto_axes(local, (spec, P()), spec)(shard, history)
 
     def encode(self, shard: jax.Array, history: jax.Array | None) -> jax.Array:
-        """Returns what is sent of a shard, in `compute_dtype` or uint8.
+        """Converts a shard to the array that is sent: `compute_dtype`, or uint8 codes.
 
-        With `wire_codes` it is one row.
+        With `wire_codes` the result has one dimension.
         """
         if self.codes is not None:
             return shard

@@ -2,8 +2,8 @@
 
 A parameter may be gathered at its reads only if every device reaches them, and only if nothing
 else uses the stored value: `nnx.state(model)` returns the stored value, which at stage 3 is a
-shard. Both are determined from the program of one abstract forward pass, in which every read has
-left a mark.
+shard. Both are determined from the program of one abstract forward pass, in which every read is
+marked (`operators.marks`).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def asked_eight_bits() -> EightBits | None:
 
 @dataclasses.dataclass(frozen=True)
 class MarkRead:
-    """Read that gives the value itself and leaves a mark in the traced program.
+    """Read that returns the stored value, marked in the traced program (`operators.marks`).
 
     Attributes:
       name: of the parameter.

@@ -46,6 +46,9 @@ class Kept:
 class KeptChoices:
     """The cached answers of this machine, and marks of trials that are running or failed.
 
+    A mark is a file `trying-*` in the cache. It exists while a trial runs, and stays there if the
+    trial fails or its process ends.
+
     Args:
       folder: of the cache; None caches nothing.
       process: number of this process, for marks.
@@ -103,9 +106,9 @@ class KeptChoices:
 
     @contextlib.contextmanager
     def marked(self, key: Mapping[str, Any]) -> Iterator[Callable[[], None]]:
-        """Writes a mark on disk during a trial that may end this process.
+        """Keeps a mark in the cache during a trial, which may end this process.
 
-        It replaces marks that earlier starts have left.
+        It replaces the marks of earlier starts.
 
         Yields:
           A function that makes the mark stay, so that the next start skips the trial.

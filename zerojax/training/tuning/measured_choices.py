@@ -228,7 +228,7 @@ def _refused(
       question: the question.
       here: see `_Here`.
       why: the failure on this process; None if there was none.
-      leave_mark: makes the mark on disk stay.
+      leave_mark: makes the mark stay, see `KeptChoices.marked`.
     """
     if why is not None:
         leave_mark()
