@@ -46,7 +46,7 @@ from zerojax.training.run_record import (
 from zerojax.training.run_spec import CHECKPOINT_FOLDER
 from zerojax.training.validation import each_batch
 from zerojax.zoo.decoder import Decoder
-from zerojax.zoo.generation import continue_text
+from zerojax.zoo.text_generation import continue_text
 
 _EXAMPLE_TOKENS = 8
 """Tokens per row of the example batch for a model that is only used to generate."""

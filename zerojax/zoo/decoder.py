@@ -19,7 +19,7 @@ from zerojax.tracing.stacking import scan_blocks, stack_blocks
 from zerojax.zoo.decoder_config import DecoderConfig
 from zerojax.zoo.layers import Dropout, Embedding, Mlp, Norm, Projection, constrain, in_chunks
 from zerojax.zoo.moe import EXPERT_PARAMETERS, MoE, Routing, balance_losses
-from zerojax.zoo.self_attention import Attention
+from zerojax.zoo.self_attention import Attention, positions_after
 
 INIT_STDDEV = 0.02
 RESIDUAL_DIMS = ("batch", "sequence", "embed")
@@ -143,12 +143,16 @@ class Block(nnx.Module):
         cache: tuple[jax.Array, jax.Array],
         position: jax.Array,
         kind: jax.Array | None = None,
+        *,
+        text_length: jax.Array | None = None,
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         """Applies the layer to new tokens after cached ones, no dropout; see `Attention.extend`."""
 
         def attend(normed: jax.Array) -> jax.Array:
             nonlocal cache
-            mixed, cache = self.attention.extend(normed, cache, position, kind)
+            mixed, cache = self.attention.extend(
+                normed, cache, position, kind, text_length=text_length
+            )
             return _apply(self.attention_post_norm, mixed)
 
         def widen(normed: jax.Array) -> jax.Array:
@@ -387,14 +391,20 @@ class Decoder(nnx.Module):
         return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
     def extend(
-        self, tokens: jax.Array, cache: KVCache, position: jax.Array
+        self,
+        tokens: jax.Array,
+        cache: KVCache,
+        position: jax.Array,
+        *,
+        text_length: jax.Array | None = None,
     ) -> tuple[jax.Array, KVCache]:
         """Computes the hidden states of new tokens after cached ones, without dropout.
 
         Args:
           tokens: integers [batch, new].
           cache: from `init_cache` or an earlier call.
-          position: int32 [], number of tokens in the cache.
+          position: int32 [] or, for each row, [batch], number of tokens in the cache.
+          text_length: int32 [batch], tokens that each text will have; see `Attention.extend`.
 
         Returns:
           (hidden states [batch, new, embed] for `head`, the cache including the new tokens).
@@ -408,9 +418,10 @@ class Decoder(nnx.Module):
         ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
             block = nnx.merge(graphdef, slices[0])
             block.eval()  # an adapter may have dropout of its own
-            return block.extend(x, slices[1], position, slices[2])
+            return block.extend(x, slices[1], position, slices[2], text_length=text_length)
 
-        x, longer = lax.scan(layer, self.look_up(tokens, position), (state, cache, kinds))
+        at = position if jnp.ndim(position) == 0 else positions_after(position, tokens.shape[1])
+        x, longer = lax.scan(layer, self.look_up(tokens, at), (state, cache, kinds))
         return x, KVCache(*longer)
 
 
