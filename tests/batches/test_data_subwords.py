@@ -23,6 +23,7 @@ from zerojax.data import (
 from zerojax.data.preparation import prepare
 from zerojax.zoo import text_generation
 from zerojax.zoo.generation import Continued
+from zerojax.zoo.sampling import Sampling
 
 tokenizers = pytest.importorskip("tokenizers", reason="needs the package tokenizers")
 
@@ -201,11 +202,10 @@ def test_generated_text_begins_as_texts_begin_and_does_not_show_it(
     monkeypatch.setattr(text_generation, "continue_rows", repeat)
     monkeypatch.setattr(text_generation, "check_decoder", lambda model: None)
     model = types.SimpleNamespace(config=types.SimpleNamespace(max_seq_len=16, vocab_size=99))
-    options: dict[str, Any] = {"num_tokens": 2, "temperature": 0.0, "top_k": None, "seed": 0}
     prompt = ours.encode("to be").tolist()
-    text = text_generation.continue_text(model, ours, "to be", **options)
+    found = text_generation.continue_texts(model, ours, ["to be"], 2, Sampling(temperature=0.0))
     assert given[0].tolist() == [ours.id_of("<s>"), *prompt]
-    assert text == ours.decode([*prompt, *prompt[-2:]])
+    assert found[0].text == ours.decode([*prompt, *prompt[-2:]])
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,8 @@ from zerojax.zoo.hugging_face.peft import ADAPTER_FILE, write_adapter
 from zerojax.zoo.hugging_face.safetensors import MAX_TABLE_BYTES, Tensor, read_table, write_file
 from zerojax.zoo.lora import adapted_kernels
 from zerojax.zoo.rope import RopeScaling
-from zerojax.zoo.text_generation import continue_text
+from zerojax.zoo.sampling import Sampling
+from zerojax.zoo.text_generation import continue_texts
 
 SIZES = {"vocab_size": 64, "num_layers": 1, "num_heads": 2, "embed_dim": 16, "max_seq_len": 16}
 wrong_type = functools.partial(refused, error=TypeError)
@@ -367,8 +368,7 @@ def test_prompts(undrawn):
     gpt2, letters = abstract("GPT2", **{**SIZES, "vocab_size": 256}), zerojax.data.ByteTokenizer()
 
     def write(prompt: str, tokenizer: Any = letters) -> str:
-        sampling = {"temperature": 1.0, "top_k": None, "seed": 0}
-        return continue_text(gpt2, tokenizer, prompt, num_tokens=None, **sampling)
+        return continue_texts(gpt2, tokenizer, [prompt], None, Sampling())[0].text
 
     Refusal("x" * 16, "prompt 16", "15", ["x" * 15]).check(write)
     Refusal("", "prompt empty", "A", ["A"]).check(write)

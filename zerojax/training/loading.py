@@ -45,7 +45,7 @@ from zerojax.training.run_record import (
 from zerojax.training.run_spec import CHECKPOINT_FOLDER
 from zerojax.training.validation import each_batch
 from zerojax.zoo.decoder import Decoder
-from zerojax.zoo.text_generation import BATCH_SIZE
+from zerojax.zoo.text_generation import BATCH_SIZE, Continuation
 
 _EXAMPLE_TOKENS = 8
 """Tokens per row of the example batch for a model that is only used to generate."""
@@ -196,6 +196,26 @@ class LoadedRun:
         return RunGenerator(
             plan=self.plan, model=self.model, tokenizer=self.tokenizer, end_tokens=ends
         )
+
+    def continuations(
+        self,
+        prompts: Sequence[str],
+        num_tokens: int | None = None,
+        *,
+        batch_size: int = BATCH_SIZE,
+        **options: Any,
+    ) -> list[Continuation]:
+        """Returns the continuations of texts, with their numbers of tokens.
+
+        Args:
+          prompts, num_tokens, batch_size: as in `generate`.
+          **options: further options of `generate`.
+
+        Raises:
+          ValueError, TypeError: as `generate`.
+        """
+        sampling = self.generator.sampling(**options)
+        return self.generator.continuations(prompts, num_tokens, sampling, batch_size)
 
     def generate(
         self,

@@ -123,8 +123,7 @@ class RunGenerator:
           For a text, a text; for texts, a list of texts; for rows, a list of int32 arrays, each the
           prompt and the new tokens, up to its end token.
         """
-        ends = self.end_tokens if end_tokens is None else tuple(end_tokens)
-        sampling = Sampling(**options, end_tokens=ends, seed=as_seed(seed))
+        sampling = self.sampling(end_tokens=end_tokens, seed=seed, **options)
         if isinstance(prompts, str):
             return self.continuations([prompts], num_tokens, sampling)[0].text
         if len(prompts) == 0:
@@ -133,6 +132,13 @@ class RunGenerator:
             found = self.continuations(prompts, num_tokens, sampling, batch_size)
             return [each.text for each in found]
         return self._rows(prompts, num_tokens, sampling, batch_size)
+
+    def sampling(
+        self, *, end_tokens: Sequence[int] | None = None, seed: int = 0, **options: Any
+    ) -> Sampling:
+        """Returns options of the sampling; for the arguments see `generate`."""
+        ends = self.end_tokens if end_tokens is None else tuple(end_tokens)
+        return Sampling(**options, end_tokens=ends, seed=as_seed(seed))
 
     def continuations(
         self,

@@ -37,21 +37,6 @@ class Continuation:
     has_ended: bool
 
 
-def continue_text(
-    model: Any,
-    tokenizer: Any,
-    prompt: str,
-    *,
-    num_tokens: int | None,
-    temperature: float,
-    top_k: int | None,
-    seed: int,
-) -> str:
-    """Returns the prompt and its continuation as text; see `continue_texts`."""
-    sampling = Sampling(temperature=temperature, top_k=top_k, seed=seed)
-    return continue_texts(model, tokenizer, [prompt], num_tokens, sampling)[0].text
-
-
 def continue_texts(
     model: Decoder,
     tokenizer: Any,
