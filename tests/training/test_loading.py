@@ -337,4 +337,4 @@ def test_no_device_holds_the_model_while_it_generates(tmp_path, monkeypatch):
     assert sizes.keys() == {"_prefill", "_decode"}
     for name, (arguments, temporaries) in sizes.items():
         assert arguments < whole / 8 + CACHE, name
-        assert temporaries < whole / 2, name
+        assert temporaries < whole / (8 if name == "_decode" else 2), name  # 8: one layer

@@ -128,15 +128,15 @@ def test_two_programs_serve_a_run_while_it_trains():
     trainer = trainer_of(reference_model("gpt2"), zero=3)
     prompts = prompts_below(VOCAB)
     programs = generation._prefill, generation._decode
-    before = [program._cache_size() for program in programs]
+    for program in programs:
+        program.clear_cache()
     first = trainer.generate(prompts, NEW, temperature=0)
     batch = np.random.default_rng(0).integers(0, VOCAB, (32, 17), np.int32)
     for _ in range(2):
         trainer.step({"tokens": batch[:, :-1], "targets": batch[:, 1:]})
     again = trainer.generate(prompts[:4], NEW + 1, temperature=0, end_tokens=(5, 6))
     trainer.generate(prompts, NEW, top_k=4, top_p=0.8, seed=5)
-    counts = [program._cache_size() for program in programs]
-    assert [now - then for then, now in zip(before, counts, strict=True)] == [1, 1]
+    assert [program._cache_size() for program in programs] == [1, 1]
     assert any((x[: len(y)] != y[: len(x)]).any() for x, y in zip(first, again, strict=False))
 
 

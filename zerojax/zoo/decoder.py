@@ -413,16 +413,28 @@ class Decoder(nnx.Module):
         pattern = self.kind_of_layer
         kinds = None if pattern is None else np.asarray(pattern, np.int32)
 
+        # The cache is carried, not scanned over: one buffer is then updated in place.
         def layer(
-            x: jax.Array, slices: tuple[nnx.State, KVCache, Any]
-        ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-            block = nnx.merge(graphdef, slices[0])
+            carry: tuple[jax.Array, KVCache], slices: tuple[nnx.State, Any, jax.Array]
+        ) -> tuple[tuple[jax.Array, KVCache], None]:
+            (x, cache), (layer_state, kind, index) = carry, slices
+            block = nnx.merge(graphdef, layer_state)
             block.eval()  # an adapter may have dropout of its own
-            return block.extend(x, slices[1], position, slices[2], text_length=text_length)
+            own = (
+                lax.dynamic_index_in_dim(cache.keys, index, 0, keepdims=False),
+                lax.dynamic_index_in_dim(cache.values, index, 0, keepdims=False),
+            )
+            x, longer = block.extend(x, own, position, kind, text_length=text_length)
+            written = (
+                lax.dynamic_update_index_in_dim(whole, new, index, 0)
+                for whole, new in zip(cache, longer, strict=True)
+            )
+            return (x, KVCache(*written)), None
 
         at = position if jnp.ndim(position) == 0 else positions_after(position, tokens.shape[1])
-        x, longer = lax.scan(layer, self.look_up(tokens, at), (state, cache, kinds))
-        return x, KVCache(*longer)
+        start = self.look_up(tokens, at), cache
+        (x, longer), _ = lax.scan(layer, start, (state, kinds, jnp.arange(cache.keys.shape[0])))
+        return x, longer
 
 
 def positions_in_texts(segments: jax.Array) -> jax.Array:

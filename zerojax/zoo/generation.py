@@ -23,6 +23,8 @@ from zerojax.zoo.t5 import T5
 
 PROMPT_MULTIPLE = 32
 """Prompts are padded to a multiple, so that many lengths share a program."""
+_HEADS_AXIS = "model"
+"""Mesh axis of the heads in `MEGATRON_RULES`."""
 CACHE_MULTIPLE = 128
 """The cache is as long as prompt and new tokens, rounded up to a multiple."""
 
@@ -261,7 +263,8 @@ def _continue(
     graphdef, state = nnx.split(model)
     options = {"graphdef": graphdef, "row_sharding": row_sharding}
     progress, cache = _prefill(state, batch, controls, cache_length=cache_length, **options)
-    return _decode(state, progress, cache, batch, controls, **options)
+    tokens, counts, _ = _decode(state, progress, cache, batch, controls, **options)
+    return tokens, counts
 
 
 # jax.jit is otherwise used in step, plan and kernels only; without it decoding would be too slow.
@@ -299,11 +302,12 @@ def _prefill(
     )
     progress = progress.draw(logits, batch.lengths, batch.limits, batch.rows, controls)
     later = [(0, 0), (0, 0), (0, cache_length - length), (0, 0), (0, 0)]
-    cache = jax.tree.map(lambda x: _by_rows(jnp.pad(x, later), row_sharding, dim=1), cache)
-    return progress, cache
+    return progress, _placed_cache(jax.tree.map(lambda x: jnp.pad(x, later), cache), row_sharding)
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "row_sharding"))
+@functools.partial(
+    jax.jit, static_argnames=("graphdef", "row_sharding"), donate_argnames=("cache",)
+)
 def _decode(
     state: nnx.State,
     progress: DrawnRows,
@@ -313,8 +317,13 @@ def _decode(
     *,
     graphdef: nnx.GraphDef[Decoder],
     row_sharding: NamedSharding | None,
-) -> tuple[jax.Array, jax.Array]:
-    """Draws tokens until every row has ended; see `_continue` for the results."""
+) -> tuple[jax.Array, jax.Array, KVCache]:
+    """Draws tokens until every row has ended.
+
+    Returns:
+      (new tokens, int32 [batch, room]; their numbers, int32 [batch]; the cache, which is returned
+      so that it needs no second buffer).
+    """
     model = nnx.merge(graphdef, state)
     text_length = batch.lengths + batch.limits
 
@@ -327,13 +336,15 @@ def _decode(
         )
         logits = _logits(model, hidden, row_sharding)
         progress = progress.draw(logits, batch.lengths, batch.limits, batch.rows, controls)
-        return progress, jax.tree.map(lambda x: _by_rows(x, row_sharding, dim=1), cache)
+        return progress, _placed_cache(cache, row_sharding)
 
-    progress, _ = lax.while_loop(lambda carry: carry[0].goes_on(), advance, (progress, cache))
-    if row_sharding is None:
-        return progress.drawn, progress.lengths
-    everywhere = NamedSharding(row_sharding.mesh, P())
-    return jax.lax.with_sharding_constraint((progress.drawn, progress.lengths), everywhere)
+    start = progress, cache
+    progress, cache = lax.while_loop(lambda carry: carry[0].goes_on(), advance, start)
+    drawn, lengths = progress.drawn, progress.lengths
+    if row_sharding is not None:
+        everywhere = NamedSharding(row_sharding.mesh, P())
+        drawn, lengths = lax.with_sharding_constraint((drawn, lengths), everywhere)
+    return drawn, lengths, cache
 
 
 def _logits(model: Decoder, hidden: jax.Array, row_sharding: NamedSharding | None) -> jax.Array:
@@ -341,22 +352,18 @@ def _logits(model: Decoder, hidden: jax.Array, row_sharding: NamedSharding | Non
 
     A device has all logits of its rows, since sampling compares them.
     """
-    return _by_rows(model.head(hidden)[:, 0], row_sharding, dim=0, rest=None)
+    logits = model.head(hidden)[:, 0]
+    return logits if row_sharding is None else lax.with_sharding_constraint(logits, row_sharding)
 
 
-def _by_rows(
-    x: jax.Array,
-    sharding: NamedSharding | None,
-    *,
-    dim: int,
-    rest: Any = P.UNCONSTRAINED,
-) -> jax.Array:
-    """Divides dimension `dim` of an array as `sharding` divides rows."""
-    if sharding is None:
-        return x
-    spec = [rest] * x.ndim
-    spec[dim] = sharding.spec[0]
-    return lax.with_sharding_constraint(x, NamedSharding(sharding.mesh, P(*spec)))
+def _placed_cache(cache: KVCache, row_sharding: NamedSharding | None) -> KVCache:
+    """Divides the cache like the rows, and its heads over `model` where that divides them."""
+    if row_sharding is None:
+        return cache
+    mesh, heads = row_sharding.mesh, cache.keys.shape[3]
+    divides = heads % mesh.shape.get(_HEADS_AXIS, heads + 1) == 0
+    spec = P(None, row_sharding.spec[0], None, _HEADS_AXIS if divides else None, None)
+    return lax.with_sharding_constraint(cache, NamedSharding(mesh, spec))
 
 
 def generate_from_source(
