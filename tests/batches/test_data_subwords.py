@@ -21,7 +21,9 @@ from zerojax.data import (
     subwords,
 )
 from zerojax.data.preparation import prepare
-from zerojax.zoo import generation as generating
+from zerojax.zoo import text_generation
+from zerojax.zoo.generation import Continued
+from zerojax.zoo.sampling import Sampling
 
 tokenizers = pytest.importorskip("tokenizers", reason="needs the package tokenizers")
 
@@ -191,17 +193,19 @@ def test_generated_text_begins_as_texts_begin_and_does_not_show_it(
     ours = HuggingFaceTokenizer(json.loads(llama2_like().to_str()))
     given: list[np.ndarray] = []
 
-    def repeat(model: Any, tokens: np.ndarray, num_tokens: int, **options: Any) -> np.ndarray:
-        given.append(tokens)
-        return np.concatenate([tokens, tokens[:, -num_tokens:]], axis=1)
+    def repeat(
+        model: Any, prompts: list[np.ndarray], num_tokens: list[int], sampling: Any, **options: Any
+    ) -> Continued:
+        given.extend(prompts)
+        return Continued(prompts[0][None, -num_tokens[0] :], np.asarray(num_tokens))
 
-    monkeypatch.setattr(generating, "generate", repeat)
+    monkeypatch.setattr(text_generation, "continue_rows", repeat)
+    monkeypatch.setattr(text_generation, "check_decoder", lambda model: None)
     model = types.SimpleNamespace(config=types.SimpleNamespace(max_seq_len=16, vocab_size=99))
-    options: dict[str, Any] = {"num_tokens": 2, "temperature": 0.0, "top_k": None, "seed": 0}
     prompt = ours.encode("to be").tolist()
-    text = generating.continue_text(model, ours, "to be", **options)
-    assert given[0].tolist() == [[ours.id_of("<s>"), *prompt]]
-    assert text == ours.decode([*prompt, *prompt[-2:]])
+    found = text_generation.continue_texts(model, ours, ["to be"], 2, Sampling(temperature=0.0))
+    assert given[0].tolist() == [ours.id_of("<s>"), *prompt]
+    assert found[0].text == ours.decode([*prompt, *prompt[-2:]])
 
 
 @pytest.mark.parametrize(

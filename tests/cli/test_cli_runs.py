@@ -21,6 +21,7 @@ import pytest
 import zerojax
 from zerojax.checkpoint.retention import keep_step
 from zerojax.cli import main
+from zerojax.config.display import printable
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = (
@@ -117,6 +118,37 @@ def test_generate_continues_the_prompt(run, capsys):
     assert capsys.readouterr().out == out, "the same seed gives the same text"
 
 
+@pytest.mark.thorough
+def test_generate_continues_the_prompts_of_a_file(run, tmp_path, capsys):
+    prompts = ["To be, or", "ROMEO:", "the"]
+    lines, objects = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
+    lines.write_text("\n\n".join(prompts) + "\n")
+    objects.write_text("".join(json.dumps({"prompt": each, "id": 1}) + "\n" for each in prompts))
+    options = ["--tokens", "7", "--seed", "2", "--top-p", "0.9", "--repetition-penalty", "1.1"]
+    words = ["generate", str(run), "--prompts"]
+    assert main([*words, str(objects), "--format", "jsonl", *options]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["prompt"] for row in rows] == prompts
+    assert [row["num_tokens"] for row in rows] == [7, 7, 7]
+    assert not any(row["has_ended"] for row in rows)
+    assert main([*words, str(lines), "mesh.data=4", "--batch-size", "2", *options]) == 0
+    texts = [row["prompt"] + row["continuation"] for row in rows]
+    assert capsys.readouterr().out == printable("\n\n".join(texts), is_page=True) + "\n"
+    end = next(ord(each) for each in rows[0]["continuation"] if each.isascii())
+    chosen = [*options, "--format", "jsonl", "--end-tokens", f"{end},3"]
+    assert main([*words, str(objects), *chosen]) == 0
+    first = json.loads(capsys.readouterr().out.splitlines()[0])
+    assert first["has_ended"]
+    assert 1 <= first["num_tokens"] <= 7
+    assert rows[0]["continuation"].startswith(first["continuation"])
+
+
+@pytest.mark.thorough
+def test_the_prompt_may_follow_the_options(run, capsys):
+    assert main(["generate", str(run), "--tokens", "3", "To be", "mesh.data=4"]) == 0
+    assert capsys.readouterr().out.startswith("To be")
+
+
 @pytest.mark.parametrize(
     ("words", "part"),
     [
@@ -125,6 +157,12 @@ def test_generate_continues_the_prompt(run, capsys):
         (["generate", "RUN", "abc", "--tokens", "60"], "max_seq_len=48"),
         (["generate", "RUN", "abc", "--top-k", "0"], "top_k=0"),
         (["generate", "RUN", "abc", "--temperature", "-1"], "temperature=-1"),
+        (["generate", "RUN", "abc", "--top-p", "0"], "top_p=0"),
+        (["generate", "RUN", "abc", "--end-tokens", "999"], "end_tokens=999"),
+        (["generate", "RUN"], "--prompts FILE"),
+        (["generate", "RUN", "abc", "--prompts", "RUN/plan.txt"], "use one"),
+        (["generate", "RUN", "--prompts", "no/such/file"], "no/such/file"),
+        (["generate", "RUN", "--prompts", "RUN/metrics.jsonl"], 'no "prompt" string'),
         (["generate", "no/such/run", "abc"], "no/such/run holds no run"),
         (["eval", "RUN", "--batches", "0"], "--batches 0"),
         (["report", "no/such/run"], "no/such/run"),

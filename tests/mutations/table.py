@@ -872,8 +872,8 @@ MUTATIONS = (
         "tests/checkpoint/test_frozen_codes.py -k ways_out",
     ),
     Mutation(
-        "logits = model.head(last)[:, 0, :num_ids]",
-        "logits = model.head(last)[:, 0]",
+        "is_id = jnp.arange(logits.shape[1])[None] < controls.num_ids",
+        "is_id = jnp.arange(logits.shape[1])[None] < logits.shape[1]",
         "tests/zoo/test_generate.py -k ids_that",
     ),
     Mutation(

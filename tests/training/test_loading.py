@@ -21,13 +21,15 @@ from zerojax.checkpoint import CheckpointError
 from zerojax.cli import main
 from zerojax.config.checks import ConfigError
 from zerojax.models.losses import mean_squared_error
-from zerojax.zoo import GPT2, GPT2Config
+from zerojax.zoo import GPT2, GPT2Config, generation
 from zerojax.zoo.generation import generate
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = GPT2Config(vocab_size=256, num_layers=2, num_heads=2, embed_dim=32, max_seq_len=48)
 SHARDED = {"zero": 3, "persistence_threshold": 0}
 SETTINGS = {"steps": 2, "global_batch_size": 8, "seq_len": 16, "eval_batches": 2}
+CACHE = 1 << 20
+"""Bytes of the cache of a row, 32 positions of 8 layers and 256 features, and of the prompt."""
 SUMS = 2e-6  # sums over other numbers of devices
 
 
@@ -315,25 +317,24 @@ def test_a_model_with_weights_of_hugging_face_is_read_back_without_them(tmp_path
 
 
 @pytest.mark.slow
-def test_no_device_holds_the_model_while_it_generates(tmp_path):
+def test_no_device_holds_the_model_while_it_generates(tmp_path, monkeypatch):
     """Temporaries of a device stay below the whole weights, which eight devices share."""
     sizes = GPT2Config(vocab_size=256, num_layers=8, num_heads=4, embed_dim=256, max_seq_len=32)
     Trained(tmp_path / "run", lambda rngs: GPT2(sizes, rngs=rngs))
     loaded = zerojax.load_run(tmp_path / "run")
     whole = sum(x.nbytes for x in loaded.state["params"].values())
-    graphdef, state = nnx.split(loaded.model)
-    lowered = sys.modules["zerojax.zoo.generation"]._continue.lower(
-        state,
-        np.zeros((1, 32), np.int32),
-        4,
-        1.0,
-        jax.random.key(0),
-        graphdef=graphdef,
-        num_tokens=8,
-        top_k=None,
-        num_ids=None,
-        is_greedy=True,
-    )
-    memory = lowered.compile().memory_analysis()
-    assert memory.argument_size_in_bytes < whole / 8 + 4096
-    assert memory.temp_size_in_bytes < whole / 2
+    sizes: dict[str, tuple[int, int]] = {}
+    for name in ("_prefill", "_decode"):
+        program = getattr(generation, name)
+
+        def measure(*operands, name=name, program=program, **options):
+            memory = program.lower(*operands, **options).compile().memory_analysis()
+            sizes[name] = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+            return program(*operands, **options)
+
+        monkeypatch.setattr(generation, name, measure)
+    loaded.generate("To be", 4)
+    assert sizes.keys() == {"_prefill", "_decode"}
+    for name, (arguments, temporaries) in sizes.items():
+        assert arguments < whole / 8 + CACHE, name
+        assert temporaries < whole / (8 if name == "_decode" else 2), name  # 8: one layer

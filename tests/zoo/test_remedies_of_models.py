@@ -33,13 +33,15 @@ from zerojax.operators.chunked_loss import head_next_token
 from zerojax.optim import build_deepspeed_schedule, muon_dimensions
 from zerojax.optim.precision import as_precision
 from zerojax.tracing import trees
-from zerojax.zoo.generation import continue_text, generate, generate_from_source
+from zerojax.zoo.generation import generate, generate_from_source
 from zerojax.zoo.hugging_face.architectures import ARCHITECTURES, architecture_of
 from zerojax.zoo.hugging_face.folder import INDEX
 from zerojax.zoo.hugging_face.peft import ADAPTER_FILE, write_adapter
 from zerojax.zoo.hugging_face.safetensors import MAX_TABLE_BYTES, Tensor, read_table, write_file
 from zerojax.zoo.lora import adapted_kernels
 from zerojax.zoo.rope import RopeScaling
+from zerojax.zoo.sampling import Sampling
+from zerojax.zoo.text_generation import continue_texts
 
 SIZES = {"vocab_size": 64, "num_layers": 1, "num_heads": 2, "embed_dim": 16, "max_seq_len": 16}
 wrong_type = functools.partial(refused, error=TypeError)
@@ -274,7 +276,10 @@ def test_tokens_of_a_decoder():
 @pytest.fixture
 def undrawn(monkeypatch):
     """Tokens are not drawn: they are zeros."""
-    drawn = lambda *given, num_tokens, **_: jnp.zeros((1, num_tokens), jnp.int32)  # noqa: E731
+
+    def drawn(model, batch, controls, **_):
+        return np.zeros((1, 64), np.int32), np.asarray(batch.limits)
+
     monkeypatch.setattr("zerojax.zoo.generation._continue", drawn)
 
 
@@ -363,8 +368,7 @@ def test_prompts(undrawn):
     gpt2, letters = abstract("GPT2", **{**SIZES, "vocab_size": 256}), zerojax.data.ByteTokenizer()
 
     def write(prompt: str, tokenizer: Any = letters) -> str:
-        sampling = {"temperature": 1.0, "top_k": None, "seed": 0}
-        return continue_text(gpt2, tokenizer, prompt, num_tokens=None, **sampling)
+        return continue_texts(gpt2, tokenizer, [prompt], None, Sampling())[0].text
 
     Refusal("x" * 16, "prompt 16", "15", ["x" * 15]).check(write)
     Refusal("", "prompt empty", "A", ["A"]).check(write)

@@ -19,6 +19,7 @@ from zerojax.cli import (
     data_command,
     deepspeed_command,
     finetune_command,
+    generate_command,
     keys_command,
     launch_command,
     machine_commands,
@@ -102,7 +103,7 @@ def build_parser() -> argparse.ArgumentParser:
     deepspeed_command.add_deepspeed(commands)
     checkpoint_command.add(commands)
     profile_command.add(commands)
-    run_commands.add_generate(commands)
+    generate_command.add(commands)
     run_commands.add_eval(commands)
     run_commands.add_report(commands)
     keys_command.add(commands)

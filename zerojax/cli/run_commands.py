@@ -1,4 +1,4 @@
-"""`zerojax generate`, `eval` and `report`: print text, loss and report of a trained model."""
+"""`zerojax eval` and `report`: print the loss and write the report of a trained model."""
 
 from __future__ import annotations
 
@@ -27,11 +27,6 @@ from zerojax.runtime.memory import keep_freed_memory
 
 RECORD_FILE = "run.json"
 
-_GENERATE = """\
-examples:
-  zerojax generate runs/tiny_shakespeare "To be, or"
-  zerojax generate runs/tiny_shakespeare "ROMEO:" --tokens 100 --temperature 0.5 --seed 7"""
-
 _EVAL = """\
 The run is loaded with its own mesh, if this machine has as many devices as it was trained on; else
 experts lie over the largest divisor of mesh.expert that divides the devices, and the rest is data.
@@ -49,34 +44,6 @@ axes, their results, and the settings that differ (comparison.html beside the fi
 examples:
   zerojax report runs/a
   zerojax report runs/a runs/b runs/c --out comparison.html"""
-
-
-def add_generate(commands) -> None:
-    """Declares `zerojax generate`."""
-    parser = add_command(
-        commands, "generate", generate, "continue a text with a trained model", _GENERATE
-    )
-    add_run(parser)
-    parser.add_argument("prompt", metavar="PROMPT", help="text to continue")
-    add_run_settings(parser)
-    add_weights(parser)
-    add_pretrained(parser)
-    parser.add_argument(
-        "--tokens", type=int, metavar="N", help="tokens to add (200, or as many as the model holds)"
-    )
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        default=0.8,
-        metavar="T",
-        help="0 takes the most likely token, 1 samples from the model's distribution (%(default)s)",
-    )
-    parser.add_argument(
-        "--top-k", type=int, metavar="K", help="sample from the K most likely tokens (all)"
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="seed of the sampling (%(default)s)"
-    )
 
 
 def add_eval(commands) -> None:
@@ -99,20 +66,6 @@ def add_report(commands) -> None:
     add_run(parser)
     parser.add_argument("others", metavar="RUN", nargs="*", help="runs to compare it with")
     parser.add_argument("--out", metavar="FILE", help="the page that compares runs")
-
-
-def generate(args: argparse.Namespace) -> int:
-    """Prints the prompt and its continuation."""
-    loaded = open_run(args.run, args.overrides, args.step, args.weights, args.pretrained)
-    text = loaded.generate(
-        args.prompt,
-        args.tokens,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        seed=args.seed,
-    )
-    show(text)
-    return 0
 
 
 def evaluate(args: argparse.Namespace) -> int:

@@ -436,18 +436,19 @@ def attend_to_cache(
 
     Args:
       query, key, value: see `attention`; the keys are at positions 0, 1, 2, ...
-      positions: integers [queries], positions of the queries; may be traced.
+      positions: integers [queries] or [batch, queries], positions of the queries; may be traced.
       window: see `attention`; may be a `WindowOfLayer`.
       table: mask by blocks, for at least as many tokens; None: all visible.
       scale, softcap, sinks: see `attention`.
     """
     limit: Any = window.limit() if isinstance(window, WindowOfLayer) else window
     visibility = Visibility(causal=True, window=limit)
-    seen = visibility.is_visible(positions[None], jnp.arange(key.shape[1])[None])
+    rows = positions if positions.ndim == 2 else positions[None]
+    seen = visibility.is_visible(rows, jnp.arange(key.shape[1])[None])
     assert seen is not None  # it is causal
     seen = seen[:, None]
     if table is not None:
-        seen = seen & table.of_positions(positions, key.shape[1])[None]
+        seen = seen & jnp.moveaxis(table.of_positions(rows, key.shape[1]), 1, 0)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     run = functools.partial(masked_attention, seen=seen, scale=scale, softcap=softcap, sinks=sinks)
     return _in_float32_on_cpus(run, query, key, value)

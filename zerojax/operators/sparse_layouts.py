@@ -103,16 +103,18 @@ class BlockTable:
         return seen.reshape(heads, rows * size, columns * size)[:, :queries, :keys]
 
     def of_positions(self, queries: jax.Array, keys: int) -> jax.Array:
-        """Returns the mask, bool [heads or 1, queries, keys], for queries at these positions.
+        """Returns the mask, bool [heads or 1, ..., queries, keys], for queries at these positions.
 
-        The keys are at positions 0, 1, ..., keys - 1.
+        Args:
+          queries: integers [..., queries], positions.
+          keys: number of keys, at positions 0, 1, ..., keys - 1.
 
         Raises:
           ValueError: the table has fewer keys.
         """
         table = self.cut(self.seen.shape[1] * self.block, keys)
         rows = jnp.take(jnp.asarray(table.seen), queries // self.block, axis=1, mode="clip")
-        return jnp.take(rows, np.arange(keys) // self.block, axis=2, mode="clip")
+        return jnp.take(rows, np.arange(keys) // self.block, axis=-1, mode="clip")
 
 
 @functools.lru_cache(maxsize=64)

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from zerojax import models, optim, tracing
 from zerojax.checkpoint import Checkpointer, CheckpointError, named_step
 from zerojax.config import MeshConfig, OffloadConfig, RunConfig, as_mesh_config, from_dict
 from zerojax.config.checks import names_keywords, warn_user
-from zerojax.config.display import quoted
 from zerojax.config.loader import ConfigError, user_path
 from zerojax.config.mesh import HOST
 from zerojax.data import RowSource, abstract_global, as_source, load_tokenizer
@@ -29,13 +28,13 @@ from zerojax.parallel.step import build_evaluation
 from zerojax.plan import device_mesh as meshes
 from zerojax.plan.inputs import plan_options
 from zerojax.plan.make import Plan, make_plan
-from zerojax.plan.state import as_seed
 from zerojax.plan.weight_wire import DELTA_BITS
 from zerojax.runtime import bounded_json
 from zerojax.tracing import trees
 from zerojax.training.checkpointing import folder_of, model_of, read_parts
 from zerojax.training.evaluation import mean_loss
 from zerojax.training.run_folder import CONFIG_FILE, TOKENIZER_FILE
+from zerojax.training.run_generation import ModelReader, RunGenerator, end_tokens_of
 from zerojax.training.run_record import (
     RECORD_FILE,
     RunRecord,
@@ -46,7 +45,7 @@ from zerojax.training.run_record import (
 from zerojax.training.run_spec import CHECKPOINT_FOLDER
 from zerojax.training.validation import each_batch
 from zerojax.zoo.decoder import Decoder
-from zerojax.zoo.generation import continue_text
+from zerojax.zoo.text_generation import BATCH_SIZE, Continuation
 
 _EXAMPLE_TOKENS = 8
 """Tokens per row of the example batch for a model that is only used to generate."""
@@ -183,63 +182,93 @@ class LoadedRun:
         No device holds more than its shards; XLA partitions computations under `jax.jit`.
         `to_model` returns unsharded arrays in the dtype in which they are stored.
         """
-        parts = model_parts(self.plan, self.state)
-        read = {**parts["params"], **parts["frozen"]}
-        dtype = self.plan.precision.compute_dtype
-
-        leaves = self.plan.users_placement.leaves
-
-        def cast(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-            is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
-            codes = {name: leaves[name].codes for name in arrays}
-            given = {n: of.decode(arrays[n], dtype) for n, of in codes.items() if of is not None}
-            given = {n: given.get(n, x) for n, x in arrays.items()}
-            return {n: x.astype(dtype) if is_float(x) else x for n, x in given.items()}
-
-        shardings = {name: x.sharding for name, x in read.items()}
-        params = jax.jit(cast, out_shardings=shardings)(read)
-        return self.plan.users_model.to_source(params, parts["extras"])
+        return ModelReader(self.plan).read(self.state)
 
     def to_model(self) -> Any:
         """Returns the model with unsharded arrays on one device, as `Trainer.to_model`."""
         return model_of(self.plan, self.state)
 
+    @functools.cached_property
+    def generator(self) -> RunGenerator:
+        """The sharded model with its tokenizer and end tokens, to generate with."""
+        vocab_size = getattr(getattr(self.model, "config", None), "vocab_size", 0)
+        ends = end_tokens_of(self.plan, self.tokenizer, self._folder, vocab_size=vocab_size)
+        return RunGenerator(
+            plan=self.plan, model=self.model, tokenizer=self.tokenizer, end_tokens=ends
+        )
+
+    def continuations(
+        self,
+        prompts: Sequence[str],
+        num_tokens: int | None = None,
+        *,
+        batch_size: int = BATCH_SIZE,
+        **options: Any,
+    ) -> list[Continuation]:
+        """Returns the continuations of texts, with their numbers of tokens.
+
+        Args:
+          prompts, num_tokens, batch_size: as in `generate`.
+          **options: further options of `generate`.
+
+        Raises:
+          ValueError, TypeError: as `generate`.
+        """
+        sampling = self.generator.sampling(**options)
+        return self.generator.continuations(prompts, num_tokens, sampling, batch_size)
+
     def generate(
         self,
-        prompt: str,
+        prompts: Any,
         num_tokens: int | None = None,
         *,
         temperature: float = 0.8,
         top_k: int | None = None,
+        top_p: float | None = None,
+        repetition_penalty: float = 1.0,
+        end_tokens: Sequence[int] | None = None,
         seed: int = 0,
-    ) -> str:
-        """Returns the prompt and a continuation, sampled token by token.
+        batch_size: int = BATCH_SIZE,
+    ) -> Any:
+        """Returns prompts and their continuations, sampled token by token.
+
+        The model stays in shards, and prompts are divided over the data axes of the mesh. Tokens
+        depend on the seed, the number of the prompt and their positions, not on other prompts or
+        the mesh.
 
         Args:
-          prompt: text of at least one token.
+          prompts: a text, a sequence of texts, or rows of token ids; each of at least one token.
           num_tokens: tokens to add; None: 200, or as many as fit the model's context.
           temperature: 0 takes the most likely token, 1 samples from the model's distribution.
           top_k: samples among this many most likely tokens; None: among all.
+          top_p: samples among the most likely tokens whose probabilities sum to `top_p`; None:
+            among all.
+          repetition_penalty: above 1: tokens that the text already has become less likely.
+          end_tokens: ids of which each ends its text; None: those of the Hugging Face folder that
+            the run started from, or the tokenizer's end-of-text id; (): none.
           seed: of the sampling.
+          batch_size: number of prompts that are continued together.
+
+        Returns:
+          For a text, a text; for texts, a list of texts; for rows, a list of int32 arrays, each the
+          prompt and the new tokens, up to its end token.
 
         Raises:
-          ValueError: no tokenizer, an empty prompt, or one that fills the context.
+          ValueError: no tokenizer, an empty prompt, one that fills the context, or an option out of
+            range.
           TypeError: the model is not a decoder of zerojax.
         """
-        try:
-            return continue_text(
-                self.model,
-                self.tokenizer,
-                prompt,
-                num_tokens=num_tokens,
-                temperature=temperature,
-                top_k=top_k,
-                seed=as_seed(seed),
-            )
-        except UnicodeEncodeError as error:
-            raise ValueError(
-                f"prompt={quoted(prompt)} has half a character at {error.start}; give UTF-8 text"
-            ) from error
+        return self.generator.generate(
+            prompts,
+            num_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            repetition_penalty=repetition_penalty,
+            end_tokens=end_tokens,
+            seed=seed,
+            batch_size=batch_size,
+        )
 
 
 @names_keywords()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import jax
@@ -43,9 +43,11 @@ from zerojax.training.metrics.stragglers import DATA, EVAL, SAVE
 from zerojax.training.process_agreement import divide_batches
 from zerojax.training.reporting import Metrics, compare_peak
 from zerojax.training.resumed_settings import NEXT_RATE, next_rate
+from zerojax.training.run_generation import ModelReader, RunGenerator, end_tokens_of
 from zerojax.training.run_spec import RunSpec
 from zerojax.training.step_runner import StepRunner
 from zerojax.training.validation import Filler
+from zerojax.zoo.text_generation import BATCH_SIZE
 
 Callback = Callable[["Trainer", Metrics], Any]
 CALLBACKS = "callbacks"
@@ -109,6 +111,7 @@ class Trainer(StepRunner):
     def _build(self) -> None:
         super()._build()
         self._filler = Filler(self.plan)
+        self._reader = ModelReader(self.plan)
 
     def __repr__(self) -> str:
         loss = self.metrics.get("loss")
@@ -406,6 +409,60 @@ class Trainer(StepRunner):
                 default,
                 filler=self._filler,
                 leave_out=leave_out,
+            )
+
+    def generate(
+        self,
+        prompts: Any,
+        num_tokens: int | None = None,
+        *,
+        temperature: float = 0.8,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        repetition_penalty: float = 1.0,
+        end_tokens: Sequence[int] | None = None,
+        seed: int = 0,
+        batch_size: int = BATCH_SIZE,
+        weights: Weights = "trained",
+    ) -> Any:
+        """Returns prompts and their continuations by the current weights, on the run's own mesh.
+
+        The weights stay in their shards, at every ZeRO stage; a copy in the compute dtype is made
+        in the same shards and dropped afterwards. With several processes, each passes the same
+        prompts and gets all results.
+
+        Args:
+          prompts, num_tokens, temperature, top_k, top_p, repetition_penalty, end_tokens, seed,
+            batch_size: as in `LoadedRun.generate`.
+          weights: "ema" generates with the averaged weights (`zerojax.with_ema`).
+
+        Returns:
+          As `LoadedRun.generate`.
+
+        Raises:
+          ValueError: as `LoadedRun.generate`, or the run keeps no EMA.
+          TypeError: the model is not a decoder of zerojax.
+        """
+        self.wait()
+        notes = self._spec.notes
+        tokenizer = None if notes is None else notes.tokenizer
+        with self._watchdog.during("generating", is_long=True, is_apart=True):
+            model = self._reader.read(self.state, weights)
+            vocab_size = getattr(getattr(model, "config", None), "vocab_size", 0)
+            ends = end_tokens_of(self.plan, tokenizer, vocab_size=vocab_size)
+            generator = RunGenerator(
+                plan=self.plan, model=model, tokenizer=tokenizer, end_tokens=ends
+            )
+            return generator.generate(
+                prompts,
+                num_tokens,
+                temperature=temperature,
+                top_k=top_k,
+                top_p=top_p,
+                repetition_penalty=repetition_penalty,
+                end_tokens=end_tokens,
+                seed=seed,
+                batch_size=batch_size,
             )
 
     def _say_left_out(self, why: str) -> None:

@@ -19,7 +19,7 @@ from zerojax.tracing.stacking import scan_blocks, stack_blocks
 from zerojax.zoo.decoder_config import DecoderConfig
 from zerojax.zoo.layers import Dropout, Embedding, Mlp, Norm, Projection, constrain, in_chunks
 from zerojax.zoo.moe import EXPERT_PARAMETERS, MoE, Routing, balance_losses
-from zerojax.zoo.self_attention import Attention
+from zerojax.zoo.self_attention import Attention, positions_after
 
 INIT_STDDEV = 0.02
 RESIDUAL_DIMS = ("batch", "sequence", "embed")
@@ -143,12 +143,16 @@ class Block(nnx.Module):
         cache: tuple[jax.Array, jax.Array],
         position: jax.Array,
         kind: jax.Array | None = None,
+        *,
+        text_length: jax.Array | None = None,
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         """Applies the layer to new tokens after cached ones, no dropout; see `Attention.extend`."""
 
         def attend(normed: jax.Array) -> jax.Array:
             nonlocal cache
-            mixed, cache = self.attention.extend(normed, cache, position, kind)
+            mixed, cache = self.attention.extend(
+                normed, cache, position, kind, text_length=text_length
+            )
             return _apply(self.attention_post_norm, mixed)
 
         def widen(normed: jax.Array) -> jax.Array:
@@ -387,14 +391,20 @@ class Decoder(nnx.Module):
         return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
     def extend(
-        self, tokens: jax.Array, cache: KVCache, position: jax.Array
+        self,
+        tokens: jax.Array,
+        cache: KVCache,
+        position: jax.Array,
+        *,
+        text_length: jax.Array | None = None,
     ) -> tuple[jax.Array, KVCache]:
         """Computes the hidden states of new tokens after cached ones, without dropout.
 
         Args:
           tokens: integers [batch, new].
           cache: from `init_cache` or an earlier call.
-          position: int32 [], number of tokens in the cache.
+          position: int32 [] or, for each row, [batch], number of tokens in the cache.
+          text_length: int32 [batch], tokens that each text will have; see `Attention.extend`.
 
         Returns:
           (hidden states [batch, new, embed] for `head`, the cache including the new tokens).
@@ -403,15 +413,28 @@ class Decoder(nnx.Module):
         pattern = self.kind_of_layer
         kinds = None if pattern is None else np.asarray(pattern, np.int32)
 
+        # The cache is carried, not scanned over: one buffer is then updated in place.
         def layer(
-            x: jax.Array, slices: tuple[nnx.State, KVCache, Any]
-        ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-            block = nnx.merge(graphdef, slices[0])
+            carry: tuple[jax.Array, KVCache], slices: tuple[nnx.State, Any, jax.Array]
+        ) -> tuple[tuple[jax.Array, KVCache], None]:
+            (x, cache), (layer_state, kind, index) = carry, slices
+            block = nnx.merge(graphdef, layer_state)
             block.eval()  # an adapter may have dropout of its own
-            return block.extend(x, slices[1], position, slices[2])
+            own = (
+                lax.dynamic_index_in_dim(cache.keys, index, 0, keepdims=False),
+                lax.dynamic_index_in_dim(cache.values, index, 0, keepdims=False),
+            )
+            x, longer = block.extend(x, own, position, kind, text_length=text_length)
+            written = (
+                lax.dynamic_update_index_in_dim(whole, new, index, 0)
+                for whole, new in zip(cache, longer, strict=True)
+            )
+            return (x, KVCache(*written)), None
 
-        x, longer = lax.scan(layer, self.look_up(tokens, position), (state, cache, kinds))
-        return x, KVCache(*longer)
+        at = position if jnp.ndim(position) == 0 else positions_after(position, tokens.shape[1])
+        start = self.look_up(tokens, at), cache
+        (x, longer), _ = lax.scan(layer, start, (state, kinds, jnp.arange(cache.keys.shape[0])))
+        return x, longer
 
 
 def positions_in_texts(segments: jax.Array) -> jax.Array:

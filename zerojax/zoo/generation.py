@@ -1,153 +1,369 @@
-"""Generation of tokens and text with a cache: one pass over the prompt, then token by token."""
+"""Generation of tokens with a cache: one pass over the prompts, then token by token.
+
+Two programs for all prompts of a bucket of lengths: the pass over the prompts, and the loop.
+"""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from zerojax.zoo.decoder import Decoder, check_tokens
+from zerojax.zoo.decoder import Decoder, KVCache, check_tokens
+from zerojax.zoo.sampling import Controls, DrawnRows, Sampling
 from zerojax.zoo.t5 import T5
 
-PROMPT_MULTIPLE = 32  # prompts are padded to a multiple, so that many lengths share a compilation
-DEFAULT_NUM_TOKENS = 200
+PROMPT_MULTIPLE = 32
+"""Prompts are padded to a multiple, so that many lengths share a program."""
+_HEADS_AXIS = "model"
+"""Mesh axis of the heads in `MEGATRON_RULES`."""
+CACHE_MULTIPLE = 128
+"""The cache is as long as prompt and new tokens, rounded up to a multiple."""
+
+Prompts = jax.Array | np.ndarray | Sequence[Any]
+
+
+class Continued(NamedTuple):
+    """New tokens of each prompt, on the host."""
+
+    tokens: np.ndarray
+    """int32 [batch, num_tokens]; pads after a row's end."""
+    lengths: np.ndarray
+    """int32 [batch]: tokens of each row until it ended, its end token included."""
 
 
 def generate(
     model: Decoder,
-    tokens: jax.Array | np.ndarray,
+    tokens: Prompts,
     num_tokens: int,
     *,
     temperature: float = 1.0,
     top_k: int | None = None,
+    top_p: float | None = None,
+    repetition_penalty: float = 1.0,
+    end_tokens: Sequence[int] = (),
+    pad_token: int | None = None,
     num_ids: int | None = None,
     seed: int = 0,
+    row_numbers: Sequence[int] | None = None,
 ) -> jax.Array:
     """Continues each prompt by `num_tokens` sampled tokens. Dropout is off; `model` is unchanged.
 
+    A row does not depend on the other rows: with its `row_numbers` it gets the same tokens in every
+    batch, up to rounding.
+
     Args:
       model: a decoder of this package.
-      tokens: prompts, integers [batch, prompt], all of one length of at least 1.
+      tokens: prompts, integers [batch, prompt], or a sequence of rows of different lengths; each
+        has at least one token.
       num_tokens: number of new tokens; prompt + num_tokens <= the model's max_seq_len.
       temperature: divides the logits; 0 always takes the likeliest token.
       top_k: sample only among the `top_k` likeliest tokens; None: among all.
+      top_p: sample only among the likeliest tokens whose probabilities sum to `top_p`; None: among
+        all.
+      repetition_penalty: divides the positive logits of tokens that the row already has, and
+        multiplies the negative ones; 1: none.
+      end_tokens: ids of which each ends its row; the rest of the row is `pad_token`.
+      pad_token: None: the first of `end_tokens`, or 0.
       num_ids: sample only ids below this number, for models whose vocabulary is larger than that of
         the tokenizer; None: all ids.
       seed: seed of the sampling; equal arguments give equal tokens.
+      row_numbers: integers [batch] that decide, with seed and position, the random numbers of each
+        row; None: 0, 1, 2, ...
 
     Returns:
-      int32 [batch, prompt + num_tokens]: the prompts and their continuations.
+      int32 [batch, longest prompt + num_tokens]: each row has its prompt, its new tokens, pads.
 
     Raises:
       TypeError: `model` is not a `Decoder`, or `tokens` are not integers.
       ValueError: `tokens` are not [batch, prompt], exceed the vocabulary or, with `num_tokens`,
         exceed max_seq_len; or an option is out of range.
     """
+    sampling = Sampling(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        repetition_penalty=repetition_penalty,
+        end_tokens=tuple(end_tokens),
+        pad_token=pad_token,
+        num_ids=num_ids,
+        seed=seed,
+    )
+    check_decoder(model)
+    prompts = as_prompts(tokens, max_seq_len=model.config.max_seq_len)
+    added = continue_rows(model, prompts, num_tokens, sampling, row_numbers=row_numbers)
+    return jnp.asarray(joined(prompts, added, pad=sampling.pad))
+
+
+def check_decoder(model: Any) -> None:
+    """Raises TypeError if a model cannot continue texts."""
     if not isinstance(model, Decoder):
         of_t5 = "; for the targets of a T5 use generate_from_source"
         raise TypeError(
             f"{type(model).__name__} cannot continue texts; use a "
             f"Decoder, a GPT2 or a Llama{of_t5 * isinstance(model, T5)}"
         )
-    tokens = np.asarray(tokens)
+
+
+def as_prompts(tokens: Prompts, *, max_seq_len: int) -> list[np.ndarray]:
+    """Returns the prompts as integer arrays [prompt], one for each row.
+
+    Raises:
+      TypeError: `tokens` are not integers.
+      ValueError: `tokens` are neither [batch, prompt] nor rows, or a row is too long.
+    """
+    if hasattr(tokens, "dtype"):
+        whole = np.asarray(tokens)
+        check_tokens(whole, max_seq_len=max_seq_len)
+        return list(whole)
+    rows = [np.asarray(row) for row in tokens]
+    for number, row in enumerate(rows):
+        _check_not_empty(row, number, len(rows))
+        check_tokens(row[None], max_seq_len=max_seq_len)
+    return rows
+
+
+def joined(prompts: Sequence[np.ndarray], added: Continued, *, pad: int) -> np.ndarray:
+    """Returns int32 [batch, longest prompt + num_tokens]: prompts, new tokens, then pads."""
+    num_tokens = added.tokens.shape[1]
+    longest = max((len(row) for row in prompts), default=0)
+    texts = np.full((len(prompts), longest + num_tokens), pad, np.int32)
+    for text, row, new in zip(texts, prompts, added.tokens, strict=True):
+        text[: len(row)] = row
+        text[len(row) : len(row) + num_tokens] = new
+    return texts
+
+
+def continue_rows(
+    model: Decoder,
+    prompts: Sequence[np.ndarray],
+    num_tokens: int | Sequence[int],
+    sampling: Sampling,
+    *,
+    row_numbers: Sequence[int] | None = None,
+    row_sharding: NamedSharding | None = None,
+    num_rows: int | None = None,
+) -> Continued:
+    """Continues prompts of any lengths; see `generate`.
+
+    Args:
+      model: parameters may be sharded over a mesh.
+      prompts: integers [prompt] each; at least one.
+      num_tokens: number of new tokens, of all rows or of each.
+      sampling: options of the sampling.
+      row_numbers: see `generate`.
+      row_sharding: sharding of rows [batch] on the mesh of the parameters. None: every device
+        computes all rows. With several processes, each passes the same prompts and gets all tokens.
+      num_rows: rows of the programs, at least as many as prompts; None: as many.
+
+    Raises:
+      ValueError: see `generate`.
+    """
+    check_decoder(model)
     limit, vocab_size = model.config.max_seq_len, model.config.vocab_size
-    check_tokens(tokens, max_seq_len=limit)
-    prompt = tokens.shape[1]
-    _check_request(prompt, num_tokens, limit=limit)
-    _check_vocabulary(tokens, vocab_size=vocab_size)
-    if num_ids is not None and not 1 <= num_ids <= vocab_size:
-        raise ValueError(
-            f"num_ids={num_ids} must be between 1 and the vocabulary's {vocab_size}; use None for "
-            "all ids"
-        )
-    _check_sampling(temperature, top_k, vocab_size=num_ids or vocab_size)
-    padded_length = min(-(-prompt // PROMPT_MULTIPLE) * PROMPT_MULTIPLE, limit)
-    padded = np.zeros((tokens.shape[0], padded_length), np.int32)
-    padded[:, :prompt] = tokens
-    graphdef, state = nnx.split(model)
-    added = _continue(
-        state,
-        jnp.asarray(padded),
-        prompt,
-        temperature,
-        jax.random.key(seed),
-        graphdef=graphdef,
-        num_tokens=num_tokens,
-        top_k=top_k,
-        num_ids=num_ids,
-        is_greedy=temperature == 0,
+    if not prompts:
+        raise ValueError("there are 0 prompts; pass at least one")
+    limits = np.broadcast_to(np.asarray(num_tokens, np.int32), (len(prompts),))
+    for number, row in enumerate(prompts):
+        _check_not_empty(row, number, len(prompts))
+        _check_vocabulary(row, vocab_size=vocab_size)
+    sizes = [(len(row), int(most)) for row, most in zip(prompts, limits, strict=True)]
+    _check_request(*max(sizes, key=sum), limit=limit)
+    if (least := int(limits.min())) < 1:
+        raise ValueError(f"num_tokens={least} must be at least 1")
+    sampling.check(vocab_size)
+    batch = _Batch.of(prompts, limits, row_numbers, num_rows, row_sharding, limit=limit)
+    longest = max(map(sum, sizes))
+    tokens, lengths = _continue(
+        model,
+        batch,
+        sampling.controls(vocab_size),
+        cache_length=min(_rounded_up(longest, CACHE_MULTIPLE), limit),
+        row_sharding=row_sharding,
     )
-    return jnp.concatenate([jnp.asarray(padded[:, :prompt]), added], axis=1)
+    tokens, lengths = np.asarray(tokens), np.asarray(lengths)
+    return Continued(tokens[: len(prompts), : limits.max()], lengths[: len(prompts)])
+
+
+class _Batch(NamedTuple):
+    """Prompts in an array, with rows without a prompt that fill up the mesh."""
+
+    tokens: Any
+    """int32 [batch, padded length], padded at the end."""
+    lengths: Any
+    """int32 [batch]; 0 for rows without a prompt."""
+    limits: Any
+    """int32 [batch]: maximum number of new tokens."""
+    rows: Any
+    """int32 [batch]: number of each row."""
+
+    @classmethod
+    def of(
+        cls,
+        prompts: Sequence[np.ndarray],
+        limits: np.ndarray,
+        row_numbers: Sequence[int] | None,
+        num_rows: int | None,
+        sharding: NamedSharding | None,
+        *,
+        limit: int,
+    ) -> _Batch:
+        count = len(prompts)
+        numbers = np.arange(count) if row_numbers is None else np.asarray(row_numbers)
+        if numbers.shape != (count,) or not np.issubdtype(numbers.dtype, np.integer):
+            raise ValueError(
+                f"row_numbers have shape {numbers.shape} and dtype {numbers.dtype}, but there are "
+                f"{count} prompts; use {count} integers"
+            )
+        shards = 1 if sharding is None else count_shards(sharding)
+        size = _rounded_up(max(count, num_rows or 0), shards)
+        length = min(_rounded_up(max(len(row) for row in prompts), PROMPT_MULTIPLE), limit)
+        tokens = np.zeros((size, length), np.int32)
+        for place, row in zip(tokens, prompts, strict=False):
+            place[: len(row)] = row
+        columns = np.zeros((3, size), np.int32)
+        columns[:, :count] = [len(row) for row in prompts], limits, numbers
+        return cls(*(_placed(value, sharding) for value in (tokens, *columns)))
+
+
+def count_shards(sharding: NamedSharding) -> int:
+    """Returns the number of parts into which a sharding divides dimension 0."""
+    size = sharding.mesh.size
+    return size // sharding.shard_shape((size,))[0]
+
+
+def _placed(value: np.ndarray, sharding: NamedSharding | None) -> Any:
+    """Places a host array, whose rows all processes have, with a sharding of its rows."""
+    if sharding is None:
+        return value
+    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
+
+def _rounded_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _continue(
+    model: Decoder,
+    batch: _Batch,
+    controls: Controls,
+    *,
+    cache_length: int,
+    row_sharding: NamedSharding | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (new tokens, int32 [batch, cache_length]; their numbers, int32 [batch])."""
+    graphdef, state = nnx.split(model)
+    options = {"graphdef": graphdef, "row_sharding": row_sharding}
+    progress, cache = _prefill(state, batch, controls, cache_length=cache_length, **options)
+    tokens, counts, _ = _decode(state, progress, cache, batch, controls, **options)
+    return tokens, counts
 
 
 # jax.jit is otherwise used in step, plan and kernels only; without it decoding would be too slow.
-@functools.partial(
-    jax.jit, static_argnames=("graphdef", "num_tokens", "top_k", "num_ids", "is_greedy")
-)
-def _continue(
+@functools.partial(jax.jit, static_argnames=("graphdef", "cache_length", "row_sharding"))
+def _prefill(
     state: nnx.State,
-    padded: jax.Array,
-    prompt: jax.Array,
-    temperature: jax.Array,
-    key: jax.Array,
+    batch: _Batch,
+    controls: Controls,
     *,
     graphdef: nnx.GraphDef[Decoder],
-    num_tokens: int,
-    top_k: int | None,
-    num_ids: int | None,
-    is_greedy: bool,
-) -> jax.Array:
-    """Returns `num_tokens` tokens that follow the first `prompt` tokens of `padded`.
+    cache_length: int,
+    row_sharding: NamedSharding | None,
+) -> tuple[DrawnRows, KVCache]:
+    """Reads the prompts and draws the first new token of each row.
 
-    Cache entries of the padding come after the prompt; new tokens overwrite them before they are
-    read.
+    Cache entries of the padding come after a row's prompt; new tokens overwrite them before they
+    are read.
 
-    Args:
-      padded: int32 [batch, padded_length], prompts padded at the end.
-      prompt: int32 [], length of the prompts.
+    Returns:
+      (progress with room for `cache_length` tokens, the cache of `cache_length` positions).
     """
     model = nnx.merge(graphdef, state)
-    length = min(padded.shape[1] + num_tokens, model.config.max_seq_len)
-    cache = model.init_cache(padded.shape[0], length)
-    hidden, cache = model.extend(padded, cache, jnp.int32(0))
-    last = lax.dynamic_slice_in_dim(hidden, prompt - 1, 1, axis=1)
-
-    def draw(last: jax.Array, key: jax.Array) -> jax.Array:
-        logits = model.head(last)[:, 0, :num_ids]
-        return _draw(logits, key, temperature, top_k=top_k, is_greedy=is_greedy)
-
-    def advance(carry, step_key):
-        token, cache, position = carry
-        hidden, cache = model.extend(token[:, None], cache, position)
-        return (draw(hidden, step_key), cache, position + 1), token
-
-    keys = jax.random.split(key, num_tokens)
-    start = draw(last, keys[0]), cache, jnp.int32(prompt)
-    (token, _, _), earlier = lax.scan(advance, start, keys[1:])
-    return jnp.concatenate([earlier.T, token[:, None]], axis=1)
+    size, length = batch.tokens.shape
+    text_length = batch.lengths + batch.limits
+    cache = model.init_cache(size, length)
+    hidden, cache = model.extend(batch.tokens, cache, jnp.int32(0), text_length=text_length)
+    last = jnp.maximum(batch.lengths - 1, 0)[:, None, None]
+    logits = _logits(model, jnp.take_along_axis(hidden, last, axis=1), row_sharding)
+    progress = DrawnRows.start(
+        batch.tokens,
+        batch.lengths,
+        cache_length,
+        vocab_size=logits.shape[1],
+        pad=jnp.asarray(controls.pad_token),
+    )
+    progress = progress.draw(logits, batch.lengths, batch.limits, batch.rows, controls)
+    later = [(0, 0), (0, 0), (0, cache_length - length), (0, 0), (0, 0)]
+    return progress, _placed_cache(jax.tree.map(lambda x: jnp.pad(x, later), cache), row_sharding)
 
 
-def _draw(
-    logits: jax.Array,
-    key: jax.Array,
-    temperature: jax.Array,
+@functools.partial(
+    jax.jit, static_argnames=("graphdef", "row_sharding"), donate_argnames=("cache",)
+)
+def _decode(
+    state: nnx.State,
+    progress: DrawnRows,
+    cache: KVCache,
+    batch: _Batch,
+    controls: Controls,
     *,
-    top_k: int | None,
-    is_greedy: bool,
-) -> jax.Array:
-    """Samples tokens, int32 [batch], from logits [batch, vocab]."""
-    logits = logits.astype(jnp.float32)
-    if is_greedy:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    if top_k is not None:
-        smallest = lax.top_k(logits, top_k)[0][:, -1:]
-        logits = jnp.where(logits < smallest, -jnp.inf, logits)
-    return jax.random.categorical(key, logits / temperature, axis=-1).astype(jnp.int32)
+    graphdef: nnx.GraphDef[Decoder],
+    row_sharding: NamedSharding | None,
+) -> tuple[jax.Array, jax.Array, KVCache]:
+    """Draws tokens until every row has ended.
+
+    Returns:
+      (new tokens, int32 [batch, room]; their numbers, int32 [batch]; the cache, which is returned
+      so that it needs no second buffer).
+    """
+    model = nnx.merge(graphdef, state)
+    text_length = batch.lengths + batch.limits
+
+    def advance(carry: tuple[DrawnRows, KVCache]) -> tuple[DrawnRows, KVCache]:
+        progress, cache = carry
+        position = jnp.maximum(batch.lengths + progress.num_drawn - 1, 0)
+        position = jnp.minimum(position, cache.keys.shape[2] - 1)  # rows that have ended go on
+        hidden, cache = model.extend(
+            progress.token[:, None], cache, position, text_length=text_length
+        )
+        logits = _logits(model, hidden, row_sharding)
+        progress = progress.draw(logits, batch.lengths, batch.limits, batch.rows, controls)
+        return progress, _placed_cache(cache, row_sharding)
+
+    start = progress, cache
+    progress, cache = lax.while_loop(lambda carry: carry[0].goes_on(), advance, start)
+    drawn, lengths = progress.drawn, progress.lengths
+    if row_sharding is not None:
+        everywhere = NamedSharding(row_sharding.mesh, P())
+        drawn, lengths = lax.with_sharding_constraint((drawn, lengths), everywhere)
+    return drawn, lengths, cache
+
+
+def _logits(model: Decoder, hidden: jax.Array, row_sharding: NamedSharding | None) -> jax.Array:
+    """Returns logits [batch, vocab] of hidden states [batch, 1, embed].
+
+    A device has all logits of its rows, since sampling compares them.
+    """
+    logits = model.head(hidden)[:, 0]
+    return logits if row_sharding is None else lax.with_sharding_constraint(logits, row_sharding)
+
+
+def _placed_cache(cache: KVCache, row_sharding: NamedSharding | None) -> KVCache:
+    """Divides the cache like the rows, and its heads over `model` where that divides them."""
+    if row_sharding is None:
+        return cache
+    mesh, heads = row_sharding.mesh, cache.keys.shape[3]
+    divides = heads % mesh.shape.get(_HEADS_AXIS, heads + 1) == 0
+    spec = P(None, row_sharding.spec[0], None, _HEADS_AXIS if divides else None, None)
+    return lax.with_sharding_constraint(cache, NamedSharding(mesh, spec))
 
 
 def generate_from_source(
@@ -159,91 +375,120 @@ def generate_from_source(
     end_token: int | None = None,
     temperature: float = 0.0,
     top_k: int | None = None,
+    top_p: float | None = None,
+    repetition_penalty: float = 1.0,
     seed: int = 0,
 ) -> jax.Array:
     """Generates a target, such as a translation, for each source. Dropout is off.
 
     Args:
       model: an encoder-decoder model of this package.
-      tokens: sources, integers [batch, source].
+      tokens: sources, integers [batch, source]; shorter ones are padded (see `attention_mask`).
       num_tokens: length of the targets, at most the model's max_seq_len.
       attention_mask: [batch, source], 0 for padding; None: no padding.
       end_token: ends a target: all tokens after it are `end_token`. None: targets do not end early.
-      temperature, top_k, seed: see `generate`.
+      temperature, top_k, top_p, repetition_penalty, seed: see `generate`; the penalty applies to
+        tokens of the target.
 
     Returns:
       int32 [batch, num_tokens], without the start token.
 
     Raises:
       TypeError: `model` is not a `T5`, or `tokens` are not integers.
-      ValueError: as for `generate`.
+      ValueError: as for `generate`, or the sources have different lengths.
     """
     if not isinstance(model, T5):
         raise TypeError(
             f"{type(model).__name__} has no encoder for a source; use generate(model, prompts, ...)"
         )
-    tokens, config = np.asarray(tokens), model.config
+    config = model.config
+    tokens = _as_sources(tokens)
     check_tokens(tokens, max_seq_len=config.max_seq_len)
     _check_request(1, num_tokens, limit=config.max_seq_len + 1)
     _check_vocabulary(tokens, vocab_size=config.vocab_size)
-    _check_sampling(temperature, top_k, vocab_size=config.vocab_size)
     if end_token is not None and not 0 <= end_token < config.vocab_size:
         raise ValueError(
             f"end_token={end_token} is outside the vocabulary of {config.vocab_size} token ids; "
             "use the tokenizer's id, such as 1 for T5"
         )
+    sampling = Sampling(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        repetition_penalty=repetition_penalty,
+        end_tokens=() if end_token is None else (end_token,),
+        seed=seed,
+    )
+    sampling.check(config.vocab_size)
     graphdef, state = nnx.split(model)
     return _from_source(
         state,
         jnp.asarray(tokens),
         None if attention_mask is None else jnp.asarray(attention_mask),
-        temperature,
-        jax.random.key(seed),
+        sampling.controls(config.vocab_size),
         graphdef=graphdef,
         num_tokens=num_tokens,
-        top_k=top_k,
-        is_greedy=temperature == 0,
-        end_token=end_token,
     )
 
 
-@functools.partial(
-    jax.jit, static_argnames=("graphdef", "num_tokens", "top_k", "is_greedy", "end_token")
-)
+def _as_sources(tokens: Any) -> np.ndarray:
+    """Returns sources as an array.
+
+    Raises:
+      ValueError: they have different lengths.
+    """
+    if not hasattr(tokens, "dtype"):
+        lengths = sorted({np.size(row) for row in tokens})
+        if len(lengths) > 1:
+            raise ValueError(
+                f"the sources have from {lengths[0]} to {lengths[-1]} tokens, but a T5 takes "
+                f"sources of one length; pad them to {lengths[-1]} and pass attention_mask with 0 "
+                "for the padding"
+            )
+    return np.asarray(tokens)
+
+
+@functools.partial(jax.jit, static_argnames=("graphdef", "num_tokens"))
 def _from_source(
     state: nnx.State,
     tokens: jax.Array,
     attention_mask: jax.Array | None,
-    temperature: jax.Array,
-    key: jax.Array,
+    controls: Controls,
     *,
     graphdef: nnx.GraphDef[T5],
     num_tokens: int,
-    top_k: int | None,
-    is_greedy: bool,
-    end_token: int | None,
 ) -> jax.Array:
     model = nnx.merge(graphdef, state)
     model.eval()
+    count = tokens.shape[0]
     cache = model.init_cache(tokens, num_tokens, attention_mask)
+    rows, begin = jnp.arange(count), jnp.zeros(count, jnp.int32)
+    limits = jnp.full(count, num_tokens, jnp.int32)
+    start = DrawnRows.start(
+        jnp.full((count, 1), model.config.start_token, jnp.int32),
+        jnp.ones(count, jnp.int32),
+        num_tokens,
+        vocab_size=model.config.vocab_size,
+        pad=jnp.asarray(controls.pad_token),
+    )
 
-    def advance(carry, step_key):
-        token, cache, position = carry
-        hidden, cache = model.extend(token[:, None], cache, position)
+    def advance(carry: tuple[DrawnRows, Any]) -> tuple[DrawnRows, Any]:
+        progress, cache = carry
+        hidden, cache = model.extend(progress.token[:, None], cache, progress.num_drawn)
         logits = model.head(hidden)[:, 0]
-        new = _draw(logits, step_key, temperature, top_k=top_k, is_greedy=is_greedy)
-        if end_token is not None:
-            new = jnp.where((token == end_token) & (position > 0), end_token, new)
-        return (new, cache, position + 1), new
+        return progress.draw(logits, begin, limits, rows, controls), cache
 
-    first = jnp.full(tokens.shape[0], model.config.start_token, jnp.int32)
-    _, drawn = lax.scan(advance, (first, cache, jnp.int32(0)), jax.random.split(key, num_tokens))
-    return drawn.T
+    progress, _ = lax.while_loop(lambda carry: carry[0].goes_on(), advance, (start, cache))
+    return progress.drawn
+
+
+def _check_not_empty(prompt: np.ndarray, number: int, count: int) -> None:
+    if not prompt.size:
+        which = f" (number {number} of {count})" if count > 1 else ""
+        raise ValueError(f"the prompt is empty{which}; pass at least one token")
 
 
 def _check_request(prompt: int, num_tokens: int, *, limit: int) -> None:
-    if prompt < 1:
-        raise ValueError("the prompt is empty; pass at least one token")
     if num_tokens < 1:
         raise ValueError(f"num_tokens={num_tokens} must be at least 1")
     if prompt + num_tokens > limit:
@@ -273,76 +518,3 @@ def _check_vocabulary(tokens: np.ndarray, *, vocab_size: int) -> None:
                 f"the prompt has token {token}, but the model's table has {vocab_size} rows; encode"
                 " the text with the tokenizer that the model was trained with"
             )
-
-
-def _check_sampling(temperature: float, top_k: int | None, *, vocab_size: int) -> None:
-    if not 0.0 <= temperature < float("inf"):
-        raise ValueError(
-            f"temperature={temperature} must be a finite number >= 0; use 1.0 for the model's own "
-            "probabilities, 0 for the likeliest token"
-        )
-    if top_k is not None and not 1 <= top_k <= vocab_size:
-        raise ValueError(
-            f"top_k={top_k} must be between 1 and the vocabulary's {vocab_size}; use None for no"
-            " limit"
-        )
-
-
-def continue_text(
-    model: Any,
-    tokenizer: Any,
-    prompt: str,
-    *,
-    num_tokens: int | None,
-    temperature: float,
-    top_k: int | None,
-    seed: int,
-) -> str:
-    """Returns the prompt and its continuation as text.
-
-    Args:
-      num_tokens: number of new tokens; None: `DEFAULT_NUM_TOKENS`, or fewer if the model's context
-        is shorter.
-
-    Raises:
-      ValueError: there is no tokenizer, the prompt is empty, or it fills the context.
-    """
-    if tokenizer is None:
-        raise ValueError(
-            "this run has no tokenizer to decode tokens: it was trained on token files that name "
-            "none; train on text, or on token files from `zerojax data prepare`"
-        )
-    tokens = prompt_ids(tokenizer, prompt)
-    if not tokens.size:
-        raise ValueError(
-            "the prompt is empty, or the tokenizer encodes it as no tokens; pass at least one "
-            'letter, such as "A"'
-        )
-    context = model.config.max_seq_len
-    room = context - tokens.size
-    if room < 1:
-        raise ValueError(
-            f"the prompt has {tokens.size} tokens, but the model's context is {context}; "
-            f"shorten it to at most {context - 1} tokens"
-        )
-    num_tokens = min(DEFAULT_NUM_TOKENS, room) if num_tokens is None else num_tokens
-    drawn = generate(
-        model,
-        tokens[None],
-        num_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        num_ids=min(tokenizer.vocab_size, model.config.vocab_size),
-        seed=seed,
-    )
-    return tokenizer.decode(np.asarray(drawn[0, _prefix(tokenizer).size :]))
-
-
-def prompt_ids(tokenizer: Any, prompt: str) -> np.ndarray:
-    """Returns int32 ids: the tokenizer's prefix, if it has one, and the prompt."""
-    return np.concatenate([_prefix(tokenizer), np.asarray(tokenizer.encode(prompt), np.int32)])
-
-
-def _prefix(tokenizer: Any) -> np.ndarray:
-    """Returns the ids that start each text, such as <|begin_of_text|> of Llama 3."""
-    return np.asarray(getattr(tokenizer, "prefix", ()), np.int32)

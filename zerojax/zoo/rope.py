@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -137,6 +137,11 @@ class Rope:
         if not 0.0 < self.fraction <= 1.0:
             raise ValueError(f"rope fraction={self.fraction} must be above 0 and at most 1")
 
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether the wavelengths depend on the length of the text."""
+        return self.scaling is not None and self.scaling.kind in ("dynamic", "longrope")
+
     def turning(self, head_dim: int) -> int:
         """Returns the number of a head's features that are rotated."""
         return int(head_dim * self.fraction)
@@ -163,25 +168,37 @@ class Rope:
 
 
 def rotary_frequencies(
-    half: int, theta: float, scaling: RopeScaling | None = None, *, seq_len: int = 0
+    half: int, theta: float, scaling: RopeScaling | None = None, *, seq_len: int | jax.Array = 0
 ) -> jax.Array:
     """Computes the rotation of each feature pair in radians per position, float32 [half].
+
+    The result is [batch, half] if rows have different lengths and the wavelengths depend on them.
 
     Args:
       half: number of pairs, half of the rotated features.
       theta: base; without scaling, pair i rotates by theta^(-i / half) radians per position.
       scaling: scaling for longer texts; None: no scaling.
-      seq_len: length of the text in tokens; used by "dynamic" and "longrope" only.
+      seq_len: length of the text in tokens, or of each row's, int32 [batch]; used by "dynamic" and
+        "longrope" only.
     """
+    exponents = -jnp.arange(half, dtype=jnp.float32) / half
     if scaling is not None and scaling.kind == "dynamic":
-        theta *= _growth(half, scaling, seq_len)
-    frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    if scaling is None or scaling.kind == "dynamic":
+        base = theta * _growth(half, scaling, seq_len)
+        if isinstance(base, jax.Array):
+            return base[:, None] ** exponents[None]
+        return base**exponents
+    frequencies = theta**exponents
+    if scaling is None:
         return frequencies
     if scaling.kind == "longrope":
+        short, long = (
+            frequencies / jnp.asarray(factors, jnp.float32)
+            for factors in (scaling.short_factor, scaling.long_factor)
+        )
         is_long = seq_len > (scaling.original_max_seq_len or 0)
-        factors = scaling.long_factor if is_long else scaling.short_factor
-        return frequencies / jnp.asarray(factors, jnp.float32)
+        if isinstance(is_long, jax.Array):
+            return jnp.where(is_long[:, None], long[None], short[None])
+        return long if is_long else short
     stretched = frequencies / scaling.factor
     if scaling.kind == "linear":
         return stretched
@@ -195,17 +212,24 @@ def rotary_frequencies(
 
 
 def frequencies_of_kinds(
-    ropes: Sequence[Rope | None], half: int, *, kind: jax.Array | None, seq_len: int
+    ropes: Sequence[Rope | None],
+    half: int,
+    *,
+    kind: jax.Array | None,
+    seq_len: int | jax.Array,
 ) -> tuple[jax.Array, jax.Array | float]:
     """Returns (radians per position, float32 [half]; factor of cosine and sine) of a layer.
+
+    The radians are [batch, half] if each row has a length of its own and they depend on it.
 
     Args:
       ropes: rotary positions of each kind of layer; None: no rotation, all radians are 0.
       half: number of pairs.
       kind: int32 [], index of the layer's kind; None: there is one kind.
-      seq_len: length of the text in tokens.
+      seq_len: length of the text in tokens, or of each row's, int32 [batch].
     """
-    tables, magnitudes = [], []
+    tables: list[jax.Array] = []
+    magnitudes: list[float] = []
     for rope in ropes:
         if rope is None:
             tables.append(jnp.zeros(half, jnp.float32))
@@ -216,13 +240,22 @@ def frequencies_of_kinds(
     if kind is None or len(ropes) == 1:
         return tables[0], magnitudes[0]
     magnitude = jnp.asarray(magnitudes, jnp.float32)[kind]
-    return jnp.stack(tables)[kind], magnitude if set(magnitudes) != {1.0} else 1.0
+    whole = jnp.broadcast_shapes(*(table.shape for table in tables))
+    stacked = jnp.stack([jnp.broadcast_to(table, whole) for table in tables])
+    return stacked[kind], magnitude if set(magnitudes) != {1.0} else 1.0
 
 
-def _growth(half: int, scaling: RopeScaling, seq_len: int) -> float:
-    """Returns the factor of the base at this text length; 1 up to the original length."""
+def _growth(half: int, scaling: RopeScaling, seq_len: int | jax.Array) -> Any:
+    """Returns the factor of the base at this text length, or at each of [batch] lengths.
+
+    It is 1 up to the original length.
+    """
     original = scaling.original_max_seq_len or 0
-    longer = scaling.factor * max(seq_len, original) / original - (scaling.factor - 1)
+    if isinstance(seq_len, jax.Array):
+        length: Any = jnp.maximum(seq_len, original).astype(jnp.float32)
+    else:
+        length = max(seq_len, original)
+    longer = scaling.factor * length / original - (scaling.factor - 1)
     return longer ** (half / (half - 1)) if half > 1 else 1.0
 
 

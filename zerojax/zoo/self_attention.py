@@ -30,7 +30,7 @@ def rotate_positions(
     ropes: Sequence[Rope | None],
     *,
     kind: jax.Array | None = None,
-    seq_len: int = 0,
+    seq_len: int | jax.Array = 0,
 ) -> jax.Array:
     """Applies the rotary position embedding (arXiv:2104.09864) to the features of heads.
 
@@ -46,6 +46,9 @@ def rotate_positions(
     rope = next(rope for rope in ropes if rope is not None)
     turning = rope.turning(x.shape[-1])
     frequencies, magnitude = frequencies_of_kinds(ropes, turning // 2, kind=kind, seq_len=seq_len)
+    if frequencies.ndim == 2:  # of each row
+        positions = expand_rank(positions, 2)
+        frequencies = frequencies[:, None]
     angles = positions.astype(jnp.float32)[..., None] * expand_rank(frequencies, positions.ndim + 1)
     cosine, sine = (expand_rank(f(angles), 3)[:, :, None, :] for f in (jnp.cos, jnp.sin))
     if not isinstance(magnitude, float) or magnitude != 1.0:
@@ -183,6 +186,8 @@ class Attention(nnx.Module):
         cache: tuple[jax.Array, jax.Array],
         position: jax.Array,
         kind: jax.Array | None = None,
+        *,
+        text_length: jax.Array | None = None,
     ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         """Computes attention of new tokens to themselves and to all earlier tokens in a cache.
 
@@ -190,17 +195,20 @@ class Attention(nnx.Module):
           x: [batch, new, embed], the tokens at position .. position + new - 1.
           cache: keys and values, each [batch, length, kv_heads, head_dim]; entries from `position`
             on are overwritten or ignored.
-          position: int32 [], number of tokens before `x`; position + new <= length.
+          position: int32 [] or, for each row, [batch], number of tokens before `x`;
+            position + new <= length.
           kind: see `__call__`.
+          text_length: int32 [batch], tokens that each text will have, for rotary positions whose
+            wavelengths depend on it; None: the length of the cache.
 
         Returns:
           ([batch, new, embed], the cache with the new keys and values written).
         """
-        positions = position + jnp.arange(x.shape[1])
-        query, key, value = self._project(x, positions, cache[0].shape[1], kind)
-        keys = lax.dynamic_update_slice_in_dim(cache[0], key.astype(cache[0].dtype), position, 1)
-        values = lax.dynamic_update_slice_in_dim(
-            cache[1], value.astype(cache[1].dtype), position, 1
+        positions = positions_after(position, x.shape[1])
+        seq_len = cache[0].shape[1] if text_length is None else text_length
+        query, key, value = self._project(x, positions, seq_len, kind)
+        keys, values = (
+            _written(old, new, position) for old, new in zip(cache, (key, value), strict=True)
         )
         mixed = attend_to_cache(
             query,
@@ -229,12 +237,12 @@ class Attention(nnx.Module):
         return layout_table(self.layout, num_heads=self.num_heads, num_tokens=self.max_seq_len)
 
     def _project(
-        self, x: jax.Array, positions: jax.Array, seq_len: int, kind: jax.Array | None
+        self, x: jax.Array, positions: jax.Array, seq_len: int | jax.Array, kind: jax.Array | None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Computes query, key and value.
 
         Args:
-          seq_len: length of the whole text in tokens; with a cache, the length of the cache.
+          seq_len: length of the whole text in tokens, or of each row's, int32 [batch].
         """
         projections = self.query, self.key, self.value
         weights = [projection.read() for projection in projections]
@@ -251,6 +259,34 @@ class Attention(nnx.Module):
                 for x in (query, key)
             )
         return query, key, value
+
+
+def positions_after(position: jax.Array | int, num_new: int) -> jax.Array:
+    """Returns the positions of new tokens, int32 [new], or [batch, new] if rows differ.
+
+    Args:
+      position: int32 [] or [batch], number of tokens before them.
+      num_new: number of new tokens of each row.
+    """
+    if jnp.ndim(position) == 0:
+        return position + jnp.arange(num_new)
+    return jnp.asarray(position)[:, None] + jnp.arange(num_new)[None]
+
+
+def _written(cache: jax.Array, new: jax.Array, position: jax.Array) -> jax.Array:
+    """Returns a cache [batch, length, ...] with new entries [batch, new, ...] from `position` on.
+
+    Args:
+      position: int32 [] or [batch].
+    """
+    new = new.astype(cache.dtype)
+    if jnp.ndim(position) == 0:
+        return lax.dynamic_update_slice_in_dim(cache, new, position, 1)
+
+    def write(row: jax.Array, entries: jax.Array, start: jax.Array) -> jax.Array:
+        return lax.dynamic_update_slice_in_dim(row, entries, start, 0)
+
+    return jax.vmap(write)(cache, new, position)
 
 
 def _windows(kinds: Sequence[LayerKind]) -> tuple[tuple[int | None, ...], tuple[int, ...]]:

@@ -6,6 +6,7 @@ from zerojax.zoo.hugging_face.architectures import (
     architecture_of_config,
 )
 from zerojax.zoo.hugging_face.config_reading import UnsupportedError
+from zerojax.zoo.hugging_face.folder import end_tokens_in
 from zerojax.zoo.hugging_face.layouts import Architecture, Leaf
 from zerojax.zoo.hugging_face.pretrained import (
     Pretrained,
@@ -30,6 +31,7 @@ __all__ = [
     "arrays_in",
     "config_from_hugging_face",
     "describe_model",
+    "end_tokens_in",
     "factory_of",
     "from_hugging_face",
 ]

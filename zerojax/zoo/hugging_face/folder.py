@@ -16,7 +16,7 @@ from zerojax.zoo.hugging_face.config_reading import UnsupportedError
 from zerojax.zoo.hugging_face.layouts import Range
 from zerojax.zoo.hugging_face.safetensors import INDEX, SINGLE, Tensor, read_block, read_table
 
-CONFIG = "config.json"
+CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -172,3 +172,26 @@ def check_unquantized(config: Mapping[str, Any]) -> None:
             f"config.json: quantization_config ({method}): quantized weights are not supported; "
             "use the unquantized model"
         )
+
+
+def end_tokens_in(folder: Path, config: Mapping[str, Any] | None = None) -> tuple[int, ...]:
+    """Returns the ids that end a text: those of generation_config.json, or else of config.json.
+
+    Args:
+      folder: a Hugging Face folder, which may be missing.
+      config: content of its config.json; None: read from the folder, if it has one.
+
+    Returns:
+      The ids; () if no file states any.
+
+    Raises:
+      ValueError: a file is damaged.
+    """
+    for name, content in ((GENERATION_CONFIG, None), (CONFIG, config)):
+        if content is None:
+            content = read_json(folder / name) if (folder / name).is_file() else {}
+        found = content.get("eos_token_id")
+        found = found if isinstance(found, list) else [found]
+        if ids := tuple(x for x in found if isinstance(x, int) and not isinstance(x, bool)):
+            return ids
+    return ()

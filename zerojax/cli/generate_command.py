@@ -1,0 +1,208 @@
+"""`zerojax generate`: continues one text, or the prompts of a file, with a trained model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from zerojax.cli.arguments import (
+    add_command,
+    add_pretrained,
+    add_run,
+    add_run_settings,
+    add_weights,
+)
+from zerojax.cli.run_commands import open_run
+from zerojax.config.display import quoted, show
+from zerojax.config.loader import user_path
+from zerojax.runtime import bounded_json
+
+_EXAMPLES = """\
+Prompts are divided over the data axes of the mesh, and the weights stay in their shards. The tokens
+of a prompt depend on the seed, its number in the file and their positions; not on other prompts,
+--batch-size or the mesh.
+
+examples:
+  zerojax generate runs/tiny_shakespeare "To be, or"
+  zerojax generate runs/tiny_shakespeare "ROMEO:" --tokens 100 --temperature 0.5 --seed 7
+  zerojax generate runs/mine --prompts prompts.txt --top-p 0.9
+  zerojax generate runs/mine --prompts prompts.jsonl --format jsonl mesh.data=4"""
+
+
+def add(commands) -> None:
+    """Declares `zerojax generate`."""
+    parser = add_command(
+        commands, "generate", generate, "continue texts with a trained model", _EXAMPLES
+    )
+    add_run(parser)
+    parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="text to continue")
+    add_run_settings(parser)
+    add_weights(parser)
+    add_pretrained(parser)
+    parser.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help='texts to continue in place of PROMPT: a .jsonl file of objects with "prompt", or one '
+        "text per line",
+    )
+    parser.add_argument(
+        "--format",
+        choices=("text", "jsonl"),
+        default="text",
+        help="text: each prompt with its continuation, and an empty line between two; jsonl: an "
+        "object for each prompt (%(default)s)",
+    )
+    parser.add_argument(
+        "--tokens", type=int, metavar="N", help="tokens to add (200, or as many as the model holds)"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.8,
+        metavar="T",
+        help="0 takes the most likely token, 1 samples from the model's distribution (%(default)s)",
+    )
+    parser.add_argument(
+        "--top-k", type=int, metavar="K", help="sample from the K most likely tokens (all)"
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        metavar="P",
+        help="sample from the most likely tokens whose probabilities sum to P (all)",
+    )
+    parser.add_argument(
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        metavar="R",
+        help="above 1: tokens that the text already has become less likely (%(default)s)",
+    )
+    parser.add_argument(
+        "--end-tokens",
+        type=_ids,
+        metavar="IDS",
+        help="token ids that end a text, such as 2 or 2,7, or none (those of the Hugging Face "
+        "folder that the run started from, or the tokenizer's)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="seed of the sampling (%(default)s)"
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        default=32,
+        metavar="N",
+        help="prompts that are continued together (%(default)s)",
+    )
+
+
+def generate(args: argparse.Namespace) -> int:
+    """Prints the prompts and their continuations."""
+    prompts, overrides = _prompts_and_overrides(args)
+    loaded = open_run(args.run, overrides, args.step, args.weights, args.pretrained)
+    found = loaded.continuations(
+        prompts,
+        args.tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        repetition_penalty=args.repetition_penalty,
+        end_tokens=args.end_tokens,
+        seed=args.seed,
+        batch_size=args.batch_size,
+    )
+    for number, each in enumerate(found):
+        if args.format == "jsonl":
+            show(_as_json(each))
+        else:
+            show(each.text, end="\n" if number == len(found) - 1 else "\n\n")
+    return 0
+
+
+def _as_json(each: Any) -> str:
+    values = {
+        "prompt": each.prompt,
+        "continuation": each.added,
+        "num_tokens": each.num_tokens,
+        "has_ended": each.has_ended,
+    }
+    return json.dumps(values, ensure_ascii=True)
+
+
+def _prompts_and_overrides(args: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """Returns (prompts, KEY=VALUE words).
+
+    PROMPT may follow options, and with --prompts the first KEY=VALUE stands in its place.
+    """
+    words = [*([] if args.prompt is None else [args.prompt]), *args.overrides]
+    if args.prompts is None:
+        if not words:
+            raise ValueError(
+                f'there is no prompt; write one: zerojax generate {args.run} "To be", or give a '
+                "file: --prompts FILE"
+            )
+        return [words[0]], words[1:]
+    if words and "=" not in words[0]:
+        raise ValueError(
+            f"both PROMPT ({quoted(words[0])}) and --prompts {args.prompts} are given; use one"
+        )
+    return read_prompts(args.prompts), words
+
+
+def read_prompts(path: str) -> list[str]:
+    """Reads the prompts of a file: "prompt" of each object of a .jsonl file, or each line.
+
+    Empty lines are skipped.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: it is not UTF-8, has no prompts, or an object has no "prompt".
+    """
+    file = user_path(path)
+    if not file.exists():
+        raise FileNotFoundError(f"--prompts {path}: there is no such file; give an existing one")
+    prompts = _of_objects(file) if file.suffix.lower() == ".jsonl" else _of_lines(file)
+    if not prompts:
+        raise ValueError(f"--prompts {path}: the file has 0 prompts; write at least one line")
+    return prompts
+
+
+def _of_lines(file: Path) -> list[str]:
+    try:
+        text = bounded_json.read_bytes(file).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{file} is not UTF-8 at byte {error.start}; convert it, for example with iconv"
+        ) from error
+    return [line for line in text.splitlines() if line.strip()]
+
+
+def _of_objects(file: Path) -> list[str]:
+    # Imports JAX.
+    from zerojax.data.record_files import read_records
+
+    prompts = []
+    for number, value in read_records(file):
+        prompt = value.get("prompt") if isinstance(value, dict) else None
+        if not isinstance(prompt, str):
+            raise ValueError(
+                f'{file}:{number}: no "prompt" string in {quoted(value)}; every line must be an '
+                'object such as {"prompt": "To be"}'
+            )
+        prompts.append(prompt)
+    return prompts
+
+
+def _ids(text: str) -> tuple[int, ...]:
+    """Returns the token ids of an option."""
+    if text == "none":
+        return ()
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a list of token ids; write 2, 2,7 or none"
+        ) from None

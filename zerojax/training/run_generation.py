@@ -1,0 +1,223 @@
+"""Generates text and tokens with the weights of a run, in shards on the run's own mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zerojax.config.display import quoted
+from zerojax.data import BpeTokenizer, HuggingFaceTokenizer
+from zerojax.optim import Weights
+from zerojax.parallel.reshard import model_parts
+from zerojax.plan.make import Plan
+from zerojax.plan.state import TrainState, as_seed
+from zerojax.runtime.bounded_json import load
+from zerojax.runtime.memory import allocating_for
+from zerojax.training.run_folder import DESCRIPTION_FILE
+from zerojax.zoo.generation import as_prompts, check_decoder, continue_rows
+from zerojax.zoo.hugging_face import Pretrained, end_tokens_in
+from zerojax.zoo.sampling import Sampling
+from zerojax.zoo.text_generation import (
+    BATCH_SIZE,
+    DEFAULT_NUM_TOKENS,
+    Continuation,
+    continue_texts,
+)
+
+_DEVICE = "device"
+
+
+class ModelReader:
+    """Reads the model out of the states of a plan, sharded, in the run's compute dtype.
+
+    No device holds more than its shards.
+
+    Args:
+      plan: of the states.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._cast: Any = None
+
+    @allocating_for("weights to generate with")
+    def read(self, state: TrainState, weights: Weights = "trained") -> Any:
+        """Returns the model in the user's form.
+
+        Args:
+          state: stays valid.
+          weights: "ema": the averaged weights.
+
+        Raises:
+          ValueError: the run keeps no EMA.
+        """
+        parts = model_parts(self._plan, state, weights=weights)
+        # Offloaded parameters are in host memory, where nothing is computed.
+        stored = {
+            name: x if x.sharding.memory_kind in (None, _DEVICE) else _on_device(x)
+            for name, x in {**parts["params"], **parts["frozen"]}.items()
+        }
+        if self._cast is None:
+            shardings = {name: x.sharding for name, x in stored.items()}
+            self._cast = jax.jit(self._in_compute_dtype, out_shardings=shardings)
+        return self._plan.users_model.to_source(self._cast(stored), parts["extras"])
+
+    def _in_compute_dtype(self, stored: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        dtype, leaves = self._plan.precision.compute_dtype, self._plan.users_placement.leaves
+
+        def convert(name: str, x: jax.Array) -> jax.Array:
+            codes = leaves[name].codes
+            x = x if codes is None else codes.decode(x, dtype)
+            return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+        return {name: convert(name, x) for name, x in stored.items()}
+
+
+def _on_device(x: jax.Array) -> jax.Array:
+    return jax.device_put(x, x.sharding.with_memory_kind(_DEVICE))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunGenerator:
+    """Generates with the model of a run.
+
+    Attributes:
+      plan: placement of the model; prompts are divided over its data axes.
+      model: in the user's form, sharded over `plan.mesh`.
+      tokenizer: of texts; None: there is none.
+      end_tokens: ids that end a text, by default.
+    """
+
+    plan: Plan
+    model: Any
+    tokenizer: Any
+    end_tokens: tuple[int, ...] = ()
+
+    def generate(
+        self,
+        prompts: Any,
+        num_tokens: int | None,
+        *,
+        end_tokens: Sequence[int] | None,
+        batch_size: int = BATCH_SIZE,
+        seed: int = 0,
+        **options: Any,
+    ) -> Any:
+        """Continues a text, texts, or rows of tokens.
+
+        Args:
+          prompts: a text, a sequence of texts, or rows of token ids.
+          num_tokens: number of new tokens; None: 200, or as many as fit the context.
+          end_tokens: None: the default ones.
+          batch_size: number of prompts that are continued together.
+          seed: of the sampling.
+          **options: further fields of `Sampling`.
+
+        Returns:
+          For a text, a text; for texts, a list of texts; for rows, a list of int32 arrays, each the
+          prompt and the new tokens, up to its end token.
+        """
+        sampling = self.sampling(end_tokens=end_tokens, seed=seed, **options)
+        if isinstance(prompts, str):
+            return self.continuations([prompts], num_tokens, sampling)[0].text
+        if len(prompts) == 0:
+            raise ValueError("there are 0 prompts; pass at least one")
+        if not hasattr(prompts, "dtype") and all(isinstance(each, str) for each in prompts):
+            found = self.continuations(prompts, num_tokens, sampling, batch_size)
+            return [each.text for each in found]
+        return self._rows(prompts, num_tokens, sampling, batch_size)
+
+    def sampling(
+        self, *, end_tokens: Sequence[int] | None = None, seed: int = 0, **options: Any
+    ) -> Sampling:
+        """Returns options of the sampling; for the arguments see `generate`."""
+        ends = self.end_tokens if end_tokens is None else tuple(end_tokens)
+        return Sampling(**options, end_tokens=ends, seed=as_seed(seed))
+
+    def continuations(
+        self,
+        prompts: Sequence[str],
+        num_tokens: int | None,
+        sampling: Sampling,
+        batch_size: int = BATCH_SIZE,
+    ) -> list[Continuation]:
+        """Continues texts; see `zoo.text_generation.continue_texts`."""
+        try:
+            return continue_texts(
+                self.model,
+                self.tokenizer,
+                prompts,
+                num_tokens,
+                sampling,
+                batch_size=batch_size,
+                row_sharding=self.plan.batch_sharding,
+            )
+        except UnicodeEncodeError as error:
+            prompt = quoted(error.object)
+            raise ValueError(
+                f"prompt={prompt} has half a character at {error.start}; give UTF-8 text"
+            ) from error
+
+    def _rows(
+        self, prompts: Any, num_tokens: int | None, sampling: Sampling, batch_size: int
+    ) -> list[np.ndarray]:
+        check_decoder(self.model)
+        context = self.model.config.max_seq_len
+        rows = as_prompts(prompts, max_seq_len=context)
+        room = context - max((len(row) for row in rows), default=0)
+        count = max(1, min(DEFAULT_NUM_TOKENS, room)) if num_tokens is None else num_tokens
+        found: list[np.ndarray] = []
+        for start in range(0, len(rows), batch_size):
+            part = slice(start, start + batch_size)
+            added = continue_rows(
+                self.model,
+                rows[part],
+                count,
+                sampling,
+                row_numbers=range(len(rows))[part],
+                row_sharding=self.plan.batch_sharding,
+                num_rows=batch_size if len(rows) > batch_size else None,
+            )
+            for row, new, length in zip(rows[part], *added, strict=True):
+                found.append(np.concatenate([row, new[:length]]).astype(np.int32))
+        return found
+
+
+def end_tokens_of(
+    plan: Plan, tokenizer: Any, folder: Path | None = None, *, vocab_size: int
+) -> tuple[int, ...]:
+    """Returns the ids that end a text of a run's model, as far as its files state them.
+
+    They are those of the Hugging Face folder that the run started from, or else the tokenizer's
+    end-of-text id.
+
+    Args:
+      plan: of the run.
+      tokenizer: of the run, or None.
+      folder: of the run, or None.
+      vocab_size: ids from this number on are left out.
+    """
+    model, ids = plan.users_model, ()
+    if isinstance(model, Pretrained):
+        ids = end_tokens_in(model.folder.path, model.folder.config)
+    elif folder is not None and (folder / DESCRIPTION_FILE).is_file():
+        description = load(folder / DESCRIPTION_FILE)
+        source = description.get("source") if isinstance(description, Mapping) else None
+        if source is not None:
+            ids = end_tokens_in(Path(source), description.get("config"))
+    ids = ids or _end_of_text(tokenizer)
+    return tuple(token for token in ids if 0 <= token < vocab_size)
+
+
+def _end_of_text(tokenizer: Any) -> tuple[int, ...]:
+    if isinstance(tokenizer, BpeTokenizer):
+        return tuple(tokenizer.separator.tolist())
+    if isinstance(tokenizer, HuggingFaceTokenizer) and tokenizer.end is not None:
+        return (tokenizer.id_of(tokenizer.end),)
+    return ()

@@ -1,0 +1,286 @@
+"""Sampling: from logits to tokens, and the checks of its options.
+
+The limits have the definitions of Hugging Face's transformers. They are values of the program, not
+parts of it: another temperature, `top_k` or `top_p` compiles nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+PRNG = "threefry2x32"
+"""Its numbers do not depend on how many keys are drawn from together, unlike those of "rbg"."""
+END_SLOTS = 8
+"""End tokens are padded to a multiple, so that their number does not decide the program."""
+
+
+class Controls(NamedTuple):
+    """Options of the sampling as arrays, of which only `end_tokens` has a shape."""
+
+    temperature: np.ndarray
+    """float32 []; 0: the likeliest token."""
+    top_k: np.ndarray
+    """int32 [], from 1 to the number of logits, which is no limit."""
+    top_p: np.ndarray
+    """float32 [], above 0; 1 is no limit."""
+    repetition_penalty: np.ndarray
+    """float32 [], above 0; 1 is none."""
+    num_ids: np.ndarray
+    """int32 []: ids from this number on are never drawn."""
+    key: np.ndarray
+    """uint32 [2], of `PRNG`."""
+    end_tokens: np.ndarray
+    """int32 [a multiple of `END_SLOTS`]: ids that end a row; -1: none."""
+    pad_token: np.ndarray
+    """int32 []: id after a row's end."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """Options of the sampling, with the definitions of Hugging Face's transformers.
+
+    Attributes:
+      temperature: divides the logits; 0 always takes the likeliest token.
+      top_k: sample only among the `top_k` likeliest tokens, and those as likely as the last of
+        them; None: among all.
+      top_p: sample only among the likeliest tokens whose probabilities, after temperature and
+        `top_k`, sum to at least `top_p`; None: among all.
+      repetition_penalty: divides the positive logits of tokens that the row already has, and
+        multiplies the negative ones; 1: none.
+      end_tokens: ids of which each ends a row; it is the row's last token.
+      pad_token: id after a row's end; None: the first of `end_tokens`, or 0.
+      num_ids: sample only ids below this number; None: all ids.
+      seed: of the sampling. A token depends on the seed, the number of its row, its position and
+        the text before it.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    repetition_penalty: float = 1.0
+    end_tokens: Sequence[int] = ()
+    pad_token: int | None = None
+    num_ids: int | None = None
+    seed: int = 0
+
+    def check(self, vocab_size: int) -> None:
+        """Checks the options for a vocabulary.
+
+        Raises:
+          ValueError: an option is out of range.
+        """
+        if self.num_ids is not None and not 1 <= self.num_ids <= vocab_size:
+            raise ValueError(
+                f"num_ids={self.num_ids} must be between 1 and the vocabulary's {vocab_size}; use "
+                "None for all ids"
+            )
+        if not 0.0 <= self.temperature < math.inf:
+            raise ValueError(
+                f"temperature={self.temperature} must be a finite number >= 0; use 1.0 for the "
+                "model's own probabilities, 0 for the likeliest token"
+            )
+        most = self.num_ids or vocab_size
+        if self.top_k is not None and not 1 <= self.top_k <= most:
+            raise ValueError(
+                f"top_k={self.top_k} must be between 1 and the vocabulary's {most}; use None for "
+                "no limit"
+            )
+        if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
+            raise ValueError(
+                f"top_p={self.top_p} must be above 0 and at most 1; use None for no limit, or "
+                "temperature=0 for the likeliest token"
+            )
+        if not 0.0 < self.repetition_penalty < math.inf:
+            raise ValueError(
+                f"repetition_penalty={self.repetition_penalty} must be a finite number above 0; "
+                "use 1.0 for none"
+            )
+        pads = [] if self.pad_token is None else [("pad_token", self.pad_token)]
+        for name, token in [*(("end_tokens", token) for token in self.end_tokens), *pads]:
+            if not 0 <= operator.index(token) < vocab_size:
+                raise ValueError(
+                    f"{name}={token} is outside the vocabulary of {vocab_size} token ids; use an "
+                    f"id of the tokenizer, at most {vocab_size - 1}"
+                )
+
+    @property
+    def pad(self) -> int:
+        """The id after a row's end."""
+        if self.pad_token is not None:
+            return self.pad_token
+        return next(iter(self.end_tokens), 0)
+
+    def controls(self, vocab_size: int) -> Controls:
+        """Returns the options as arrays for logits of `vocab_size` ids."""
+        slots = -(-max(len(self.end_tokens), 1) // END_SLOTS) * END_SLOTS
+        ends = np.full(slots, -1, np.int32)
+        ends[: len(self.end_tokens)] = self.end_tokens
+        return Controls(
+            temperature=np.asarray(self.temperature, np.float32),
+            top_k=np.asarray(vocab_size if self.top_k is None else self.top_k, np.int32),
+            top_p=np.asarray(1.0 if self.top_p is None else self.top_p, np.float32),
+            repetition_penalty=np.asarray(self.repetition_penalty, np.float32),
+            num_ids=np.asarray(self.num_ids or vocab_size, np.int32),
+            key=np.asarray(jax.random.key_data(jax.random.key(self.seed, impl=PRNG))),
+            end_tokens=ends,
+            pad_token=np.asarray(self.pad, np.int32),
+        )
+
+
+class DrawnRows(NamedTuple):
+    """The tokens drawn for each row so far."""
+
+    token: jax.Array
+    """int32 [batch]: the newest token of each row."""
+    num_drawn: jax.Array
+    """int32 []: tokens drawn for each row, pads included."""
+    lengths: jax.Array
+    """int32 [batch]: tokens drawn for each row until it ended, the end token included."""
+    has_ended: jax.Array
+    """bool [batch]."""
+    seen: jax.Array
+    """bool [batch, vocab]: ids that the row has."""
+    drawn: jax.Array
+    """int32 [batch, room]: the drawn tokens; pads where there is none."""
+
+    @classmethod
+    def start(
+        cls, tokens: jax.Array, lengths: jax.Array, room: int, *, vocab_size: int, pad: jax.Array
+    ) -> DrawnRows:
+        """Returns the progress of rows without a drawn token.
+
+        Args:
+          tokens: int32 [batch, prompt].
+          lengths: int32 [batch], valid tokens of each row of `tokens`; 0: the row has ended.
+          room: maximum number of tokens to draw.
+          vocab_size: number of logits.
+          pad: int32 [], see `Controls`.
+        """
+        batch, prompt = tokens.shape
+        valid = jnp.arange(prompt)[None] < lengths[:, None]
+        nothing = jnp.zeros((batch, vocab_size), bool)
+        return cls(
+            token=tokens[:, -1],
+            num_drawn=jnp.int32(0),
+            lengths=jnp.zeros(batch, jnp.int32),
+            has_ended=lengths == 0,
+            seen=nothing.at[jnp.arange(batch)[:, None], tokens].max(valid),
+            drawn=jnp.broadcast_to(pad, (batch, room)),
+        )
+
+    def goes_on(self) -> jax.Array:
+        """Returns bool []: a row has not ended."""
+        return ~jnp.all(self.has_ended)
+
+    def draw(
+        self,
+        logits: jax.Array,
+        start: jax.Array,
+        limits: jax.Array,
+        rows: jax.Array,
+        controls: Controls,
+    ) -> DrawnRows:
+        """Returns the progress with one more token of each row.
+
+        Args:
+          logits: [batch, vocab], of the next token.
+          start: int32 [batch], position of a row's first drawn token.
+          limits: int32 [batch], maximum number of tokens of each row.
+          rows: int32 [batch], number of each row.
+          controls: options of the sampling.
+        """
+        positions = start + self.num_drawn
+        token = draw_tokens(logits, self.seen, rows, positions, controls)
+        token = jnp.where(self.has_ended, controls.pad_token, token)
+        is_token = jnp.arange(logits.shape[1])[None] == token[:, None]
+        ends = jnp.any(token[:, None] == jnp.asarray(controls.end_tokens)[None], axis=1)
+        lengths = self.lengths + ~self.has_ended
+        return DrawnRows(
+            token=token,
+            num_drawn=self.num_drawn + 1,
+            lengths=lengths,
+            has_ended=self.has_ended | ends | (lengths >= limits),
+            seen=self.seen | is_token,
+            drawn=lax.dynamic_update_slice(self.drawn, token[:, None], (0, self.num_drawn)),
+        )
+
+
+def draw_tokens(
+    logits: jax.Array,
+    seen: jax.Array,
+    rows: jax.Array,
+    positions: jax.Array,
+    controls: Controls,
+) -> jax.Array:
+    """Draws a token of each row, int32 [batch]; in float32.
+
+    Args:
+      logits: [batch, vocab].
+      seen: bool [batch, vocab], ids that the row already has.
+      rows, positions: int32 [batch], number of the row, and position of the token in its text; they
+        and the seed decide the random numbers.
+      controls: options of the sampling.
+    """
+    logits = penalized(logits.astype(jnp.float32), seen, controls)
+
+    def sample(logits: jax.Array) -> jax.Array:
+        key = jax.random.wrap_key_data(jnp.asarray(controls.key), impl=PRNG)
+        fold = jax.random.fold_in
+        keys = jax.vmap(lambda row, at: fold(fold(key, row), at))(rows, positions)
+        return jax.vmap(jax.random.categorical)(keys, limited(logits, controls)).astype(jnp.int32)
+
+    def likeliest(logits: jax.Array) -> jax.Array:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+    return lax.cond(controls.temperature > 0, sample, likeliest, logits)
+
+
+def penalized(logits: jax.Array, seen: jax.Array, controls: Controls) -> jax.Array:
+    """Applies the repetition penalty, and excludes ids from `num_ids` on.
+
+    Args:
+      logits: float32 [batch, vocab].
+      seen: bool [batch, vocab], ids that the row already has.
+      controls: options of the sampling.
+    """
+    penalty = controls.repetition_penalty
+    changed = jnp.where(logits < 0, logits * penalty, logits / penalty)
+    is_id = jnp.arange(logits.shape[1])[None] < controls.num_ids
+    return jnp.where(is_id, jnp.where(seen, changed, logits), -jnp.inf)
+
+
+def limited(logits: jax.Array, controls: Controls) -> jax.Array:
+    """Divides logits by the temperature and excludes ids by `top_k`, then by `top_p`.
+
+    Args:
+      logits: float32 [batch, vocab].
+      controls: options of the sampling; the temperature is above 0.
+
+    Returns:
+      float32 [batch, vocab], -inf for excluded ids.
+    """
+    vocab_size = logits.shape[1]
+    scaled = logits / controls.temperature
+
+    def limit(scaled: jax.Array) -> jax.Array:
+        ordered = -jnp.sort(-scaled, axis=-1)
+        last = lax.dynamic_slice_in_dim(ordered, controls.top_k - 1, 1, axis=1)
+        kept = jnp.where(ordered >= last, ordered, -jnp.inf)
+        probabilities = jax.nn.softmax(kept, axis=-1)
+        likelier = jnp.cumsum(probabilities, axis=-1) - probabilities
+        of_nucleus = jnp.where(likelier < controls.top_p, kept, jnp.inf)
+        smallest = jnp.min(of_nucleus, axis=-1, keepdims=True)
+        smallest = jnp.where(controls.top_p < 1, smallest, last)
+        return jnp.where(scaled >= smallest, scaled, -jnp.inf)
+
+    has_limit: Any = (controls.top_k < vocab_size) | (controls.top_p < 1)
+    return lax.cond(has_limit, limit, lambda scaled: scaled, scaled)

@@ -1,0 +1,138 @@
+"""Generation of text: prompts are encoded, continued as rows of tokens, and decoded."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax.sharding import NamedSharding
+
+from zerojax.zoo.decoder import Decoder
+from zerojax.zoo.generation import check_decoder, continue_rows
+from zerojax.zoo.sampling import Sampling
+
+DEFAULT_NUM_TOKENS = 200
+BATCH_SIZE = 32
+"""Prompts that are continued together."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Continuation:
+    """A prompt and its continuation.
+
+    Attributes:
+      prompt: as it was passed.
+      text: the prompt and its continuation, decoded together.
+      added: the continuation, decoded alone, without its end token.
+      num_tokens: number of new tokens, the end token included.
+      has_ended: whether the last new token is an end token.
+    """
+
+    prompt: str
+    text: str
+    added: str
+    num_tokens: int
+    has_ended: bool
+
+
+def continue_texts(
+    model: Decoder,
+    tokenizer: Any,
+    prompts: Sequence[str],
+    num_tokens: int | None,
+    sampling: Sampling,
+    *,
+    batch_size: int = BATCH_SIZE,
+    row_sharding: NamedSharding | None = None,
+) -> list[Continuation]:
+    """Continues prompts of any lengths.
+
+    Args:
+      model: a decoder; parameters may be sharded over a mesh.
+      tokenizer: of the model.
+      prompts: texts of at least one token; the number of a row is its index.
+      num_tokens: number of new tokens; None: `DEFAULT_NUM_TOKENS`, or for a long prompt as many as
+        fit the model's context.
+      sampling: options of the sampling. Ids that the tokenizer lacks are never drawn.
+      batch_size: number of prompts that are continued together.
+      row_sharding: see `generation.continue_rows`.
+
+    Raises:
+      TypeError: the model is not a decoder.
+      ValueError: there is no tokenizer or no prompt, a prompt is empty, or it fills the context.
+    """
+    check_decoder(model)
+    if tokenizer is None:
+        raise ValueError(
+            "this run has no tokenizer to decode tokens: it was trained on token files that name "
+            "none; train on text, or on token files from `zerojax data prepare`"
+        )
+    if batch_size < 1:
+        raise ValueError(f"batch_size={batch_size} must be at least 1")
+    context = model.config.max_seq_len
+    rows = [_encoded(tokenizer, prompt, context) for prompt in prompts]
+    sampling = dataclasses.replace(
+        sampling, num_ids=min(tokenizer.vocab_size, model.config.vocab_size)
+    )
+    limits = [
+        min(DEFAULT_NUM_TOKENS, context - row.size) if num_tokens is None else num_tokens
+        for row in rows
+    ]
+    found: list[Continuation] = []
+    for start in range(0, len(rows), batch_size):
+        part = slice(start, start + batch_size)
+        added = continue_rows(
+            model,
+            rows[part],
+            limits[part],
+            sampling,
+            row_numbers=range(len(rows))[part],
+            row_sharding=row_sharding,
+            num_rows=batch_size if len(rows) > batch_size else None,
+        )
+        for number, (new, length) in enumerate(zip(*added, strict=True), start):
+            pair = rows[number], new[:length]
+            found.append(_decoded(tokenizer, prompts[number], *pair, sampling.end_tokens))
+    return found
+
+
+def _encoded(tokenizer: Any, prompt: str, context: int) -> np.ndarray:
+    """Returns the ids of a prompt, which leave room for a token."""
+    tokens = prompt_ids(tokenizer, prompt)
+    if not tokens.size:
+        raise ValueError(
+            "the prompt is empty, or the tokenizer encodes it as no tokens; pass at least one "
+            'letter, such as "A"'
+        )
+    if tokens.size >= context:
+        raise ValueError(
+            f"the prompt has {tokens.size} tokens, but the model's context is {context}; "
+            f"shorten it to at most {context - 1} tokens"
+        )
+    return tokens
+
+
+def _decoded(
+    tokenizer: Any, prompt: str, ids: np.ndarray, new: np.ndarray, end_tokens: Sequence[int]
+) -> Continuation:
+    has_ended = bool(new.size) and int(new[-1]) in end_tokens
+    shown = new[:-1] if has_ended else new
+    return Continuation(
+        prompt=prompt,
+        text=tokenizer.decode(np.concatenate([ids[_prefix(tokenizer).size :], shown])),
+        added=tokenizer.decode(shown),
+        num_tokens=int(new.size),
+        has_ended=has_ended,
+    )
+
+
+def prompt_ids(tokenizer: Any, prompt: str) -> np.ndarray:
+    """Returns int32 ids: the tokenizer's prefix, if it has one, and the prompt."""
+    return np.concatenate([_prefix(tokenizer), np.asarray(tokenizer.encode(prompt), np.int32)])
+
+
+def _prefix(tokenizer: Any) -> np.ndarray:
+    """Returns the ids that start each text, such as <|begin_of_text|> of Llama 3."""
+    return np.asarray(getattr(tokenizer, "prefix", ()), np.int32)
