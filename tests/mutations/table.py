@@ -877,6 +877,26 @@ MUTATIONS = (
         "tests/zoo/test_generate.py -k ids_that",
     ),
     Mutation(
+        "seq_len = cache[0].shape[1] if text_length is None else text_length",
+        "seq_len = cache[0].shape[1]",
+        "tests/zoo/test_generate_ragged.py -k of_the_row_alone",
+    ),
+    Mutation(
+        "keys = jax.vmap(lambda row, at: fold(fold(key, row), at))(rows, positions)",
+        "keys = jax.vmap(lambda row, at: fold(key, at))(rows, positions)",
+        "tests/zoo/test_sampling.py -k row_and_position",
+    ),
+    Mutation(
+        "token = jnp.where(self.has_ended, controls.pad_token, token)",
+        "token = token",
+        "tests/zoo/test_generate_ragged.py -k end_at_any",
+    ),
+    Mutation(
+        "of_nucleus = jnp.where(likelier < controls.top_p, kept, jnp.inf)",
+        "of_nucleus = jnp.where(likelier + probabilities < controls.top_p, kept, jnp.inf)",
+        "tests/zoo/test_sampling.py -k kept_as",
+    ),
+    Mutation(
         "if is_secret_name(name) and name not in _NOT_SECRET and",
         "if is_secret_name(name) and",
         "tests/training/test_monitor_safety.py",

@@ -1,0 +1,53 @@
+"""One of several processes that generate together: what `test_generation_processes` starts.
+
+    python -m tests.support.generation_process FOLDER
+
+Writes the tokens that this process gets to FOLDER/NUMBER.json.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+
+PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6, 5], [35]]
+OPTIONS: dict[str, Any] = {"temperature": 1.2, "top_p": 0.9, "seed": 5, "end_tokens": (7, 11)}
+
+
+def rows_of(devices: list[Any], zero: int) -> list[list[int]]:
+    """Sampled tokens of a new Llama on these devices."""
+    from tests.support.small_models import reference_model
+    from tests.support.trajectories import optimizer, text_batch
+    from zerojax import make_mesh, make_plan
+    from zerojax.training import Trainer
+
+    plan = make_plan(
+        reference_model("llama"),
+        make_mesh({"data": len(devices)}, devices),
+        example_batch=text_batch(0),
+        optimizer=optimizer(),
+        precision="fp32",
+        zero=zero,
+        persistence_threshold=0,
+    )
+    return [row.tolist() for row in Trainer(plan).generate(PROMPTS, 8, **OPTIONS)]
+
+
+def main(folder: str) -> None:
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 2)
+    jax.config.update("jax_disable_most_optimizations", True)
+    # What starts XLA must come after the process has joined the others.
+    from zerojax.runtime import distributed
+
+    distributed.join_processes()
+    rows = rows_of(jax.devices(), 3)
+    (Path(folder) / f"{jax.process_index()}.json").write_text(json.dumps(rows), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
