@@ -18,6 +18,7 @@ from tests.support.offload_disk_runs import (
     portable,
 )
 from tests.support.offload_disk_runs import train as train_steps
+from tests.support.refusals import refused
 from tests.support.trajectories import regression_batch
 from zerojax.checkpoint import Checkpointer, CheckpointError
 from zerojax.config import CheckpointConfig, LogConfig
@@ -129,3 +130,35 @@ def test_durable_files_are_preferred_to_an_older_step(tmp_path: Path) -> None:
     assert restored.step == 2
     assert differing(portable(plan, state), expected) == []
     close(state)
+
+
+def reports(steps: int, **options):
+    """Trains to `steps` in total; returns {step: loss} of the steps that this call made."""
+    trainer = train(
+        Regression,
+        {"zero": 1},
+        regression_batch,
+        optimizer=adamw(1e-2),
+        steps=steps,
+        log=LogConfig(every=1, tensorboard=False, console="quiet"),
+        **options,
+    )
+    trainer.close()
+    return {report["step"]: report["loss"] for report in trainer.history}
+
+
+def test_checkpoints_without_a_path_are_in_the_folder_of_the_run(tmp_path: Path) -> None:
+    config = CheckpointConfig(every=2, keep=2)
+    reports(4, run_dir=str(tmp_path), checkpoint=config)
+    assert Checkpointer(tmp_path / "checkpoints").steps() == (2, 4)
+    assert list(reports(6, checkpoint=str(tmp_path))) == [5, 6], "the same folder, named shortly"
+
+
+def test_the_folder_of_a_run_is_not_taken_for_its_checkpoints(tmp_path: Path) -> None:
+    """Such a run would start again from step 1."""
+    reports(4, checkpoint=str(tmp_path / "run"))
+    wrong = CheckpointConfig(path=str(tmp_path / "run"))
+    words = ("run/checkpoints", "run_dir")
+    refused(lambda: reports(6, checkpoint=wrong), "is the folder of a run", words)
+    right = CheckpointConfig(path=str(tmp_path / "run" / "checkpoints"))
+    assert list(reports(6, checkpoint=right)) == [5, 6]

@@ -158,7 +158,9 @@ def train(
       global_batch_size: rows of a batch of text data, or of a dataset of rows.
       seq_len: of text data.
       freeze: regular expressions; parameters whose names match are not trained.
-      checkpoint: folder for checkpoints; the run resumes if it already holds one.
+      checkpoint: folder of the run, which holds its checkpoints and resumes from them; or a
+        `CheckpointConfig`, whose `path` is the folder of the checkpoints themselves, by default
+        `checkpoints` in `run_dir`.
       run_dir: folder of metrics, plan and events. "auto": the checkpoint's folder, or
         runs/<date-time>. None: nothing is written.
       log: how often and where metrics go.
@@ -257,6 +259,8 @@ def spec_of(arguments: Arguments, mesh: Mesh | AbstractMesh | None = None) -> Ru
         steps, reasons = default_steps, (*reasons, f"steps={default_steps}: {why_steps}")
     checkpoint = _as_checkpoint(arguments.checkpoint)
     folder = _run_folder(arguments.run_dir, checkpoint)
+    if checkpoint is not None and checkpoint.path is None and folder is not None:
+        checkpoint = dataclasses.replace(checkpoint, path=str(folder / CHECKPOINT_FOLDER))
     log, mesh_config = arguments.log or LogConfig(), arguments.mesh_config
     exact = arguments.deterministic
     batches = arguments.batches

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,7 +11,10 @@ import jax
 from zerojax.checkpoint import Checkpointer, CheckpointError
 from zerojax.checkpoint.arrays import check_storable
 from zerojax.checkpoint.base_weights import BaseWeights
+from zerojax.checkpoint.folders import list_steps
 from zerojax.config import WatchConfig
+from zerojax.config.display import quoted
+from zerojax.config.loader import user_path
 from zerojax.forecasting.out_of_memory import explaining_memory
 from zerojax.plan.host_budget import check_offload
 from zerojax.plan.make import Plan
@@ -22,7 +26,7 @@ from zerojax.tracing.trees import flatten_names, num_bytes
 from zerojax.training.checkpointing import base_of, end_state
 from zerojax.training.evaluation import check_evaluation_mode
 from zerojax.training.process_agreement import check_same_run, describe_run
-from zerojax.training.run_spec import RunSpec, print_if_slow
+from zerojax.training.run_spec import CHECKPOINT_FOLDER, RunSpec, print_if_slow
 from zerojax.training.trainer import Trainer
 from zerojax.training.validation import check_before_run
 
@@ -153,6 +157,7 @@ def _close_after(checkpointer: Checkpointer) -> str | None:
 def _open_checkpoints(spec: RunSpec, plan: Plan, base: BaseWeights | None) -> Checkpointer | None:
     if spec.checkpoint is None or spec.checkpoint.path is None:
         return None
+    _check_is_no_run_folder(user_path(spec.checkpoint.path))
     named = flatten_names(plan.abstract_portable)
     check_storable(named)
     checkpointer = Checkpointer(
@@ -164,3 +169,15 @@ def _open_checkpoints(spec: RunSpec, plan: Plan, base: BaseWeights | None) -> Ch
     left = () if base is None else base.arrays
     checkpointer.check_writable(num_bytes({n: x for n, x in named.items() if n not in left}))
     return checkpointer
+
+
+def _check_is_no_run_folder(path: Path) -> None:
+    """Raises if `path` is the folder of a run that would start again instead of resuming."""
+    inside = path / CHECKPOINT_FOLDER
+    if inside.is_dir() and list_steps(inside) and not list_steps(path):
+        run = quoted(str(path))
+        raise ValueError(
+            f"checkpoint.path={run} is the folder of a run, whose checkpoints are in "
+            f"{quoted(str(inside))}; set checkpoint.path to that, or leave it out and set "
+            f"run_dir={run}"
+        )
