@@ -175,9 +175,7 @@ def _check_is_no_run_folder(path: Path) -> None:
     """Raises if `path` is the folder of a run that would start again instead of resuming."""
     inside = path / CHECKPOINT_FOLDER
     if inside.is_dir() and list_steps(inside) and not list_steps(path):
-        run = quoted(str(path))
         raise ValueError(
-            f"checkpoint.path={run} is the folder of a run, whose checkpoints are in "
-            f"{quoted(str(inside))}; set checkpoint.path to that, or leave it out and set "
-            f"run_dir={run}"
+            f"checkpoint.path={quoted(str(path))} is the folder of a run; set checkpoint.path to "
+            f"{CHECKPOINT_FOLDER!r} in it, or leave it out and set run_dir to the run's folder"
         )
