@@ -297,8 +297,8 @@ MUTATIONS = (
         "tests/kernels/test_kernels_optax.py",
     ),
     Mutation(
-        "return (mu / s.correction1) / (root + s.eps) + s.weight_decay * param",
-        "return (mu / s.correction1) / (root + s.eps)",
+        "return (mu * (1 / s.correction1)) / (root + s.eps) + s.weight_decay * param",
+        "return (mu * (1 / s.correction1)) / (root + s.eps)",
         "tests/kernels/test_kernels_optax.py",
     ),
     Mutation(
@@ -732,8 +732,8 @@ MUTATIONS = (
         "tests/zoo/test_families.py -k in_blocks",
     ),
     Mutation(
-        "return jnp.stack(tables)[kind], magnitude",
-        "return tables[0], magnitude",
+        "return stacked[kind], magnitude if set(magnitudes) != {1.0} else 1.0",
+        "return tables[0], magnitude if set(magnitudes) != {1.0} else 1.0",
         "tests/zoo/test_layer_kinds.py -k turns_in_pairs",
     ),
     Mutation(
@@ -902,8 +902,8 @@ MUTATIONS = (
         "tests/training/test_monitor_safety.py",
     ),
     Mutation(
-        "asked -= sum(int(np.count_nonzero(part.asked(part.offsets[:-1]))) for part in parts)",
-        "asked -= 0",
+        "return total - int(np.count_nonzero(self.asked(self.offsets[:-1])))",
+        "return total",
         "tests/training/test_finetune.py -k masks",
     ),
     Mutation(
