@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import zerojax
 from tests.support.mesh_free_runs import Layers, differences, plan_on, run
@@ -110,6 +111,29 @@ def test_same_bits_of_programs_as_users_compile_them(model, zero, devices):
     )
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.splitlines()[-1] == "differences: []"
+
+
+def test_a_division_is_a_division():
+    """As a product with a reciprocal, 49 / 49 is below 1 in float32."""
+    rows = np.arange(1, 129, dtype=np.float32).reshape(16, 8)
+
+    def loss(model, batch):
+        whole = jnp.floor(batch["x"] / batch["y"]) + jnp.floor(batch["x"] / batch["x"])
+        return jnp.mean(jnp.square(model(whole)))
+
+    def losses(**options):
+        plan = make_plan(
+            lambda rngs: nnx.Linear(8, 3, rngs=rngs),
+            make_mesh({"data": 8}),
+            example_batch={"x": rows, "y": rows},
+            loss=loss,
+            precision="fp32",
+            **options,
+        )
+        batch = zerojax.shard_batch(plan, {"x": rows, "y": rows})
+        return float(build_step(plan)(zerojax.init_state(plan, 0), batch)[1]["loss"])
+
+    assert losses(deterministic="mesh") == pytest.approx(losses(), rel=1e-6)
 
 
 @pytest.mark.sampled(3)

@@ -375,44 +375,59 @@ def _with_shapes(tree: Any, like: Any) -> Any:
 
 
 def fix_divisions(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """Returns the program with each floating-point division as a product with a reciprocal.
+    """Returns the program with divisions that XLA cannot write as products with reciprocals.
 
     XLA computes `a / b`, where `b` is broadcast, in one program as a division and in another as
-    such a product, whichever of its rules comes first; their last bits differ.
+    such a product, whichever of its rules comes first; their last bits differ. Here it cannot see
+    that `b` is broadcast. The values are those of a division.
     """
-    return ClosedJaxpr(_with_products(closed.jaxpr), closed.consts)
+    return ClosedJaxpr(_with_divisions(closed.jaxpr), closed.consts)
 
 
-def _with_products(program: Jaxpr) -> Jaxpr:
+def _with_divisions(program: Jaxpr) -> Jaxpr:
     equations: list[Any] = []
     for equation in program.eqns:
-        params = {name: _with_inner_products(value) for name, value in equation.params.items()}
-        if equation.primitive.name == "div":
-            equations += _as_product(equation)
+        if _divides_by_array(equation):
+            equations += _opaque_division(equation)
         else:
+            params = {name: _with_inner(value) for name, value in equation.params.items()}
             equations.append(equation.replace(params=params))
     return program.replace(eqns=equations)
 
 
-def _with_inner_products(value: Any) -> Any:
+def _with_inner(value: Any) -> Any:
     """Returns a parameter of an equation; the programs in it have their divisions fixed."""
     if isinstance(value, ClosedJaxpr):
         return fix_divisions(value)
     if isinstance(value, Jaxpr):
-        return _with_products(value)
+        return _with_divisions(value)
     if type(value) is tuple:  # not named tuples, as of dimensions
-        return tuple(_with_inner_products(one) for one in value)
+        return tuple(_with_inner(one) for one in value)
     return value
 
 
-def _as_product(equation: Any) -> list[Any]:
-    """Returns the equations that replace a division; integers are divided as before."""
-    top, bottom = equation.invars
-    if isinstance(bottom, Constant) or not jnp.issubdtype(bottom.aval.dtype, jnp.floating):
-        return [equation]
-    like = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in (top, bottom)]
-    made = jax.make_jaxpr(lambda a, b: a * (1 / b))(*like).jaxpr
-    given = dict(zip(made.invars, (top, bottom), strict=True))
+def _divides_by_array(equation: Any) -> bool:
+    if equation.primitive.name != "div":
+        return False
+    bottom = equation.invars[1]
+    is_array = not isinstance(bottom, Constant) and bottom.aval.ndim > 0 and bottom.aval.size > 0
+    return is_array and jnp.issubdtype(bottom.aval.dtype, jnp.floating)
+
+
+def _opaque_division(equation: Any) -> list[Any]:
+    """Returns equations for the same division, by a selection that always takes the divisor."""
+
+    shape = equation.outvars[0].aval.shape
+
+    def divide(top: jax.Array, bottom: jax.Array) -> jax.Array:
+        number = lax.iota(jnp.int32, math.prod(shape)).reshape(shape)
+        always = number >= zero_at_run_time(bottom)
+        whole = jnp.broadcast_to(bottom, shape)
+        return lax.div(top, lax.select(always, whole, jnp.ones_like(whole)))
+
+    like = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in equation.invars]
+    made = jax.make_jaxpr(divide)(*like).jaxpr
+    given = dict(zip(made.invars, equation.invars, strict=True))
     *before, last = [
         one.replace(invars=[x if isinstance(x, Constant) else given.get(x, x) for x in one.invars])
         for one in made.eqns
