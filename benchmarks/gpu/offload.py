@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import zerojax
 from benchmarks.gpu.offload_torch import torch_link_row
 from benchmarks.gpu.subjects import make_factory, make_optimizer, make_source
+from benchmarks.gpu.traced import busy_ms, device_events
 from benchmarks.gpu.workloads import Workload, choose_workload
 from benchmarks.machine import load_average
 from benchmarks.measuring import interleave, least_of, median_of, sample
@@ -44,6 +45,11 @@ TIERS: Tiers = {
     "none": {},
     "opt_state host": {"opt_state": "host"},
     "params host": {"params": "host", "opt_state": "host"},
+    "update in the backward pass": {
+        "params": "host",
+        "opt_state": "host",
+        "update_in_backward": True,
+    },
     "activations host": {"activations": "host"},
     "opt_state half host": {"opt_state": {"device": 0.5, "host": 0.5}},
     "opt_state nvme": {"opt_state": "nvme"},
@@ -172,12 +178,13 @@ def _update(
     )
     assert plan.offload is not None
     assert plan.offload.leaves, plan.offload.kept
-    seconds, least = _time_steps(plan, lambda _: batch, warm_up=2, steps=3, rounds=3)
+    seconds, least, busy = _time_steps(plan, lambda _: batch, warm_up=2, steps=3, rounds=3)
     moved = UPDATE_BYTES * shape[0] * shape[1]
     used = moved / seconds / rates.both
     # A slice is loaded, updated and stored, one direction of the link after the other.
     in_turns = (moved / 2 / rates.to_device + moved / 2 / rates.to_host) / seconds
     row = {"step_ms": 1e3 * seconds, "least_ms": 1e3 * least, "of_link": used, "of_turns": in_turns}
+    row |= busy
     name = f"update in slices of {elements}: bytes / time, of the link's both ways"
     is_default = elements == SLICE_ELEMENTS or arguments.smoke
     goal = Goal(name=name, value=used, limit=UTILISATION, at_least=True)
@@ -207,11 +214,12 @@ class _Step:
         workload = choose_workload("offload", arguments.smoke)
         plan = self._plan(workload, arguments.smoke)
         source = make_source(workload, 4)
-        self.seconds, least = _time_steps(
+        self.seconds, least, busy = _time_steps(
             plan, source.batch, warm_up=2, steps=workload.steps, rounds=workload.rounds
         )
         row = {"step_ms": 1e3 * self.seconds, "least_ms": 1e3 * least}
         row["tokens_per_s"] = workload.tokens_per_step / self.seconds
+        row |= busy
         if self._bare is None or not self._offload:
             return row, []
         link, disk = self._moving_seconds(plan)
@@ -228,13 +236,15 @@ class _Step:
         offload = dict(self._offload)
         if offload and smoke:
             offload |= SMOKE_SLICES
+        in_backward = offload.get("update_in_backward", False)
         if "nvme" in offload.values():
             offload["folder"] = str(self._folder)
         return zerojax.make_plan(
             make_factory(workload),
             zerojax.make_mesh({"data": 1}, devices=jax.devices()[:1]),
             example_batch=make_source(workload, 4).batch(0),
-            optimizer=make_optimizer(),
+            # A layer that is updated in the backward pass cannot wait for the norm of all.
+            optimizer=make_optimizer(clip_norm=None) if in_backward else make_optimizer(),
             precision="bf16",
             offload=offload,
         )
@@ -249,8 +259,8 @@ class _Step:
 
 def _time_steps(
     plan: zerojax.Plan, batch: Callable[[int], Any], *, warm_up: int, steps: int, rounds: int
-) -> tuple[float, float]:
-    """(median, least) seconds of a step, of samples of so many steps each."""
+) -> tuple[float, float, dict[str, float]]:
+    """Returns (median, least) seconds of a step, and `busy_ms` of one step more."""
     state = [zerojax.init_state(plan)]
     step = zerojax.build_step(plan)
     batches = [zerojax.shard_batch(plan, batch(index)) for index in range(2)]
@@ -264,7 +274,17 @@ def _time_steps(
         return sample(one_after_the_other, steps)
 
     taken = interleave({"step": run}, warm_up=warm_up, steps=steps, rounds=rounds)["step"]
-    return median_of(taken, "wall"), least_of(taken, "wall")
+    return median_of(taken, "wall"), least_of(taken, "wall"), _traced(lambda: run(1))
+
+
+def _traced(run: Callable[[], Any]) -> dict[str, float]:
+    """Returns `busy_ms` of one run; nothing on a CPU, whose trace has no device."""
+    if jax.default_backend() != "gpu":
+        return {}
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            run()
+        return busy_ms(device_events(folder))
 
 
 if __name__ == "__main__":

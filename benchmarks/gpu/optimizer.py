@@ -290,9 +290,9 @@ def _traced(way: Way, shapes: Leaves) -> dict[str, Any]:
         with jax.profiler.trace(folder):
             jax.block_until_ready(program(state, grads, jnp.int32(2)))
         kernels = device_events(folder)
-    begin = min(start for start, _ in kernels)
-    end = max(start + duration for start, duration in kernels)
-    busy = sum(duration for _, duration in kernels)
+    begin = min(kernel.start for kernel in kernels)
+    end = max(kernel.end for kernel in kernels)
+    busy = sum(kernel.duration for kernel in kernels)
     return {"launches": len(kernels), "ms": (end - begin) / 1e3, "busy_ms": busy / 1e3}
 
 

@@ -58,8 +58,8 @@ def make_source(workload: Workload, num_batches: int = 64) -> TokenSource:
     )
 
 
-def make_optimizer() -> Any:
-    """AdamW with clipping, decay on matrices only, at a constant rate."""
+def make_optimizer(*, clip_norm: float | None = CLIP_NORM) -> Any:
+    """AdamW with decay on matrices only, at a constant rate."""
     b1, b2 = BETAS
     return adamw(
         LEARNING_RATE,
@@ -68,7 +68,7 @@ def make_optimizer() -> Any:
         eps=EPS,
         weight_decay=WEIGHT_DECAY,
         mask=decay_mask,
-        clip_norm=CLIP_NORM,
+        clip_norm=clip_norm,
     )
 
 

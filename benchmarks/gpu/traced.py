@@ -5,14 +5,38 @@ Reads the trace's file; knows nothing of what was traced.
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
+from collections.abc import Iterable, Sequence
+from typing import Literal
 
 from zerojax.forecasting.profiling import newest_trace
 
+Kind = Literal["in", "out", "compute"]
+Interval = tuple[float, float]
 
-def device_events(folder: str) -> list[tuple[float, float]]:
-    """(start, duration) in microseconds of what ran on a GPU's streams, from a trace."""
+
+@dataclasses.dataclass(frozen=True)
+class DeviceEvent:
+    """One kernel or copy on a stream of the GPU.
+
+    Attributes:
+      start, duration: microseconds.
+      kind: "in" for a copy from the host, "out" for a copy to it, otherwise "compute".
+    """
+
+    start: float
+    duration: float
+    kind: Kind
+
+    @property
+    def end(self) -> float:
+        return self.start + self.duration
+
+
+def device_events(folder: str) -> list[DeviceEvent]:
+    """Returns what ran on a GPU's streams, from the newest trace in `folder`."""
     path = newest_trace(folder)
     if path is None:
         raise FileNotFoundError("the profiler wrote no trace")
@@ -26,9 +50,52 @@ def device_events(folder: str) -> list[tuple[float, float]]:
         if event.get("name") == "thread_name" and event["args"]["name"].startswith("Stream")
     }
     return [
-        (event["ts"], event.get("dur", 0.0))
+        DeviceEvent(event["ts"], event.get("dur", 0.0), _kind_of(event))
         for event in events
         if event.get("ph") == "X"
         and event["pid"] in gpus
         and (event["pid"], event["tid"]) in streams
     ]
+
+
+def busy_ms(events: Sequence[DeviceEvent]) -> dict[str, float]:
+    """Returns milliseconds in which the GPU was busy, by kind and by pairs of kinds.
+
+    Keys: "span_ms" from the first start to the last end; "in_ms", "out_ms" and "compute_ms";
+    "in_and_out_ms" with copies in both directions in progress; "copies_alone_ms" with a copy and no
+    kernel; "idle_ms" with nothing.
+    """
+    kinds: dict[Kind, list[Interval]] = {
+        kind: _union((e.start, e.end) for e in events if e.kind == kind)
+        for kind in ("in", "out", "compute")
+    }
+    copies = _union([*kinds["in"], *kinds["out"]])
+    every = _union([*copies, *kinds["compute"]])
+    span = every[-1][1] - every[0][0] if every else 0.0
+    times = {f"{kind}_ms": _length(intervals) for kind, intervals in kinds.items()}
+    times["in_and_out_ms"] = times["in_ms"] + times["out_ms"] - _length(copies)
+    times["copies_alone_ms"] = _length(every) - times["compute_ms"]
+    times["idle_ms"] = span - _length(every)
+    return {name: time / 1e3 for name, time in ({"span_ms": span} | times).items()}
+
+
+def _kind_of(event: dict) -> Kind:
+    text = f"{event.get('name')} {event.get('args')}"
+    if "MemcpyH2D" in text or "kind_src:pinned kind_dst:device" in text:
+        return "in"
+    return "out" if "MemcpyD2H" in text or "kind_src:device kind_dst:pinned" in text else "compute"
+
+
+def _union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Returns disjoint intervals in order that cover the same time."""
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def _length(intervals: Iterable[Interval]) -> float:
+    return sum(end - start for start, end in intervals)

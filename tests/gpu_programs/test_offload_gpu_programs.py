@@ -302,6 +302,31 @@ def devices_send_each_other_what_they_send_without(built):
         assert sent / unit == pytest.approx((2, 2, 2, 3)[one.case.zero], rel=0.02)
 
 
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_a_state_of_few_slices_is_updated_in_place(count):
+    """Some slices are loaded and stored outside of the loop; two slices have no loop."""
+    mesh = make_mesh({}, compile_client.gpu_devices(H200, 1))
+    width = 256
+    plan = make_plan(
+        (
+            lambda key: {name: jax.random.normal(key, (width, width)) for name in "ab"},
+            lambda params, x: jax.numpy.tanh(x @ params["a"]) @ params["b"],
+        ),
+        mesh.abstract_mesh,
+        example_batch={"x": jax.ShapeDtypeStruct((ROWS, width), np.float32)},
+        loss=lambda model, batch: (jax.numpy.sum(model(batch["x"]) ** 2), np.float32(ROWS)),
+        optimizer=adamw(1e-3, **RECIPE),
+        offload=OffloadConfig(
+            opt_state="host", min_elements=1, slice_elements=width * width // count
+        ),
+    )
+    assert plan.offload is not None
+    assert plan.offload.leaves["a"].num_slices == count
+    memory, program = compile_plan(plan, mesh)
+    assert memory.host_temporary == 0
+    assert hlo.bytes_within_host(program) == 0
+
+
 def test_a_step_that_does_not_fit_moves_no_more_than_it_was_told_to():
     """13 billion parameters with the state shared out: more than an H200 holds.
 

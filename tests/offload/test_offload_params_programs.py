@@ -125,6 +125,7 @@ class Built:
     plans: dict[int, Plan]
     memory: dict[int, compile_client.MemoryUse]
     copies: dict[int, list[hlo.HostCopy]]
+    within_host: dict[int, int]
 
     def in_loops(self, layers: int) -> list[hlo.HostCopy]:
         return [copy for copy in self.copies[layers] if copy.loop_depth]
@@ -141,7 +142,7 @@ class Built:
 )
 def test_a_program_with_layers_on_the_host_keeps_every_promise(case):
     plans = {layers: plan_of(case, layers) for layers in case.depths}
-    memory, copies = {}, {}
+    memory, copies, within_host = {}, {}, {}
     devices = compile_client.gpu_devices(gpus.find_gpu("h200"), case.devices)
     mesh = make_mesh({}, devices=devices)
     for layers, plan in plans.items():
@@ -153,8 +154,10 @@ def test_a_program_with_layers_on_the_host_keeps_every_promise(case):
             sketch=True,
         )
         memory[layers] = compiled.memory
-        copies[layers] = hlo.find_host_copies(hlo.read_program(compiled.text))
-    claim.check(case, Built(case, plans, memory, copies))
+        program = hlo.read_program(compiled.text)
+        copies[layers] = hlo.find_host_copies(program)
+        within_host[layers] = hlo.bytes_within_host(program)
+    claim.check(case, Built(case, plans, memory, copies, within_host))
 
 
 def matrices(plan: Plan) -> int:
@@ -191,6 +194,8 @@ def nothing_on_the_host_is_copied(built):
         gradients = 0 if built.case.in_backward else size * matrices(plan)
         assert memory.host_temporary == pytest.approx(inputs + gradients, rel=0.01)
         assert memory.host_aliased == memory.host_arguments == memory.host_outputs
+        # Query, key and value have stacks of one shape; so have their gradients.
+        assert built.within_host[layers] == 0
 
 
 @claim()

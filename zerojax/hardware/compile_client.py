@@ -69,12 +69,18 @@ _NO_KERNEL = "No supported config found for HLO"
 HOST_OPTIONS: Mapping[str, Any] = {
     "xla_disable_automatic_host_compute_offload": True,
     "xla_disable_hlo_passes": "rematerialization",
+    "xla_gpu_enable_command_buffer": "",
 }
-"""For programs with arrays in host memory. The first option makes arithmetic on such an array an
-error; otherwise it becomes a program for the host's processor. The second: where memory is tight,
-XLA's own rematerialization confuses host memory with the device's and recomputes in vain, or, with
-`xla_gpu_enable_host_memory_offloading`, moves activations to the host instead, in every loop: for
-13 billion parameters on one H200 6.5 TiB per step in place of 87 GiB."""
+"""For programs with arrays in host memory.
+
+1. Arithmetic on such an array is an error. Otherwise it becomes a program for the host's processor.
+2. Where memory is tight, XLA's own rematerialization confuses host memory with the device's and
+   recomputes in vain, or, with `xla_gpu_enable_host_memory_offloading`, moves activations to the
+   host instead, in every loop: for 13 billion parameters on one H200 6.5 TiB per step in place of
+   87 GiB.
+3. No CUDA graphs: on an H100 (JAX 0.11.2) they ran all copies and kernels one after the other,
+   whatever the schedule said, also with `xla_gpu_command_buffer_scheduling_mode` LHS.
+"""
 
 
 class CompilerMissing(RuntimeError):

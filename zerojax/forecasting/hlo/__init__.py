@@ -2,7 +2,12 @@
 
 from zerojax.forecasting.hlo.communication import Collective, find_collectives, find_in_branches
 from zerojax.forecasting.hlo.costs import hbm_bytes, matmul_flops, opaque_calls
-from zerojax.forecasting.hlo.host_copies import HostCopy, find_host_copies, link_bytes
+from zerojax.forecasting.hlo.host_copies import (
+    HostCopy,
+    bytes_within_host,
+    find_host_copies,
+    link_bytes,
+)
 from zerojax.forecasting.hlo.overlap import Overlap, find_overlap
 from zerojax.forecasting.hlo.program import Array, Computation, Instruction, Program, read_program
 
@@ -14,6 +19,7 @@ __all__ = [
     "Instruction",
     "Overlap",
     "Program",
+    "bytes_within_host",
     "find_collectives",
     "find_host_copies",
     "find_in_branches",

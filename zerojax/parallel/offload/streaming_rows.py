@@ -55,9 +55,11 @@ class HostStacks:
         """Returns stacks of `rows` rows with shape and dtype of `like`; write before you read."""
 
         def local(rows_like: Arrays) -> Arrays:
+            # No two stacks with the same values: the compiler would make one array of both, and
+            # copy it in host memory before a loop writes to it.
             return {
-                name: to_host(jnp.zeros((rows, *row.shape), like[name].dtype))
-                for name, row in rows_like.items()
+                name: to_host(jnp.full((rows, *row.shape), number, like[name].dtype))
+                for number, (name, row) in enumerate(rows_like.items())
             }
 
         # The local shape of a row is known only inside; these arrays carry it and nothing else.
