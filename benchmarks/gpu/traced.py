@@ -8,13 +8,16 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 from zerojax.forecasting.profiling import newest_trace
 
 Kind = Literal["in", "out", "compute"]
 Interval = tuple[float, float]
+
+_KINDS: Mapping[str, Kind] = {"MemcpyH2D": "in", "MemcpyD2H": "out"}
+"""Names that the profiler gives to copies."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +53,7 @@ def device_events(folder: str) -> list[DeviceEvent]:
         if event.get("name") == "thread_name" and event["args"]["name"].startswith("Stream")
     }
     return [
-        DeviceEvent(event["ts"], event.get("dur", 0.0), _kind_of(event))
+        DeviceEvent(event["ts"], event.get("dur", 0.0), _KINDS.get(event["name"], "compute"))
         for event in events
         if event.get("ph") == "X"
         and event["pid"] in gpus
@@ -77,13 +80,6 @@ def busy_ms(events: Sequence[DeviceEvent]) -> dict[str, float]:
     times["copies_alone_ms"] = _length(every) - times["compute_ms"]
     times["idle_ms"] = span - _length(every)
     return {name: time / 1e3 for name, time in ({"span_ms": span} | times).items()}
-
-
-def _kind_of(event: dict) -> Kind:
-    text = f"{event.get('name')} {event.get('args')}"
-    if "MemcpyH2D" in text or "kind_src:pinned kind_dst:device" in text:
-        return "in"
-    return "out" if "MemcpyD2H" in text or "kind_src:device kind_dst:pinned" in text else "compute"
 
 
 def _union(intervals: Iterable[Interval]) -> list[Interval]:

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks import optimizer, update_phase
 from benchmarks.gpu import optimizer as gpu_optimizer
-from benchmarks.gpu.traced import device_events
+from benchmarks.gpu.traced import busy_ms, device_events
 from benchmarks.recording import RESULTS
 from pallas_kernels import choice
 from zerojax.hardware import compile_client
@@ -126,8 +126,8 @@ def test_events_of_a_gpu_are_told_from_those_of_the_host(tmp_path):
     def name(kind, pid, tid, what):
         return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": what}}
 
-    def event(pid, tid, start, duration):
-        return {"ph": "X", "name": "k", "pid": pid, "tid": tid, "ts": start, "dur": duration}
+    def event(pid, tid, start, duration, what="k"):
+        return {"ph": "X", "name": what, "pid": pid, "tid": tid, "ts": start, "dur": duration}
 
     events = [
         name("process_name", 1, 0, "/device:GPU:0"),
@@ -136,10 +136,24 @@ def test_events_of_a_gpu_are_told_from_those_of_the_host(tmp_path):
         name("thread_name", 1, 8, "XLA Modules"),
         name("thread_name", 2, 7, "Stream #7(Compute)"),
         *(event(1, 7, 5, 2), event(1, 7, 9, 3), event(1, 8, 5, 7), event(2, 7, 1, 1)),
+        *(event(1, 7, 6, 4, "MemcpyH2D"), event(1, 7, 8, 10, "MemcpyD2H")),
     ]
     with gzip.open(tmp_path / "x.trace.json.gz", "wt") as file:
         json.dump({"traceEvents": events}, file)
-    assert device_events(str(tmp_path)) == [(5, 2), (9, 3)]
+    found = device_events(str(tmp_path))
+    assert [(one.start, one.duration, one.kind) for one in found] == [
+        *((5, 2, "compute"), (9, 3, "compute"), (6, 4, "in"), (8, 10, "out"))
+    ]
+    microseconds = {name: round(1e3 * time) for name, time in busy_ms(found).items()}
+    assert microseconds == {
+        "span_ms": 13,
+        "in_ms": 4,
+        "out_ms": 10,
+        "compute_ms": 5,
+        "in_and_out_ms": 2,
+        "copies_alone_ms": 8,
+        "idle_ms": 0,
+    }
     with pytest.raises(FileNotFoundError, match="no trace"):
         device_events(str(tmp_path / "empty"))
 
