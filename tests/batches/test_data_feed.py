@@ -140,7 +140,7 @@ def test_skipping_says_so_and_only_when_it_happens(caplog: pytest.LogCaptureFixt
         next(as_feed(batch_of, start=9))
         assert not caplog.records
         next(as_feed(Loader(), start=12))
-    assert "reading and dropping 12 batches to return to step 12" in caplog.text
+    assert "reading and dropping 12 batches to return to the batch after step 12" in caplog.text
 
 
 def test_iterators_end_and_empty_data_are_refused():

@@ -156,6 +156,22 @@ def test_a_dataset_trains_as_its_batches_do_and_resumes_at_the_row(tmp_path):
 EVERY = zerojax.LogConfig(every=1)
 
 
+class PlainRows:
+    """Rows of neither library, over which one cannot iterate."""
+
+    def __len__(self):
+        return ROWS
+
+    def __getitem__(self, number):
+        return TorchRows()[number]
+
+
+def test_any_class_of_rows_is_a_dataset():
+    expected = train(TorchRows(), log=EVERY, steps=3, global_batch_size=SIZE)
+    found = train(PlainRows(), log=EVERY, steps=3, global_batch_size=SIZE)
+    assert [r["loss"] for r in found.history] == [r["loss"] for r in expected.history]
+
+
 def test_without_steps_each_row_is_read_once_and_validation_may_be_a_dataset():
     trainer = train(THEIRS, global_batch_size=SIZE, validation=TorchRows(), eval_batches=3)
     assert trainer.num_steps == -(-ROWS // SIZE)
@@ -199,6 +215,15 @@ RAGGED = {"x": [[0.0] * (1 + n % 3) for n in range(ROWS)]}
     ("call", "error", "words"),
     [
         (lambda: train(THEIRS), ValueError, ("50 rows", "global_batch_size=")),
+        (lambda: train(PlainRows()), ValueError, ("50 rows", "global_batch_size=")),
+        *(
+            (
+                lambda batches=batches: train(batches, global_batch_size=SIZE + 1),
+                ValueError,
+                (f"global_batch_size={SIZE + 1}", f"{SIZE} rows", "DatasetSource"),
+            )
+            for batches in ([source(seed=0).batch(0)], source(seed=0).batch, source(seed=0))
+        ),
         (lambda: source(iter([])), TypeError, ("list_iterator", "iterable of batches")),
         (lambda: source(HuggingFace({"x": []})), ValueError, ("no rows",)),
         (lambda: source(global_batch_size=0), ValueError, ("global_batch_size=0",)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -40,6 +41,7 @@ from zerojax.checkpoint.export import export
 from zerojax.checkpoint.inspection import find_step
 from zerojax.checkpoint.verification import verify_step
 from zerojax.config import ConfigError, LoraConfig, MeshConfig, ModelConfig, RunConfig, load
+from zerojax.data import TokenSource, tokens_of_array
 from zerojax.forecasting import hlo
 from zerojax.hardware import compile_client, gpus
 from zerojax.optim.precision import Precision, as_precision
@@ -71,6 +73,7 @@ WIDE = as_precision("bf16", freeze_dtype="fp32")
 NF4 = as_precision("bf16", freeze_dtype="nf4")
 INT8 = as_precision("bf16", freeze_dtype="int8")
 UP = "blocks/mlp/up/kernel"
+SHAKESPEARE = Path(zerojax.__file__).parent / "data" / "shakespeare.txt"
 SIZES = {"embed_dim": 64, "num_heads": 2, "num_layers": 2}
 """Blocks lie along the 64; ZeRO cuts another dimension, and pads that of the head."""
 
@@ -452,6 +455,36 @@ def trained(given: Any, run: Any, mesh: Any, **options: Any) -> Any:
     )
     trainer.close()
     return trainer
+
+
+@pytest.mark.thorough
+def test_adapters_learn_on_a_base_in_codes_as_on_the_base_itself():
+    """50 steps on text with exchanged cases; int8 0.04 % and nf4 0.09 % were measured."""
+    text = SHAKESPEARE.read_bytes()
+
+    def source(data: bytes) -> TokenSource:
+        ids = np.frombuffer(data, np.uint8).astype(np.uint16)
+        tokens = tokens_of_array(ids)
+        return TokenSource(tokens=tokens, seq_len=64, global_batch_size=16, vocab_size=256)
+
+    sizes = {"num_layers": 2, "num_heads": 4, "embed_dim": 128, "mlp_dim": 256, "max_seq_len": 64}
+    given = build_model(ModelConfig(name="llama", **sizes), 256)
+    settings = {"mesh_config": {"data": 1}, "optimizer": zerojax.adamw(3e-3, weight_decay=0.0)}
+    base = zerojax.train(given, batches=source(text), steps=200, **settings).to_model()
+    lora, losses = LoraConfig(rank=8, alpha=16.0), {}
+    for codes in (None, "int8", "nf4"):
+        trainer = zerojax.train(
+            add_lora(base, lora),
+            batches=source(text.swapcase()),
+            steps=50,
+            freeze=lora.freeze,
+            precision=Precision(freeze_codes=codes),
+            **settings,
+        )
+        losses[codes] = [report["loss"] for report in trainer.history]
+    assert losses[None][-1] < losses[None][0] - 0.5
+    for codes in ("int8", "nf4"):
+        np.testing.assert_allclose(losses[codes], losses[None], rtol=0.01)
 
 
 @pytest.mark.thorough

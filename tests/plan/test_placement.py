@@ -309,7 +309,7 @@ def test_a_stack_that_is_not_read_layer_by_layer_is_refused():
 
 
 def test_a_rule_that_splits_the_layers_is_refused():
-    message = "stack: its tensor-parallel rule splits dim 0 over model, and dim 0 holds the layers"
+    message = "stack: its tensor-parallel rule splits dim 0 over model, but dim 0 counts the layers"
     with pytest.raises(ValueError, match=message):
         place_stack((4, 8), EVEN, tensor_parallel=[("", ("model", None))])
     with pytest.raises(ValueError, match="names the axis 'stage'; use 'model' or null"):

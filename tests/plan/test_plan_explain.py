@@ -44,6 +44,17 @@ def test_stage_3_with_microbatches():
     assert f"params/{KERNEL}, opt_state/" in text
 
 
+def test_groups_and_the_mask_are_in_the_page():
+    groups = {"^blocks/mlp/": {"learning_rate_factor": 0.5, "weight_decay": 0.02}}
+    mask = zerojax.optim.decay_mask
+    given = zerojax.adamw(1e-3, weight_decay=0.1, mask=mask, groups=groups)
+    plan = plan_of(3, optimizer=given)
+    assert "learning rate x 0.5, weight decay 0.02" in plan.explain(KERNEL)
+    assert "learning rate x 1, weight decay 0.1" in plan.explain("blocks/attention/query/kernel")
+    assert "learning rate x 1, weight decay 0\n" in plan.explain("final_norm/scale")
+    assert "weight decay" not in plan_of(3, optimizer=optax.adamw(1e-3)).explain(KERNEL)
+
+
 def transfers(plan, name):
     return leaf_transfers(plan, plan.placement.leaves[name])
 

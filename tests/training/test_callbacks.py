@@ -71,6 +71,21 @@ def test_a_callback_that_returns_true_ends_the_run_and_train_returns(tmp_path):
     assert zerojax.load_run(tmp_path, model=Line, loss=squared).step == trainer.num_steps
 
 
+def test_the_step_that_began_before_an_exception_is_reported(tmp_path):
+    """It is in the checkpoint that is saved after the exception."""
+
+    def fail(trainer, metrics):
+        if metrics["step"] == 3:
+            raise RuntimeError("the callback failed")
+
+    with pytest.raises(RuntimeError, match="the callback failed"):
+        train(tmp_path, callbacks=[fail], validation=None, eval_every=None)
+    saved = zerojax.load_run(tmp_path, model=Line, loss=squared).step
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    reports = [json.loads(line) for line in lines]
+    assert [line["step"] for line in reports if "loss" in line] == [*range(1, saved + 1)]
+
+
 @pytest.mark.thorough
 def test_early_stopping(tmp_path, capsys):
     stopping = EarlyStopping(patience=2)

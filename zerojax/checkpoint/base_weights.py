@@ -58,7 +58,7 @@ class BaseWeights:
         return {"folder": str(self.folder), "files": sizes, "arrays": list(self.arrays)}
 
     def as_read(self, fingerprints: Mapping[str, str]) -> BaseWeights | None:
-        """Returns the part of these weights that a state has read from the folder, or None."""
+        """Returns the same with only the arrays in `fingerprints`; None if there are none."""
         both = tuple(sorted(set(self.arrays) & set(fingerprints)))
         known = {name: fingerprints[name] for name in both}
         return dataclasses.replace(self, arrays=both, fingerprints=known) if both else None

@@ -106,6 +106,6 @@ def keep_step(path: Path, name: str, step: int, about: Mapping[str, Any]) -> Non
         replace_text(path / FILE_NAME, json.dumps(steps, indent=1) + "\n", durable=True)
     except OSError as error:
         raise MachineError(
-            f"step {step} is saved, but {path / FILE_NAME}, which would keep it as {name!r}, "
-            f"cannot be written: {reason(error)}"
+            f"step {step} is saved, but not protected from deletion as {name!r}: "
+            f"{path / FILE_NAME} cannot be written: {reason(error)}"
         ) from None

@@ -267,8 +267,9 @@ def search_config(
     )
     if not candidates:
         raise ValueError(
-            f"--devices {devices}: neither they nor global_batch_size={config.global_batch_size} "
-            f"can be cut evenly for model=1, 2, 4 or 8; use a multiple of {devices} rows"
+            f"--devices {devices}: with model=1, 2, 4 or 8 no mesh divides both the devices and "
+            f"global_batch_size={config.global_batch_size}; set global_batch_size to a multiple of "
+            f"{devices}"
         )
 
     def plan_for(candidate, options):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -110,7 +110,7 @@ def as_dataset_source(
     """Returns a `DatasetSource` for a dataset of rows; anything else unchanged.
 
     Args:
-      batches: `datasets.Dataset`, or a `torch.utils.data.Dataset` with a length, is a dataset.
+      batches: a dataset of rows (see `is_dataset`), or batches.
       global_batch_size: rows per batch; None is refused for a dataset.
       seed, shuffle: of the order of rows.
 
@@ -130,8 +130,15 @@ def as_dataset_source(
 
 
 def is_dataset(thing: Any) -> bool:
-    """Returns whether an object is a dataset of rows of Hugging Face or PyTorch."""
-    return _has_random_access(thing) and (is_of_torch(thing) or is_hugging_face(thing))
+    """Returns whether an object is a dataset of rows.
+
+    Those of Hugging Face and PyTorch are, and others with a length and rows by number over which
+    one cannot iterate: lists and loaders hold batches.
+    """
+    if not _has_random_access(thing):
+        return False
+    is_other = isinstance(thing, Iterable | Mapping) or callable(thing)
+    return is_of_torch(thing) or is_hugging_face(thing) or not is_other
 
 
 def is_hugging_face(thing: Any) -> bool:

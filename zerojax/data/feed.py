@@ -224,8 +224,8 @@ class IterableFeed(Feed):
     def _next(self) -> Batch:
         if self._to_skip:
             logger.warning(
-                "data: reading and dropping %d batches to return to step %d; to resume "
-                "immediately pass a function of the step, or an iterator with get_state and "
+                "data: reading and dropping %d batches to return to the batch after step %d; to "
+                "resume immediately pass a function of the step, or an iterator with get_state and "
                 "set_state",
                 self._to_skip,
                 self._position,

@@ -43,7 +43,10 @@ BarrierKind = Literal["branch", "barrier"]
 
 
 class TreeOrder(enum.Enum):
-    """The bit of a value's number that a sum combines first."""
+    """Order in which `tree_sum` adds n rows.
+
+    Lowest bit first: neighbours first. Highest bit first: rows i and i + n/2 first.
+    """
 
     LOWEST_FIRST = "lowest bit first"
     HIGHEST_FIRST = "highest bit first"

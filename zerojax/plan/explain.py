@@ -44,6 +44,7 @@ def explain_parameter(plan: Decisions, name: str) -> str:
         ("computed", _access(plan, leaf)),
         *[(phase, _words(transfer)) for phase, transfer in _phases(plan, leaf)],
         ("update", _update(plan, leaf)),
+        *[("", line) for line in _settings_lines(plan, leaf)],
         *[("", line) for line in _state_lines(plan, leaf)],
         ("memory", _tiers(plan, leaf)),
         ("checkpoint", ", ".join(_names_on_disk(plan, name))),
@@ -166,6 +167,16 @@ def _update(plan: Decisions, leaf: LeafPlacement) -> str:
     chosen = plan.program.kernels["update"].implementation
     by = "compiled by XLA" if chosen == "xla" else f"by the kernel {chosen}"
     return f"in place on each device's shard, {by}"
+
+
+def _settings_lines(plan: Decisions, leaf: LeafPlacement) -> list[str]:
+    """Returns the factor of the learning rate and the weight decay; [] if they are not known."""
+    if leaf.frozen or not isinstance(plan.tx, Optimizer) or plan.tx.settings is None:
+        return []
+    found = plan.tx.settings(plan.abstract_stored["params"])[leaf.name]
+    decay = found.weight_decay
+    shown = "by schedule" if callable(decay) else f"{decay:g}"
+    return [f"learning rate x {found.learning_rate_factor:g}, weight decay {shown}"]
 
 
 def _stored_names(plan: Decisions, name: str) -> list[str]:

@@ -64,7 +64,7 @@ def check_cut(
         raise ValueError(
             f"{name}: dim {len(shape) + codes.dim} of size {shape[codes.dim]} is stored in blocks "
             f"of {BLOCK} values ({codes.kind}), which {axis}={size} would cut; use a smaller "
-            f"{axis}, or a freeze_dtype of numbers, such as bf16"
+            f"{axis}, or a freeze_dtype without codes, such as bf16"
         )
 
 
@@ -79,7 +79,7 @@ def check_codes(
     if precision.freeze_codes is None:
         return
     asked = f"freeze_dtype={precision.freeze_codes}"
-    remedy = "or a freeze_dtype of numbers, such as bf16"
+    remedy = "or a freeze_dtype without codes, such as bf16"
     if not reads_lazily:
         raise ValueError(
             f"{asked} decodes each weight matrix (kernel) where the model uses it. A model that "
@@ -135,7 +135,7 @@ def check_evaluation(leaves: Mapping[str, LeafPlacement], barriers: Mapping[str,
             raise ValueError(
                 f"{name} is stored in {codes.kind} and decoded where the model uses it, but in "
                 f"this evaluation {why}; evaluate with a loss that uses it as in training, or "
-                "train with a freeze_dtype of numbers, such as bf16"
+                "train with a freeze_dtype without codes, such as bf16"
             )
 
 

@@ -275,8 +275,9 @@ def _check_stack(
         )
     if axes[0] is not None:
         raise ValueError(
-            f"{name}: its tensor-parallel rule splits dim 0 over {axes[0]}, and dim 0 holds the "
-            "layers, which the pipeline splits; give the rule one entry fewer, or use stage=1"
+            f"{name}: its tensor-parallel rule splits dim 0 over {axes[0]}, but dim 0 counts the "
+            "layers, which the pipeline splits; a rule has one entry for each dimension of one "
+            "layer, so remove its first entry, or set stage=1 in the mesh"
         )
 
 

@@ -357,9 +357,11 @@ def describe_offload(settings: MeshConfig, layout: OffloadLayout | None) -> list
             f"{what} moves nothing: no parameter's shard has offload.min_elements "
             f"{config.min_elements:,}; lower it, or leave offload out"
         ]
+    limit = f"{config.min_elements:,} elements"
+    stay = f"; {len(layout.kept)} with shards below {limit} stay on the device"
     lines = [
-        f"{what}: {len(layout.leaves)} parameters, in slices of at most {largest:,} elements; "
-        f"{len(layout.kept)} with shards below {config.min_elements:,} elements stay on the device"
+        f"{what}: {len(layout.leaves)} parameters, in slices of at most {largest:,} elements"
+        + stay * bool(layout.kept)
     ]
     if layout.streamed:
         lines.append(

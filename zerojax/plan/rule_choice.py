@@ -22,7 +22,7 @@ _SUMMED = "is used with values that every device has whole"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SplitChoice:
-    """What becomes of one parameter.
+    """The dimension of a parameter that tensor parallelism splits, or why it stays whole.
 
     Attributes:
       dim: dimension that is split; None: it stays whole.

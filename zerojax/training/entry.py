@@ -155,7 +155,8 @@ def train(
       steps: batches of the whole run, including those before a resume; a list or another
         re-iterable is repeated as often as needed. None: each batch once; 200 for text and for a
         function of the step.
-      global_batch_size: rows of a batch of text data, or of a dataset of rows.
+      global_batch_size: rows of a batch of text data, or of a dataset of rows. Batches of your own
+        must have so many rows.
       seq_len: of text data.
       freeze: regular expressions; parameters whose names match are not trained.
       checkpoint: folder of the run, which holds its checkpoints and resumes from them; or a
@@ -249,6 +250,8 @@ def spec_of(arguments: Arguments, mesh: Mesh | AbstractMesh | None = None) -> Ru
     check_validation(arguments.validation)
     feed = as_feed(arguments.batches, rows=rows_of_process(arguments.batches, mesh))
     example, why_rows = divide_batches(feed, mesh)
+    if ds_config is None:
+        _check_batch_size(arguments.global_batch_size, example)
     about = [arguments.batches.describe()] if isinstance(arguments.batches, DatasetSource) else []
     arguments = dataclasses.replace(arguments, reasons=(*arguments.reasons, *about, *why_rows))
     if ds_config is not None:
@@ -431,6 +434,27 @@ def _with_datasets(arguments: Arguments) -> Arguments:
         arguments,
         batches=make(arguments.batches),
         validation=make(arguments.validation, shuffle=False),
+    )
+
+
+def _check_batch_size(size: int | None, example: Any) -> None:
+    """Raises if batches do not have the number of rows that the user asks for.
+
+    Args:
+      size: `global_batch_size`; None: not given.
+      example: the global batch.
+
+    Raises:
+      ValueError: the first batch has another number of rows.
+    """
+    rows = {leaf.shape[0] for leaf in jax.tree.leaves(example) if leaf.shape}
+    if size is None or not rows or rows == {size}:
+        return
+    raise ValueError(
+        f"global_batch_size={size}, but the first batch has {min(rows)} rows; batches of your own "
+        f"keep their size: leave out global_batch_size, or give batches of {size} rows. If the "
+        "object holds rows and no batches, pass "
+        f"zerojax.data.DatasetSource(dataset=..., global_batch_size={size})"
     )
 
 

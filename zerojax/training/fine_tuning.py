@@ -250,7 +250,7 @@ def _first_choices(asked: FineTuning, pretrained: Pretrained, chats: Path) -> li
     if rank:
         choices.append(
             ChosenSetting(
-                key="model.lora.alpha", value=ALPHA, why="adapters count alpha / rank times"
+                key="model.lora.alpha", value=ALPHA, why="factor alpha / rank of adapters"
             )
         )
     return [
@@ -263,7 +263,7 @@ def _first_choices(asked: FineTuning, pretrained: Pretrained, chats: Path) -> li
             else "usual for all weights; ten times more for adapters",
         ),
         ChosenSetting(
-            key="optimizer.beta2", value=0.999, why="as learning rates elsewhere are meant"
+            key="optimizer.beta2", value=0.999, why="usual with published learning rates"
         ),
         ChosenSetting(
             key="optimizer.weight_decay",

@@ -143,10 +143,11 @@ class StepRunner:
         """
         plan = self.plan
         self._reports.follow(plan, self.num_steps, metrics, self._log)
-        done = self._report()
-        if is_reported:
-            self._reports.hold(plan, self.num_steps, metrics)
-        return done
+        try:
+            return self._report()
+        finally:  # also after an error in a callback, since this step has been taken
+            if is_reported:
+                self._reports.hold(plan, self.num_steps, metrics)
 
     def wait(self) -> None:
         """Waits for all steps that were registered by `follow`.
@@ -179,15 +180,21 @@ class StepRunner:
 
     # --- reports and log --------------------------------------------------------------------------
 
-    def _report(self) -> bool:
-        """Reads the metrics of an earlier step; returns True if a callback ends the run."""
+    def _read_report(self) -> Metrics | None:
+        """Reads, logs and records the metrics of an earlier step; None if no report is due."""
         params = None if self.state is None else self.state["params"]
         values = self._reports.read(self.plan, self._log, params)
+        if values is not None:
+            values = with_names(self.plan, values)
+            self.metrics = values
+            self.history.append(values)
+        return values
+
+    def _report(self) -> bool:
+        """Reports the metrics of an earlier step; returns True if a callback ends the run."""
+        values = self._read_report()
         if values is None:
             return False
-        values = with_names(self.plan, values)
-        self.metrics = values
-        self.history.append(values)
         with self._watchdog.during("in a callback", is_long=True):
             # A list: every callback is called, also after one that ends the run.
             return True in [callback(self, values) for callback in self._spec.loop.callbacks]

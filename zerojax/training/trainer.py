@@ -222,9 +222,11 @@ class Trainer(StepRunner):
             # A failed step (for example, out of memory) has donated its state and returned none.
             is_lost = not self.num_steps or isinstance(error, jax.errors.JaxRuntimeError)
             is_lost = is_lost or any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state))
-            if self.loop_settings.save_on_exit and not (is_ours or is_lost):
+            if not (is_ours or is_lost):
                 try:
-                    self.save()
+                    self._read_report()  # of the step that began before the error
+                    if self.loop_settings.save_on_exit:
+                        self.save()
                 except (CheckpointError, FloatingPointError) as failure:
                     error.add_note(f"Also: {failure}")
             raise

@@ -146,7 +146,7 @@ class PieceReader:
         self._pieces: dict[str, list[_Pieces]] = {}
         tables = sorted(folder.glob("process_*.json"))
         if not tables:
-            raise StoreError(f"{folder} holds no table of arrays")
+            raise StoreError(f"{folder} has no file process_*.json, which lists the arrays")
         for path in tables:
             for found in _read_table(path):
                 self._pieces.setdefault(found.block.name, []).append(found)

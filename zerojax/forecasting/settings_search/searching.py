@@ -214,7 +214,10 @@ class _Search:
         return min(self.open, key=self.promise, default=None)
 
     def promise(self, entry: OpenCandidate) -> tuple:
-        """Sort key; the least is compiled next: what should fit, then by time, by simplicity."""
+        """Returns the sort key of a candidate; the least is compiled next.
+
+        Candidates that should fit come first, then faster ones, then simpler ones.
+        """
         candidate, peak = entry.candidate, expected_peak(entry, self.compiled)
         number = candidate.num_microbatches
         return (

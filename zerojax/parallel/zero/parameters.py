@@ -203,8 +203,10 @@ def owned_tables(config: PassConfig) -> dict[str, OwnedTable]:
 
 
 def build_rewriting(config: PassConfig, frozen: Arrays) -> Rewriting:
-    """Builds the rules that join reads of a layer in one collective; stage 3 repeats gathers.
+    """Builds the rules that combine the collectives of a layer's parameters into buckets.
 
+    At stage 3 these are gathers, at stage 2 reduce-scatters of gradients. If `config.regather` is
+    set, the backward pass gathers again.
     Frozen parameters have separate buckets, because none of their gradients is scattered. Decoded
     values are never kept for the backward pass, at any stage.
     """

@@ -221,7 +221,7 @@ def _is_rule(value: Any) -> bool:
 
 
 class _Opened:
-    """Parts of a nested program, open or closed."""
+    """Constants, inputs, equations and outputs of a nested `Jaxpr` or `ClosedJaxpr`."""
 
     def __init__(self, program: Any) -> None:
         inner = getattr(program, "jaxpr", program)

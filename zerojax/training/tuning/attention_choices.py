@@ -138,7 +138,10 @@ def _on_one_device(plan: Plan, call: Call) -> Call:
     row = row_bytes(dataclasses.replace(call, heads=heads))
     rows = min(call.rows, room(plan) // row)
     if rows < 1:
-        raise ValueError(f"one row takes {row:,} bytes, but only {room(plan):,} may be used")
+        raise ValueError(
+            f"to time one row takes {row:,} bytes, and measurements may use {room(plan):,}; the "
+            "plan's choice stays"
+        )
     return dataclasses.replace(call, rows=rows, heads=heads, kv_heads=kv_heads)
 
 
