@@ -103,12 +103,15 @@ class RunOutcome:
       losses, norms: float64, per step.
       after: {name: trained parameter}, with unpadded shapes.
       state: {name: [value on each device]} of the model's other arrays.
+      shares: {name: maximum over the steps of the gradient's norm / norm of all gradients}, of runs
+        in plain JAX.
     """
 
     losses: np.ndarray
     norms: np.ndarray
     after: Arrays
     state: dict[str, list[np.ndarray]]
+    shares: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 def with_initial_arrays(model: Model, params: Arrays, extras: Arrays) -> Model:
@@ -291,11 +294,13 @@ class PlainRun:
         (loss, (weight, after)), grads = differentiate(params, extras)
         if overwritten:
             loss, grads = loss / weight, jax.tree.map(lambda leaf: leaf / weight, grads)
-        norm = jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(grads)))
+        norms = {name: jnp.linalg.norm(leaf.ravel()) for name, leaf in grads.items()}
+        norm = jnp.sqrt(sum(jnp.square(leaf) for leaf in norms.values()))
+        shares = jax.tree.map(lambda leaf: leaf / norm, norms)
         extra = extra_arguments(grads, norm, loss, self._layers)
         updates, opt_state = self._tx.update(grads, opt_state, params, **extra)
         moved: Any = optax.apply_updates(params, updates)
-        return moved, opt_state, after_step(after, self.model.step_rules), loss, norm
+        return moved, opt_state, after_step(after, self.model.step_rules), loss, norm, shares
 
     def run(
         self,
@@ -312,16 +317,18 @@ class PlainRun:
         """
         params, frozen, extras = move(self.params), move(self.frozen), self.extras
         opt_state = self._tx.init(jax.tree.map(jnp.asarray, params))
-        losses, norms = [], []
+        losses, norms, shares = [], [], []
         for number, batch in enumerate(self.given.batches):
-            params, opt_state, extras, loss, norm = self._step(
+            params, opt_state, extras, loss, norm, share = self._step(
                 params, frozen, opt_state, extras, self.key(number), cut(reorder(batch))
             )
             losses.append(float(loss))
             norms.append(float(norm))
+            shares.append(jax.device_get(share))
+        largest = {name: float(max(share[name] for share in shares)) for name in params}
         state = {name: [np.asarray(value)] for name, value in extras.items()}
         after = _on_host(params)
-        return RunOutcome(np.array(losses), np.array(norms), after, state)
+        return RunOutcome(np.array(losses), np.array(norms), after, state, largest)
 
 
 def split_loss(result: Any) -> tuple[jax.Array, jax.Array | None]:
@@ -375,6 +382,8 @@ class Noise:
 
 
 NO_NOISE = Noise(0.0, 0.0, {})
+NEGLIGIBLE = 1e-6
+"""Share of the norm of all gradients below which a gradient may be rounding alone."""
 EIGHT_BITS = 1e-5, 1e-4, 1e-3
 """Minimum noise of (loss, norm, params) of a model with 8-bit products. An operand between two
 8-bit values, which are 6 % apart, may be rounded either way, depending on the order of a sum. A
@@ -411,9 +420,28 @@ def noise_of(plain: PlainRun, reference: RunOutcome) -> Noise:
     matters for optimizers that divide by the size of the gradient, such as Adam, while a gradient
     is still small, as in the first steps of LoRA. There all values come from frozen parameters, so
     these are changed as well.
+
+    If rows are alike, neither may change a gradient that is 0 but for rounding, which the halves of
+    a batch round differently. So gradients that are negligible beside the others are also compared
+    with those of halves.
     """
     runs = plain.run(reversed_rows), plain.run(move=one_unit_away)
-    return largest_noise(reference, runs, plain.params) or NO_NOISE
+    noise = largest_noise(reference, runs, plain.params) or NO_NOISE
+    negligible = {name for name, share in reference.shares.items() if share < NEGLIGIBLE}
+    if not negligible - set(noise.chaotic) or not _have_halves(plain.given.batches):
+        return noise
+    halves = plain.run(cut=lambda batch: cut_rows(batch, 2))
+    changes = relative_changes(halves, reference, plain.params)
+    params = {
+        name: max(noise.params.get(name, 0.0), change)
+        for name, change in changes.items()
+        if name in negligible and halves.shares[name] < NEGLIGIBLE
+    }
+    return dataclasses.replace(noise, params={**noise.params, **params})
+
+
+def _have_halves(batches: Sequence[Any]) -> bool:
+    return all(leaf.shape[0] % 2 == 0 for leaf in jax.tree.leaves(list(batches)))
 
 
 def largest_noise(run: RunOutcome, others: Sequence[RunOutcome], before: Arrays) -> Noise | None:
