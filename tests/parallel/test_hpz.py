@@ -101,7 +101,7 @@ def test_twenty_steps_are_those_of_one_device_and_of_stage_three(case):
     flat, found = (train_for(model, wire=wire, **options) for wire in ({}, SECONDARY))
     assert any(leaf.node_shards for leaf in found.plan.placement.leaves.values())
     for run in (flat, wanted):
-        np.testing.assert_allclose(found.losses, run.losses, rtol=0, atol=TOLERANCE)
+        np.testing.assert_allclose(found.losses, run.losses, rtol=1e-6, atol=TOLERANCE)
     assert wanted.losses[-1] < wanted.losses[0]
 
 
@@ -116,7 +116,7 @@ def test_frozen_weights_in_codes_are_gathered_so(codes):
     flat, found = (
         train_for(model, node=4, wire=wire, steps=5, **options, **TEXT) for wire in ({}, SECONDARY)
     )
-    np.testing.assert_allclose(found.losses, flat.losses, rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(found.losses, flat.losses, rtol=1e-6, atol=TOLERANCE)
     leaf = found.plan.placement.leaves["blocks/mlp/up/kernel"]
     sent = [(t.kind, t.dtype, t.within) for t in leaf_transfers(found.plan, leaf)]
     gathers = ("all-gather", "uint8", "node")
@@ -139,7 +139,7 @@ def test_a_run_goes_on_from_a_checkpoint_on_other_meshes(tmp_path):
         last = plan_for(Layers, zero=2, **REGRESSION)
         third = advance(last, restore_state(checkpointer, last)[1], range(14, 20), **batches)
     losses += [*second.losses, *third.losses]
-    np.testing.assert_allclose(losses, wanted.losses, rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(losses, wanted.losses, rtol=1e-6, atol=TOLERANCE)
 
 
 @pytest.mark.thorough
@@ -319,7 +319,7 @@ def test_eight_bits_go_inside_of_a_node():
         for more in ({}, SECONDARY)
     )
     assert found.losses[0] == flat.losses[0]
-    np.testing.assert_allclose(found.losses, flat.losses, rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(found.losses, flat.losses, rtol=1e-6, atol=TOLERANCE)
     leaf = found.plan.placement.leaves["blocks/mlp/up/kernel"]
     sent = {(t.dtype, t.within) for t in leaf_transfers(found.plan, leaf) if "gather" in t.kind}
     assert sent == {("float32", "nodes"), ("uint8", "node")}
@@ -352,4 +352,4 @@ def test_two_processes_are_two_nodes(tmp_path):
     words = ("zero=3", "mesh.persistence_threshold=1", "num_microbatches=2")
     one = train(tmp_path, "one", *words, "steps=8")
     two = train(tmp_path, "two", *words, "mesh.wire.secondary=true", "steps=8", processes=2)
-    np.testing.assert_allclose(two, one, rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(two, one, rtol=1e-6, atol=TOLERANCE)
