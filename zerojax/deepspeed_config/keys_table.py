@@ -331,7 +331,8 @@ _ABSENT: Table = {
         "dropping layers is not supported; take it out", is_enabled, ("enabled", "theta", "gamma")
     ),
     "curriculum_learning": AbsentFeature(
-        "the curriculum is part of your batches: increase their length there, and take it out",
+        "the curriculum is part of your batches, which keep one shape: give the tokens beyond the "
+        "current length the weight 0, and take it out",
         is_enabled,
     ),
     "data_efficiency": AbsentFeature(

@@ -22,6 +22,7 @@ from zerojax.plan.pipeline_costs import total_buffer_bytes
 from zerojax.plan.placement import Placement, straight_pieces, unrolled
 from zerojax.tracing import jaxpr, trees
 from zerojax.tracing.flops import TRAINING_FACTOR, count_program_flops
+from zerojax.tracing.gradient_flops import flops_without_gradient
 
 MASTERS, OPTIMIZER, STORED = "master weights", "optimizer state", "weights"
 AVERAGE = "average of weights"
@@ -393,11 +394,16 @@ def model_flops(plan: Decisions) -> float:
     """Returns the floating-point operations of one step over all devices, without remat.
 
     Three times the forward pass (`tracing.flops.TRAINING_FACTOR`) of every microbatch of every
-    shard.
+    shard, without the products for gradients that frozen parameters do not have.
     """
-    forward = count_program_flops(plan.traced.forward)
-    shards = num_data_shards(plan.mesh)
-    return TRAINING_FACTOR * forward * plan.num_microbatches * shards
+    forward = plan.traced.forward
+    flops = TRAINING_FACTOR * count_program_flops(forward)
+    leaves = plan.placement.leaves
+    if any(leaf.frozen for leaf in leaves.values()):
+        is_trained = [not leaves[name].frozen for name in sorted(leaves)]
+        others = len(forward.jaxpr.invars) - len(is_trained)
+        flops -= flops_without_gradient(forward, [*is_trained, *[False] * others])
+    return flops * plan.num_microbatches * num_data_shards(plan.mesh)
 
 
 def active_parameters(plan: Decisions) -> int | None:
