@@ -21,8 +21,11 @@ from zerojax.plan.leaf_placement import FULL_ENOUGH, Access, LeafPlacement
 from zerojax.plan.pipeline_costs import total_buffer_bytes
 from zerojax.plan.placement import Placement, straight_pieces, unrolled
 from zerojax.tracing import jaxpr, trees
-from zerojax.tracing.flops import TRAINING_FACTOR, count_program_flops
-from zerojax.tracing.gradient_flops import flops_without_gradient
+from zerojax.tracing.flops import (
+    TRAINING_FACTOR,
+    count_program_flops,
+    flops_without_gradient,
+)
 
 MASTERS, OPTIMIZER, STORED = "master weights", "optimizer state", "weights"
 AVERAGE = "average of weights"

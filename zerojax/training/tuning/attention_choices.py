@@ -139,8 +139,8 @@ def _on_one_device(plan: Plan, call: Call) -> Call:
     rows = min(call.rows, room(plan) // row)
     if rows < 1:
         raise ValueError(
-            f"to time one row takes {row:,} bytes, and measurements may use {room(plan):,}; the "
-            "plan's choice stays"
+            f"one row takes {row:,} bytes, and measurements may use {room(plan):,}; the plan's "
+            "choice stays"
         )
     return dataclasses.replace(call, rows=rows, heads=heads, kv_heads=kv_heads)
 
