@@ -19,7 +19,7 @@ from zerojax.data import shard_batch
 from zerojax.optim import adam8bit_state
 from zerojax.optim.precision import as_precision
 from zerojax.parallel.initialization import init_state
-from zerojax.parallel.offload import sliced_update
+from zerojax.parallel.offload import slice_pipeline
 from zerojax.parallel.reshard import to_portable_state
 from zerojax.parallel.step import build_step
 from zerojax.plan import slices
@@ -228,7 +228,7 @@ def test_slices_of_a_state(tiers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     0.12 lowers no kernel in interpret mode in a program with arrays in host memory."""
     monkeypatch.setattr(slices, "HOST_KIND", "device")
     for name in ("to_host", "to_device"):
-        monkeypatch.setattr(sliced_update, name, lambda x: x)
+        monkeypatch.setattr(slice_pipeline, name, lambda x: x)
     cut = {"opt_state": tiers, "slice_elements": 160, "min_elements": 100}
     options, tx = {**ZERO_3, "offload": cut}, zerojax.adamw(1e-2, **RECIPE)
     ours, theirs = run("interpret", options, tx), run("xla", options, tx)
