@@ -24,10 +24,12 @@ from zerojax.parallel import model_state
 from zerojax.parallel.offload.streaming_layers import (
     Inputs,
     LayerWork,
+    Updates,
     floating,
     join,
     run_backward,
     run_forward,
+    run_updating_backward,
 )
 from zerojax.parallel.offload.streaming_rows import (
     GradientSink,
@@ -262,7 +264,7 @@ class StreamedPass:
         key: Any,
         batch: Arrays,
         loss_factor: jax.Array | None,
-        sink: GradientSink,
+        sink: GradientSink | Updates,
         totals: Any,
     ) -> tuple[Arrays, Arrays, Any, Arrays]:
         """Returns (sums, gradients outside the layers, the sink's totals, extras afterwards)."""
@@ -303,8 +305,11 @@ class StreamedPass:
         )
         of_head, gradients = pull_head(jnp.ones_like(scaled))
         totals = sink.start(totals, sums)
-        gradients, consts, others, totals = run_backward(
-            work, last, inputs, gradients, totals, sink.take, sink.load
+        given = work, last, inputs, gradients, totals
+        gradients, consts, others, totals = (
+            run_updating_backward(*given, updates=sink)
+            if isinstance(sink, Updates)
+            else run_backward(*given, take=sink.take)
         )
         found = [of_head]
         if pull_around is not None:

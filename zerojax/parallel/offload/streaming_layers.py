@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -51,12 +51,13 @@ class LayerWork:
     def _others(self, index: Any) -> list[jax.Array]:
         return [take_slice(stack, index) for stack in self.others]
 
-    def pull(self, rows: Arrays, index: Any, activations: Several, gradients: list) -> Any:
-        """Returns gradients of one layer, from the gradients of its floating-point outputs.
+    def run_again(self, rows: Arrays, index: Any, activations: Several) -> Callable[[list], Any]:
+        """Runs one layer again, and returns its derivative, a tree of the values that it needs.
 
         Returns:
-          (of its floating activations, of its trained rows, of floating constants, of floating rows
-          of `others`); the last two are empty if they have no gradient.
+          gradients of the layer's floating-point outputs -> gradients (of its floating activations,
+          of its trained rows, of floating constants, of floating rows of `others`); the last two
+          are empty if they have no gradient.
         """
         fixed = {name: row for name, row in rows.items() if name not in self.trained}
         others = self._others(index)
@@ -70,14 +71,13 @@ class LayerWork:
             )
             return floating(after)
 
-        _, pull = jax.vjp(
+        return jax.vjp(
             run,
             floating(activations),
             {name: rows[name] for name in self.trained},
             floating(self.consts) if self.around else [],
             floating(others) if self.around else [],
         )
-        return pull(gradients)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -146,7 +146,6 @@ def run_backward(
     gradients: list,
     totals: Any,
     take: Callable[[Any, Any, Arrays], Any],
-    load: Callable[[Any, Any], Arrays] | None = None,
 ) -> tuple[list, list, list, Any]:
     """Computes the gradients of all layers, the last one's first.
 
@@ -155,41 +154,146 @@ def run_backward(
       gradients: gradients of the floating activations that the last layer returns.
       totals: initial value for `take`.
       take: `(totals, index, {name: gradient of a trained row}) -> totals`.
-      load: `(totals, index) -> rows`, in place of `work.load` where `take` changes weights.
 
     Returns:
       (gradients of the first layer's floating input activations, of the floating constants, of the
       floating stacks among `others`, totals).
     """
-    last = work.num_layers - 1
-    consts = [jnp.zeros_like(x) for x in floating(work.consts)] if work.around else []
-    others = [jnp.zeros_like(x) for x in floating(work.others)] if work.around else []
+    last, kept = work.num_layers - 1, last_layer.inputs
 
-    def bring(totals: Any, index: Any) -> Arrays:
-        return work.load(index) if load is None else load(totals, index)
-
-    def one(index: Any, rows: Arrays, activations: Several, carry: Any, following: Any) -> Any:
-        gradients, consts, others, totals = carry
-        gradients, of_rows, of_consts, of_others = work.pull(rows, index, activations, gradients)
-        if load is not None:
-            # `take` writes to the stacks from which the next weights are read: read them first.
-            of_rows, following = lax.optimization_barrier((of_rows, following))
-        consts = [jnp.add(total, new) for total, new in zip(consts, of_consts, strict=True)]
-        others = [
-            put_slice(total, new, index) for total, new in zip(others, of_others, strict=True)
-        ]
-        return following, (gradients, consts, others, take(totals, index, of_rows))
+    def one(index: Any, rows: Arrays, activations: Several, sums: _Sums, totals: Any) -> Any:
+        of_rows, sums = _pull(work.run_again(rows, index, activations)[1], index, sums)
+        return sums, take(totals, index, of_rows)
 
     def body(done: Any, state: Any) -> Any:
-        rows, activations, carry = state
+        rows, activations, sums, totals = state
         index = last - done
-        following, entering = bring(carry[-1], index - 1), inputs.load(last_layer.inputs, index - 1)
-        following, carry = one(index, rows, activations, carry, following)
-        return following, entering, carry
+        following, entering = work.load(index - 1), inputs.load(kept, index - 1)
+        return following, entering, *one(index, rows, activations, sums, totals)
 
-    start = last_layer.rows, last_layer.activations, (gradients, consts, others, totals)
-    rows, activations, carry = lax.fori_loop(0, last, body, start)
-    return one(0, rows, activations, carry, {})[1]
+    start = last_layer.rows, last_layer.activations, _no_sums(work, gradients), totals
+    sums, totals = one(0, *lax.fori_loop(0, last, body, start))
+    return (*sums, totals)
+
+
+@runtime_checkable
+class Updates(Protocol):
+    """An update of layers in host memory that runs beside the backward pass.
+
+    `totals` hold the arrays. The state of a layer is loaded while the layer is differentiated; the
+    layer is updated, and its new state stored, while the layer below is differentiated.
+    """
+
+    def start(self, totals: Any, sums: Arrays) -> Any:
+        """Returns the totals before the backward pass; `sums`: of loss and weight."""
+        ...
+
+    def load(self, totals: Any, index: Any) -> Arrays:
+        """Returns the whole rows of a layer that has not been updated."""
+        ...
+
+    def receive(self, totals: Any, index: Any, grads: Arrays) -> tuple[Any, Any]:
+        """Returns (totals, reduced gradients of a layer that waits for its update)."""
+        ...
+
+    def update(self, totals: Any, waiting: Any, loaded: Any, index: Any) -> Any:
+        """Returns a layer's new state, on the device."""
+        ...
+
+    def load_state(self, totals: Any, index: Any) -> Any:
+        """Loads the state of a layer that has not been updated."""
+        ...
+
+    def store_state(
+        self, totals: Any, new: Any, index: Any, following: Arrays
+    ) -> tuple[Any, Arrays]:
+        """Stores the new state of a layer.
+
+        Args:
+          following: from `load`; read before the new weights are stored.
+
+        Returns:
+          (totals, `following`).
+        """
+        ...
+
+
+def run_updating_backward(
+    work: LayerWork,
+    last_layer: LastLayer,
+    inputs: Inputs,
+    gradients: list,
+    totals: Any,
+    updates: Updates,
+) -> tuple[list, list, list, Any]:
+    """Computes the gradients of all layers, the last one's first, and updates each layer.
+
+    While a layer is run again, its state is loaded; while it is differentiated, the new state of
+    the layer above is stored. So copies and products are in progress at the same time. The device
+    holds the state and the gradients of two layers.
+
+    For arguments and result see `run_backward`.
+    """
+    last, kept = work.num_layers - 1, last_layer.inputs
+
+    def body(done: Any, state: Any) -> Any:
+        rows, activations, sums, totals, waiting, loaded = state
+        index = last - done
+        outputs, pull = work.run_again(rows, index, activations)
+        grads, skip = waiting
+        new = updates.update(totals, (grads, after(skip, outputs, totals)), loaded, index + 1)
+        loaded = updates.load_state(totals, index)
+        # The new state goes into the arrays that are read here.
+        loaded, totals = lax.optimization_barrier((loaded, totals))
+        gradients, *others = sums
+        gradients = [after(gradients[0], loaded, totals), *gradients[1:]]
+        sums = gradients, *others
+        following, entering = updates.load(totals, index - 1), inputs.load(kept, index - 1)
+        totals, following = updates.store_state(totals, new, index + 1, following)
+        of_rows, sums = _pull(pull, index, sums)
+        totals, waiting = updates.receive(totals, index, of_rows)
+        return following, entering, sums, totals, waiting, loaded
+
+    rows, activations, sums = last_layer.rows, last_layer.activations, _no_sums(work, gradients)
+    loaded = updates.load_state(totals, last)
+    if last:
+        following, entering = updates.load(totals, last - 1), inputs.load(kept, last - 1)
+        of_rows, sums = _pull(work.run_again(rows, last, activations)[1], last, sums)
+        totals, waiting = updates.receive(totals, last, of_rows)
+        state = following, entering, sums, totals, waiting, loaded
+        rows, activations, sums, totals, waiting, loaded = lax.fori_loop(1, last, body, state)
+        new, loaded = updates.update(totals, waiting, loaded, 1), updates.load_state(totals, 0)
+        loaded, totals = lax.optimization_barrier((loaded, totals))
+        totals, rows = updates.store_state(totals, new, 1, rows)
+    of_rows, sums = _pull(work.run_again(rows, 0, activations)[1], 0, sums)
+    totals, waiting = updates.receive(totals, 0, of_rows)
+    new = updates.update(totals, waiting, loaded, 0)
+    return (*sums, updates.store_state(totals, new, 0, {})[0])
+
+
+def after(value: jax.Array, earlier: Any, totals: Any) -> jax.Array:
+    """Returns `value`, which for the compiler depends on the arrays in `earlier`."""
+    firsts = [x.ravel()[0].astype(jnp.float32) for x in jax.tree.leaves(earlier)]
+    never = totals["scale"] < -jnp.inf
+    return jnp.where(never, sum(firsts).astype(value.dtype), value)
+
+
+_Sums = tuple[list, list, list]
+"""Gradients of activations, of constants, and of other stacks."""
+
+
+def _no_sums(work: LayerWork, gradients: list) -> _Sums:
+    zeros = lambda values: [jnp.zeros_like(x) for x in floating(values)]  # noqa: E731
+    return gradients, *((zeros(work.consts), zeros(work.others)) if work.around else ([], []))
+
+
+def _pull(pull: Callable[[list], Any], index: Any, sums: _Sums) -> tuple[Arrays, _Sums]:
+    """Returns ({name: gradient of a trained row of the layer}, sums with the layer's gradients)."""
+    gradients, consts, others = sums
+    gradients, of_rows, of_consts, of_others = pull(gradients)
+    consts = [jnp.add(total, new) for total, new in zip(consts, of_consts, strict=True)]
+    others = [put_slice(total, new, index) for total, new in zip(others, of_others, strict=True)]
+    return of_rows, (gradients, consts, others)
 
 
 def _put_rows(stacks: Arrays, rows: Arrays, index: Any) -> Arrays:

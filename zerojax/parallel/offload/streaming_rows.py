@@ -307,11 +307,6 @@ class GradientSink(Protocol):
         """
         ...
 
-    @property
-    def load(self) -> Any:
-        """`(totals, index) -> whole rows`, if totals hold the weights; else None."""
-        ...
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GradientTotals:
@@ -327,8 +322,6 @@ class GradientTotals:
     rows: LayerRows
     num_layers: int
     first: jax.Array | None = None
-
-    load: Any = None
 
     def empty(self, *, adds: bool) -> Arrays:
         """Returns the totals before the first microbatch; `adds`: there are several."""

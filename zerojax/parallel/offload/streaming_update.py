@@ -1,10 +1,10 @@
 """Updates each layer in the backward pass, so that no gradient is stored.
 
-While the backward loop computes a layer, the next layer's weights and this layer's masters and
-moments are loaded; these are updated and written back before the loop continues. The price:
-gradients cannot be clipped by their norm, accumulated over microbatches, or undone. A loss that is
-not finite is known before the backward pass, and the step changes nothing. A layer whose gradient
-is not finite is not changed, but the layers after it have already been updated.
+While the backward loop computes a layer, the weights of the layer below and this layer's masters
+and moments are loaded, and the layer above is updated and stored. The price: gradients cannot be
+clipped by their norm, accumulated over microbatches, or undone. A loss that is not finite is known
+before the backward pass, and the step changes nothing. A layer whose gradient is not finite is not
+changed, but the layers after it have already been updated.
 """
 
 from __future__ import annotations
@@ -123,11 +123,12 @@ def build_updating_gradients(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerUpdates:
-    """A sink (see `zerojax.parallel.offload.streaming_rows.GradientSink`) that updates layers.
+    """Updates of layers (see `zerojax.parallel.offload.streaming_layers.Updates`).
 
     Its totals: "weights" {name: stack on the host}, "slices" {name: [master if there is one,
     moments], each {tier: slices}}, "device" {name: gradients of a small stack}, "squares", and for
-    all layers "scale" and "skip".
+    all layers "scale" and "skip". The state of a layer: {name: [row of the weights if they are the
+    masters, slices of each array]}.
 
     Attributes:
       rows: the stacks.
@@ -160,54 +161,33 @@ class LayerUpdates:
         fixed = {name: x for name, x in self.rows.waiting.items() if name in self.rows.frozen}
         return self.rows.load(index, {**fixed, **totals["weights"]})
 
-    def take(self, totals: Arrays, index: Any, grads: Arrays) -> Arrays:
-        """Reduces the gradients of a layer and updates it."""
+    def receive(self, totals: Arrays, index: Any, grads: Arrays) -> tuple[Arrays, Any]:
+        """Reduces the gradients of a layer; returns also (gradients, whether they are skipped)."""
         waiting, here = split_by_name(self.rows.reduce(grads), self.rows.streamed)
         squares = self.rows.sum_squares({n: self.rows.squares(n, g) for n, g in waiting.items()})
         finite = jnp.isfinite(sum(squares.values()))
-        skip = totals["skip"] | ~finite
-        weights, slices = self._update(totals, waiting, index, skip)
-        return {
+        after = {
             **totals,
-            "weights": weights,
-            "slices": slices,
             "device": put_rows(totals["device"], here, index, adds=False),
             "squares": {name: totals["squares"][name] + squares[name] for name in squares},
         }
+        return after, (waiting, totals["skip"] | ~finite)
 
-    def _update(
-        self, totals: Arrays, grads: Arrays, index: Any, skip: jax.Array
-    ) -> tuple[Arrays, Arrays]:
-        """Returns (weights, slices) with one layer updated."""
-        leaves = self._leaves()
-        axes = {name: self.rows.leaves[name].axes for name in grads}
-        stacks = {name: P(*axes[name]) for name in grads}
-        rows = {name: P(*axes[name][1:]) for name in grads}
-        slices = {
-            name: [{tier: _slice_spec(leaves[name], (MODEL,)) for tier in x} for x in arrays]
-            for name, arrays in totals["slices"].items()
-        }
+    def update(self, totals: Arrays, waiting: Any, loaded: Arrays, index: Any) -> Arrays:
+        """Returns {name: [new row of the weights, new slices of each array]} of a layer."""
+        grads, skip = waiting
 
-        def local(
-            weights: Arrays, slices: Arrays, grads: Arrays, bare: Any, index: Any, *numbers: Any
-        ) -> Any:
+        def local(loaded: Arrays, grads: Arrays, bare: Any, index: Any, *numbers: Any) -> Any:
             begun = begin(self.plan, bare, context_of(self.plan, *numbers))
-            new_weights, new_slices = {}, {}
-            for name, grad in grads.items():
-                if new_weights:
-                    # In sequence: together they would hold the slices of all on the device.
-                    done = list(new_weights)[-1]
-                    grad, new_weights[done] = lax.optimization_barrier((grad, new_weights[done]))
-                update = _LayerOfLeaf(begun, leaves[name], self._has_masters)
-                new_weights[name], new_slices[name] = update(
-                    weights[name], slices[name], grad, index
-                )
-            return new_weights, new_slices
+            return {
+                name: self._leaf(name).update(begun, loaded[name], grad, index)
+                for name, grad in grads.items()
+            }
 
-        given = stacks, slices, rows, P(), P(), P(), P(), P()
-        return over_auto_axes(local, given, (stacks, slices))(
-            totals["weights"],
-            totals["slices"],
+        rows = {name: self._row_spec(name) for name in grads}
+        given = self._state_specs(totals, self._reads_row), rows, P(), P(), P(), P(), P()
+        return over_auto_axes(local, given, self._state_specs(totals, has_row=True))(
+            loaded,
             grads,
             self.bare,
             jnp.asarray(index, jnp.int32),
@@ -216,50 +196,127 @@ class LayerUpdates:
             self.key_data,
         )
 
-    @property
-    def _has_masters(self) -> bool:
-        return self.plan.precision.has_masters
+    def load_state(self, totals: Arrays, index: Any) -> Arrays:
+        """Returns {name: [row of the weights if they are the masters, slices of each array]}."""
 
-    def _leaves(self) -> dict[str, SlicedLeaf]:
+        def local(weights: Arrays, slices: Arrays, index: Any) -> Any:
+            return {
+                name: self._leaf(name).load(weights[name], slices[name], index) for name in weights
+            }
+
+        loaded = self._state_specs(totals, self._reads_row)
+        return over_auto_axes(local, (*self._specs(totals), P()), loaded)(
+            totals["weights"], totals["slices"], jnp.asarray(index, jnp.int32)
+        )
+
+    def store_state(
+        self, totals: Arrays, new: Arrays, index: Any, following: Arrays
+    ) -> tuple[Arrays, Arrays]:
+        """Stores the new state of a layer."""
+        if following:
+            # They are in the arrays to which new weights are stored.
+            rows = {name: state[0] for name, state in new.items()}
+            rows, following = lax.optimization_barrier((rows, following))
+            new = {name: [rows[name], *state[1:]] for name, state in new.items()}
+
+        def local(weights: Arrays, slices: Arrays, new: Arrays, index: Any) -> Any:
+            found = {
+                name: self._leaf(name).store(weights[name], slices[name], new[name], index)
+                for name in weights
+            }
+            return {n: x[0] for n, x in found.items()}, {n: x[1] for n, x in found.items()}
+
+        arrays = self._specs(totals)
+        given = *arrays, self._state_specs(totals, has_row=True), P()
+        weights, slices = over_auto_axes(local, given, arrays)(
+            totals["weights"], totals["slices"], new, jnp.asarray(index, jnp.int32)
+        )
+        return {**totals, "weights": weights, "slices": slices}, following
+
+    def _specs(self, totals: Arrays) -> tuple[Arrays, Arrays]:
+        """Returns the specs of the stacks of weights and of the slices."""
+        stacks = {name: P(*self.rows.leaves[name].axes) for name in totals["weights"]}
+        slices = {
+            name: [{tier: self._leaf(name).spec for tier in x} for x in arrays]
+            for name, arrays in totals["slices"].items()
+        }
+        return stacks, slices
+
+    @property
+    def _reads_row(self) -> bool:
+        """Whether the weights on the host are the masters."""
+        return not self.plan.precision.has_masters
+
+    def _leaf(self, name: str) -> _LayerOfLeaf:
         assert self.plan.offload is not None
-        return dict(self.plan.offload.leaves)
+        leaf = self.plan.offload.leaves[name]
+        return _LayerOfLeaf(leaf, self.rows.waiting[name].dtype, reads_row=self._reads_row)
+
+    def _row_spec(self, name: str) -> P:
+        return P(*self.rows.leaves[name].axes[1:])
+
+    def _state_specs(self, totals: Arrays, has_row: bool) -> dict[str, list[P]]:
+        """Returns the specs of the state of a layer, with a row of the weights or without."""
+        return {
+            name: [self._row_spec(name)] * has_row + [self._leaf(name).spec] * len(arrays)
+            for name, arrays in totals["slices"].items()
+        }
 
 
 class _LayerOfLeaf:
-    """The update of one layer's slices of one parameter, on one device."""
+    """The slices of one parameter in one layer, on one device.
 
-    def __init__(self, begun: Any, leaf: SlicedLeaf, has_masters: bool) -> None:
-        self._begun, self._leaf, self._has_masters = begun, leaf, has_masters
+    Attributes:
+      spec: of slices over the axes that the compiler partitions.
+    """
+
+    def __init__(self, leaf: SlicedLeaf, dtype: Any, *, reads_row: bool) -> None:
+        self._leaf, self._dtype, self._reads_row = leaf, dtype, reads_row
         (self._tier,) = [tier for tier, count in leaf.counts.items() if count]
         self._per_layer = leaf.num_slices // leaf.shard_shape[0]
+        self.spec = _slice_spec(leaf, (MODEL,))
 
-    def __call__(
-        self, weights: jax.Array, slices: list[Arrays], grad: jax.Array, index: Any
-    ) -> tuple[jax.Array, list[Arrays]]:
-        """Returns (weights, [{tier: slices}]) after the update."""
-        tier, on_host = self._tier, self._tier == HOST
-        bring, leave = (to_device, to_host) if on_host else (_same, _same)
-        arrays = [one[tier] for one in slices]
+    def update(
+        self, begun: Any, loaded: list[jax.Array], grad: jax.Array, index: Any
+    ) -> list[jax.Array]:
+        """Returns [new row of the weights, new slices of each array], on the device."""
         pieces = grad.reshape(self._per_layer, self._leaf.slice_elements)
-        row = None
-        if not self._has_masters:
-            row = to_device(take_slice(weights, index)).reshape(pieces.shape)
-        new_row = []
+        rows, stored = [], []
         for part in range(self._per_layer):
-            # Linear in the loop's counter, so that the copy engine moves it.
+            old = [array.reshape(-1, self._leaf.slice_elements)[part] for array in loaded]
             number = index * self._per_layer + part
-            old = [bring(take_slice(array, number)) for array in arrays]
-            master, moments = (old[0], old[1:]) if row is None else (row[part], old)
-            new, after = update_slice(
-                self._begun, self._leaf.name, number, master, tuple(moments), pieces[part]
+            master, moments = old[0], tuple(old[1:])
+            new, after = update_slice(begun, self._leaf.name, number, master, moments, pieces[part])
+            rows.append(new.astype(self._dtype))
+            stored.append(after if self._reads_row else (new, *after))
+        row = jnp.stack(rows).reshape(grad.shape)
+        return [row, *(jnp.stack(parts) for parts in zip(*stored, strict=True))]
+
+    def load(self, weights: jax.Array, slices: list[Arrays], index: Any) -> list[jax.Array]:
+        """Returns what `update` takes."""
+        bring = to_device if self._tier == HOST else _same
+        row = [to_device(take_slice(weights, index))] if self._reads_row else []
+        # Numbers are linear in the loop's counter, so that the copy engine moves the slices.
+        first = index * self._per_layer
+        return row + [
+            jnp.stack(
+                [bring(take_slice(one[self._tier], first + n)) for n in range(self._per_layer)]
             )
-            new_row.append(new.astype(weights.dtype))
-            stored = [new, *after] if row is None else list(after)
-            arrays = [
-                put_slice(array, leave(x), number) for array, x in zip(arrays, stored, strict=True)
-            ]
-        whole = jnp.stack(new_row).reshape(weights.shape[1:])
-        return put_slice(weights, to_host(whole), index), [{tier: array} for array in arrays]
+            for one in slices
+        ]
+
+    def store(
+        self, weights: jax.Array, slices: list[Arrays], new: list[jax.Array], index: Any
+    ) -> tuple[jax.Array, list[Arrays]]:
+        """Returns (stack of the weights, slices) with the result of `update` in them."""
+        leave = to_host if self._tier == HOST else _same
+        first, after = index * self._per_layer, []
+        for one, blocks in zip(slices, new[1:], strict=True):
+            array = one[self._tier]
+            for n in range(self._per_layer):
+                array = put_slice(array, leave(blocks[n]), first + n)
+            after.append({self._tier: array})
+        return put_slice(weights, to_host(new[0]), index), after
 
 
 def _same(x: jax.Array) -> jax.Array:
