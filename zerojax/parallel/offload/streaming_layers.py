@@ -51,13 +51,15 @@ class LayerWork:
     def _others(self, index: Any) -> list[jax.Array]:
         return [take_slice(stack, index) for stack in self.others]
 
-    def run_again(self, rows: Arrays, index: Any, activations: Several) -> Callable[[list], Any]:
-        """Runs one layer again, and returns its derivative, a tree of the values that it needs.
+    def run_again(
+        self, rows: Arrays, index: Any, activations: Several
+    ) -> tuple[list, Callable[[list], Any]]:
+        """Runs one layer again.
 
         Returns:
-          gradients of the layer's floating-point outputs -> gradients (of its floating activations,
-          of its trained rows, of floating constants, of floating rows of `others`); the last two
-          are empty if they have no gradient.
+          (its floating-point outputs, its derivative: gradients of these outputs -> gradients of
+          its floating activations, of its trained rows, of floating constants, and of floating rows
+          of `others`; the last two are empty if they have no gradient).
         """
         fixed = {name: row for name, row in rows.items() if name not in self.trained}
         others = self._others(index)
