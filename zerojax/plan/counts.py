@@ -300,7 +300,9 @@ def _formula_tiers(plan: Decisions) -> tuple[Tiers, Tiers]:
             weights += 2 * whole // layers * compute
             gradients += whole // layers * compute
             assert layout is not None
-            if not layout.update_in_backward:
+            if layout.update_in_backward:  # of the layer above, which waits for its update
+                gradients += shard // layers * _scattered_itemsize(plan)
+            else:
                 far_gradients += shard * _scattered_itemsize(plan)
             continue
         as_stored = leaf.name in copied or _is_read_as_stored(plan, leaf)

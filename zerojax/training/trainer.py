@@ -434,8 +434,8 @@ class Trainer(StepRunner):
         prompts and gets all results.
 
         Args:
-          prompts, num_tokens, temperature, top_k, top_p, repetition_penalty, end_tokens, seed,
-            batch_size: as in `LoadedRun.generate`.
+          prompts, num_tokens, temperature, top_k, top_p: as in `LoadedRun.generate`.
+          repetition_penalty, end_tokens, seed, batch_size: as in `LoadedRun.generate`.
           weights: "ema" generates with the averaged weights (`zerojax.with_ema`).
 
         Returns:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from zerojax.plan.device_mesh import COMPILER_AXES
 from zerojax.plan.slices import put_slice, take_slice
 
 Arrays = dict[str, Any]
@@ -243,12 +244,13 @@ def run_updating_backward(
         index = last - done
         outputs, pull = work.run_again(rows, index, activations)
         grads, skip = waiting
-        new = updates.update(totals, (grads, after(skip, outputs, totals)), loaded, index + 1)
+        new = updates.update(totals, (grads, _after(skip, outputs, totals)), loaded, index + 1)
         loaded = updates.load_state(totals, index)
-        # The new state goes into the arrays that are read here.
+        # The new state goes into the arrays that are read here. In this order the compiler loads
+        # beside the products that run the layer again, and stores beside those of its derivative.
         loaded, totals = lax.optimization_barrier((loaded, totals))
         gradients, *others = sums
-        gradients = [after(gradients[0], loaded, totals), *gradients[1:]]
+        gradients = [_after(gradients[0], loaded, totals), *gradients[1:]]
         sums = gradients, *others
         following, entering = updates.load(totals, index - 1), inputs.load(kept, index - 1)
         totals, following = updates.store_state(totals, new, index + 1, following)
@@ -273,11 +275,19 @@ def run_updating_backward(
     return (*sums, updates.store_state(totals, new, 0, {})[0])
 
 
-def after(value: jax.Array, earlier: Any, totals: Any) -> jax.Array:
-    """Returns `value`, which for the compiler depends on the arrays in `earlier`."""
-    firsts = [x.ravel()[0].astype(jnp.float32) for x in jax.tree.leaves(earlier)]
+def _after(value: jax.Array, earlier: Any, totals: Any) -> jax.Array:
+    """Returns `value`, which for the compiler depends on the arrays in `earlier`.
+
+    So it cannot put off what it does not need before the next iteration: it would load at the end
+    of an iteration, beside no product. Barriers do not help: it removes them before it schedules.
+    Nothing is added if tensor parallelism splits the arrays, where one element may need a gather.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if any(mesh.shape[axis] > 1 for axis in COMPILER_AXES if axis not in mesh.manual_axes):
+        return value
+    firsts = [x.ravel()[:1].astype(jnp.float32) for x in jax.tree.leaves(earlier)]
     never = totals["scale"] < -jnp.inf
-    return jnp.where(never, sum(firsts).astype(value.dtype), value)
+    return jnp.where(never, jnp.concatenate(firsts).sum().astype(value.dtype), value)
 
 
 _Sums = tuple[list, list, list]
