@@ -220,3 +220,17 @@ def weights_are_on_their_way_beside_products(built):
         if copy.direction == "to device" and copy.overlap.matmuls
     ]
     assert len(beside) >= MATRICES * (2 if built.case.devices == 1 else 1)
+
+
+@claim(lambda case: case.in_backward)
+def the_update_is_copied_beside_products(built):
+    """In the loop backward: master and moments of each matrix in, and the same and its weights out.
+
+    A gradient that waits for its reduction lets no product run beside the last copies."""
+    for direction, arrays in (("to device", 3), ("to host", 4)):
+        beside = [
+            copy
+            for copy in built.in_loops(built.case.depths[-1])
+            if copy.direction == direction and copy.overlap.matmuls
+        ]
+        assert len(beside) >= (arrays if built.case.devices == 1 else 1) * MATRICES
