@@ -203,7 +203,7 @@ def test_packed_texts_train_as_on_one_device(options, monkeypatch):
     found = train_for(
         build("llama", "chunked"), batch=packed_batch, persistence_threshold=0, **options
     )
-    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-6, atol=TOLERANCE)
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=0, atol=TOLERANCE)
 
 
 # --- runs -----------------------------------------------------------------------------------------

@@ -399,7 +399,7 @@ def test_a_model_in_chunks_trains_as_one_device_with_stored_scores(options, monk
     monkeypatch.setattr(chunked_attention, "BLOCK", 4)
     expected = one_device()
     found = train_for(grouped("chunked"), persistence_threshold=0, **options)
-    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-6, atol=TOLERANCE)
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.thorough
@@ -407,4 +407,4 @@ def test_a_checkpoint_that_keeps_attention_trains_alike(monkeypatch):
     monkeypatch.setattr(chunked_attention, "BLOCK", 4)
     expected = one_device()
     found = train_for(grouped("chunked", "attention"), zero=3, persistence_threshold=0)
-    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-6, atol=TOLERANCE)
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=0, atol=TOLERANCE)

@@ -483,7 +483,7 @@ def test_a_model_with_a_layout_trains_as_one_device_with_the_mask(options, monke
     monkeypatch.setattr(chunked_attention, "BLOCK", 8)
     expected = train_for(decoder(MODEL_LAYOUT, "xla"), devices=1)
     found = train_for(decoder(MODEL_LAYOUT), persistence_threshold=0, **options)
-    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-6, atol=TOLERANCE)
+    np.testing.assert_allclose(found.losses, expected.losses, rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.thorough

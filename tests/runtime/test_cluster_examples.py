@@ -195,7 +195,7 @@ def test_a_batch_script_trains(script, cluster, tmp_path):
     assert "rank 1/2 on " in result.stderr
     losses, expected = losses_of(tmp_path / "run"), train(tmp_path, "one", "steps=3")
     assert len(losses) == 3
-    np.testing.assert_allclose(losses, expected, rtol=1e-6, atol=TOLERANCE)
+    np.testing.assert_allclose(losses, expected, rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.multihost
@@ -224,7 +224,7 @@ def test_a_job_whose_time_is_up_goes_on_in_the_queue(cluster, tmp_path):
     result = cluster(SBATCH[0], *WORDS[:3], f"steps={steps + 2}", SLURM_RESTART_COUNT="1")
     assert result.returncode == 0, result.stdout + result.stderr
     losses, expected = losses_of(tmp_path / "run"), train(tmp_path, "one", f"steps={steps + 2}")
-    np.testing.assert_allclose(losses, expected, rtol=1e-6, atol=TOLERANCE)
+    np.testing.assert_allclose(losses, expected, rtol=0, atol=TOLERANCE)
 
 
 def pods(path: Path) -> tuple[dict, dict]:

@@ -191,7 +191,7 @@ def test_packed_texts_train_as_on_one_device(batches, one_device, options, monke
     found = train_for(
         model_of("llama", "chunked"), batch=batches, persistence_threshold=0, **options
     )
-    np.testing.assert_allclose(found.losses, one_device.losses, rtol=1e-6, atol=TOLERANCE)
+    np.testing.assert_allclose(found.losses, one_device.losses, rtol=0, atol=TOLERANCE)
 
 
 # --- from a folder --------------------------------------------------------------------------------

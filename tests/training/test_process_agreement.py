@@ -156,4 +156,4 @@ def test_two_processes_start_one_run_or_none(batches, rate, steps, expected, tmp
         losses.append(float(metrics["loss"]))
     for output in outputs:
         found = output.partition("TRAINED")[2].split()
-        np.testing.assert_allclose([float(x) for x in found], losses, rtol=1e-6, atol=TOLERANCE)
+        np.testing.assert_allclose([float(x) for x in found], losses, rtol=0, atol=TOLERANCE)
