@@ -508,7 +508,7 @@ def test_other_settings_of_a_run(tmp_path):
     write = lambda record: (folder / "run.json").write_text(json.dumps(record))  # noqa: E731
     write({**good, "data": {**good["data"], "validation_fraction": 0.0}})
     loaded = zerojax.load_run(folder)
-    refused(loaded.evaluate, "data.validation_fraction=0.0", "0")
+    refused(loaded.evaluate, "data.validation_fraction=0.0", "evaluate(batches)")
     write(good)
     assert np.isfinite(zerojax.load_run(folder).evaluate(num_batches=1)["loss"])
     offload = {**good["mesh"]["offload"], "params": "host", "opt_state": "host"}

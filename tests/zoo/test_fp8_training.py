@@ -84,10 +84,17 @@ def test_the_state_is_one_history_per_projection_and_layer():
     np.testing.assert_array_equal(state["extras"][HISTORY], wanted)
 
 
-LOSS_TOLERANCE = 1e-4
-"""|difference of losses| of float32 runs of 6 steps. Measured: 1e-6, or 6e-5 where the order of a
-sum moves operands over the border between two 8-bit values, which then become the other one. 8-bit
-rounding as such changes these losses by 2e-4."""
+FIRST, FIRST_TOLERANCE, LOSS_TOLERANCE = 3, 6e-6, 1e-4
+"""|difference of losses| of float32 runs of 6 steps: in the first 3 steps, and in all. Measured:
+4e-6 in the first 3 and up to 6e-5 later, where the order of a sum moves operands over the border
+between two 8-bit values, which then become the other one. 8-bit rounding changes the first losses
+by 8e-5."""
+
+
+def assert_near(found: np.ndarray, expected: np.ndarray) -> None:
+    first = found[:FIRST], expected[:FIRST]
+    np.testing.assert_allclose(*first, atol=FIRST_TOLERANCE, rtol=0)
+    np.testing.assert_allclose(found, expected, atol=LOSS_TOLERANCE, rtol=0)
 
 
 @functools.cache
@@ -98,8 +105,9 @@ def on_one_device(name="gpt2", **changes):
 @pytest.mark.thorough
 def test_the_losses_are_near_those_without_8_bits_but_not_the_same():
     plain = train_for(reference_model("gpt2"), steps=6, devices=1)
-    difference = np.abs(on_one_device().losses - plain.losses).max()
-    assert 1.5 * LOSS_TOLERANCE < difference < 2e-3
+    difference = np.abs(on_one_device().losses - plain.losses)
+    assert difference[:FIRST].max() > 10 * FIRST_TOLERANCE
+    assert difference.max() < 2e-3
 
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
@@ -116,7 +124,7 @@ STAGES = {
 @pytest.mark.parametrize("options", STAGES.values(), ids=STAGES)
 def test_any_stage_on_8_devices_trains_as_one_device_does(options):
     found = train_for(gpt2(), steps=6, persistence_threshold=100, **options)
-    np.testing.assert_allclose(found.losses, on_one_device().losses, atol=LOSS_TOLERANCE, rtol=0)
+    assert_near(found.losses, on_one_device().losses)
     check_same_histories(found.state["extras"], on_one_device().state["extras"])
 
 
@@ -124,7 +132,7 @@ def test_any_stage_on_8_devices_trains_as_one_device_does(options):
 @pytest.mark.parametrize("remat", [slow("full"), "dots"])
 def test_doing_the_forward_pass_again_writes_the_same_histories(remat):
     found = train_for(gpt2(remat=remat), steps=6, zero=3, persistence_threshold=100)
-    np.testing.assert_allclose(found.losses, on_one_device().losses, atol=LOSS_TOLERANCE, rtol=0)
+    assert_near(found.losses, on_one_device().losses)
     check_same_histories(found.state["extras"], on_one_device().state["extras"])
 
 
@@ -150,7 +158,7 @@ def check_same_histories(found, wanted):
 def test_llama_with_grouped_heads_trains():
     one, model = on_one_device("llama"), reference_model("llama", matmul_dtype="fp8")
     many = train_for(model, steps=6, zero=3, persistence_threshold=100)
-    np.testing.assert_allclose(many.losses, one.losses, atol=LOSS_TOLERANCE, rtol=0)
+    assert_near(many.losses, one.losses)
     assert many.losses[-1] < many.losses[0] - 0.02
 
 
@@ -251,7 +259,7 @@ def test_flax_8_bit_layers_train_on_any_mesh():
         found, wanted = (np.asarray(run.state["extras"][name]) for run in (many, one))
         assert np.count_nonzero(wanted) == 5
         np.testing.assert_allclose(found, wanted, rtol=1e-3)
-    np.testing.assert_allclose(many.losses, one.losses, atol=LOSS_TOLERANCE, rtol=0)
+    assert_near(many.losses, one.losses)
 
 
 # --- mistakes ---------------------------------------------------------------------------------
