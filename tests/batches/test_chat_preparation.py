@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -54,6 +55,18 @@ def model(tmp_path) -> Path:
 
 def lines(file: Path, *rows) -> Path:
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return file
+
+
+def write_table(file: Path, rows: list[dict]) -> Path:
+    pyarrow = pytest.importorskip("pyarrow", reason="needs the package pyarrow")
+    columns = dict.fromkeys(key for row in rows for key in row)  # pyarrow takes the first row's
+    table = pyarrow.Table.from_pylist([{**columns, **row} for row in rows])
+    if file.suffix == ".parquet":
+        pytest.importorskip("pyarrow.parquet").write_table(table, file)
+    else:
+        with pyarrow.ipc.new_stream(str(file), table.schema) as writer:
+            writer.write_table(table)
     return file
 
 
@@ -143,17 +156,37 @@ def test_each_answer_can_be_a_text_of_its_own(tmp_path):
     assert (made.num_records, made.num_texts) == (2, 3)
 
 
-def test_the_same_folder_from_every_kind_of_file(tmp_path, model):
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    rows = [CHATS[name] for name in ("one", "two", "letters", "system", "open")]
+def calling(tool: str, **arguments: Any) -> dict:
+    """A chat with a call of the only tool."""
+    parameters = {"type": "object", "properties": {x: {"type": "string"} for x in arguments}}
+    call = {"type": "function", "function": {"name": tool, "arguments": arguments}}
+    return {
+        "messages": [ASK, {"role": "assistant", "content": None, "tool_calls": [call]}],
+        "tools": [{"type": "function", "function": {"name": tool, "parameters": parameters}}],
+    }
+
+
+@pytest.mark.parametrize("name", ["x.parquet", "x.arrow"])
+def test_the_same_folder_from_every_kind_of_file(tmp_path, name):
+    """A table gives all objects of a column the same keys, which the file of lines does not."""
+    model = model_folder(tmp_path / "model", TEMPLATES["thinking"])
+    rows = [CHATS[name] for name in ("one", "two", "letters", "open", "thoughts")]
+    rows += [calling("look", at="x", times=["y", None]), calling("find", what={"deep": 1})]
     first = prepared(tmp_path, model, *rows, date="2026-01-02")
-    table = pyarrow.Table.from_pylist([*rows, CHATS["thoughts"]])  # with names that most lack
-    parquet.write_table(table, tmp_path / "x.parquet")
-    second = prepare_chats(tmp_path / "x.parquet", tmp_path / "y", tokenizer=model)
-    assert second.num_texts == 6
+    file = write_table(tmp_path / name, rows)
+    second = prepare_chats(file, tmp_path / "y", tokenizer=model, date="2026-01-02")
     one, other = (open_texts(made.folder)[0] for made in (first, second))
-    assert one.tokens.tolist() == other.tokens[: one.num_tokens].tolist()
+    text = load_tokenizer(model).decode(one.tokens)
+    assert '"arguments": {"at": "x", "times": ["y", null]}' in text
+    assert load_tokenizer(model).decode(other.tokens) == text
+    for array in ("tokens", "offsets", "mask"):
+        np.testing.assert_array_equal(getattr(one, array), getattr(other, array), array)
+
+
+def test_a_null_in_a_line_is_the_users_own(tmp_path):
+    model = model_folder(tmp_path / "model", TEMPLATES["thinking"])
+    texts, _ = open_texts(prepared(tmp_path, model, calling("look", at=None)).folder)
+    assert '"arguments": {"at": null}' in load_tokenizer(model).decode(texts.tokens)
 
 
 def test_the_sidecar_has_the_checksums_of_tokenizer_and_template(tmp_path, model):

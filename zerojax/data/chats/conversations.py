@@ -75,6 +75,16 @@ class Pair:
         return len(self.prompt) + len(self.completion)
 
 
+def without_nulls(value: Any) -> Any:
+    """Returns a value of a table without the nulls in its objects.
+
+    Arrow gives all objects of a column the same keys, and those that one of them lacks are null.
+    """
+    if isinstance(value, Mapping):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
 def chat_of(record: Any) -> Chat | Pair:
     """Converts a record to a chat.
 
