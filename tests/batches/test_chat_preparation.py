@@ -166,6 +166,44 @@ def calling(tool: str, **arguments: Any) -> dict:
     }
 
 
+@pytest.mark.parametrize("with_marks", [True, False])
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"weight": 0.0}, {"train": False}])
+def test_an_answer_of_weight_0_has_no_loss(tmp_path, with_marks, mark):
+    template = TEMPLATES["chatml"] if with_marks else unmarked(TEMPLATES["chatml"])
+    model = model_folder(tmp_path / "model", template)
+    left, kept = {**TELL, **mark}, {"role": "assistant", "content": "Yes.", "weight": 1}
+    told = [{"from": "gpt", "value": "A"}, {"from": "gpt", "value": "B", **mark}]
+    rows = [
+        {"messages": [ASK, left, ASK, {**kept, "train": True}, ASK, left]},
+        {"prompt": [ASK, kept, ASK], "completion": [kept, ASK, left]},
+        {"conversations": [{"from": "human", "value": "Q"}, *told]},
+    ]
+    wanted = [["Yes.<|im_end|>"], ["Yes.<|im_end|>"], ["A<|im_end|>"]]
+    for answers in ("all", "each"):
+        assert answers_of(prepared(tmp_path, model, *rows, answers=answers)) == wanted
+    plain = {"messages": [ASK, TELL, ASK, {"role": "assistant", "content": "Yes."}, ASK, TELL]}
+    one, other = (open_texts(prepared(tmp_path, model, x).folder)[0] for x in (rows[0], plain))
+    assert one.tokens.tolist() == other.tokens.tolist(), "the text has all of them"
+
+
+def test_a_system_beside_the_messages_is_the_first_of_them(tmp_path, model):
+    system = {"role": "system", "content": "Be brief."}
+    told = [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "I."}]
+    rows = [
+        {"messages": [system, ASK, TELL]},
+        {"system": "Be brief.", "messages": [ASK, TELL]},
+        {"system": "Be brief.", "messages": [system, ASK, TELL]},
+        {"system": "Be brief.", "conversations": told},
+        {"system": "Be brief.", "prompt": [ASK], "completion": [TELL]},
+    ]
+    made = prepared(tmp_path, model, *rows)
+    texts, _ = open_texts(made.folder)
+    first, *others = np.split(texts.tokens, texts.offsets[1:-1])
+    assert "Be brief." in load_tokenizer(model).decode(first)
+    assert [other.tolist() for other in others] == [first.tolist()] * 4
+    assert answers_of(made) == [["I.<|im_end|>"]] * 5
+
+
 @pytest.mark.parametrize("name", ["x.parquet", "x.arrow"])
 def test_the_same_folder_from_every_kind_of_file(tmp_path, name):
     """A table gives all objects of a column the same keys, which the file of lines does not."""
@@ -318,6 +356,17 @@ BAD = [
     ([1], r"\[1\] is not an object; a chat is"),
     ({"messages": [ASK, TELL], "tools": "{"}, "the text of tools is not valid JSON"),
     ({"messages": [ASK, TELL], "tools": 1}, "the tools are 1; make them a list of objects"),
+    ({"messages": [ASK, {**TELL, "weight": 0.5}]}, "has weight=0.5; only 0 or 1 is supported"),
+    ({"messages": [ASK, {**TELL, "weight": True}]}, "has weight=True; only 0 or 1 is supported"),
+    ({"messages": [ASK, {**TELL, "train": 0}]}, "has train=0; only true or false is supported"),
+    ({"messages": [{**ASK, "train": True}, TELL]}, "entry 1 .* of role 'user', has train=True"),
+    ({"messages": [ASK, {**TELL, "weight": 0}]}, "every answer has weight 0 or train false"),
+    ({"system": 1, "messages": [ASK, TELL]}, "the system is 1; make it text"),
+    (
+        {"system": "A", "messages": [{"role": "system", "content": "B"}, ASK, TELL]},
+        "the system is 'A', but the first message, of the system, has the content 'B'; remove one",
+    ),
+    ({"system": "A", "prompt": "x", "completion": "y"}, "no place; write it into the prompt, or"),
 ]
 
 
