@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import decimal
 import functools
 import hashlib
 import json
@@ -219,6 +221,41 @@ def test_the_same_folder_from_every_kind_of_file(tmp_path, name):
     assert load_tokenizer(model).decode(other.tokens) == text
     for array in ("tokens", "offsets", "mask"):
         np.testing.assert_array_equal(getattr(one, array), getattr(other, array), array)
+
+
+FOREIGN = {
+    "time": datetime.datetime(2026, 1, 2),
+    "date": datetime.date(2026, 1, 2),
+    "decimal": decimal.Decimal("1.5"),
+    "bytes": b"x",
+    "nan": float("nan"),
+    "nested": {"source": "web", "times": [datetime.time(1, 2)]},
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_what_json_cannot_hold_is_left_out_or_refused_by_name(tmp_path, kind):
+    """Left out where no template reads it, and refused where one may."""
+    model = model_folder(tmp_path / "model", TEMPLATES["thinking"])
+    value = FOREIGN[kind]
+    rows = [{"messages": [{**ASK, "extra": value}, {**TELL, "extra": value}]}]
+    file = write_table(tmp_path / "x.parquet", rows)
+    made = prepare_chats(file, tmp_path / "x", tokenizer=model)
+    assert answers_of(made) == answers_of(prepared(tmp_path, model, GOOD))
+    call, tool = calling("a", at=value)["messages"], [{"name": "a", "at": value}]
+    bad = {
+        r"entry 2 of its messages: tool_calls\[0\]\.function\.arguments\.at": {"messages": call},
+        "entry 1 of its messages: content": {"messages": [{**x, "content": value} for x in call]},
+        "entry 2 of its messages: weight": {"messages": [ASK, {**TELL, "weight": value}]},
+        r"the tools\[0\]\.at": {"messages": [ASK, TELL], "tools": tool},
+    }
+    for number, (where, row) in enumerate(bad.items()):
+        file = write_table(tmp_path / f"{number}.parquet", [row])
+        with pytest.raises(ValueError, match=f"{file}:1: {where}.* is .*, which JSON cannot hold"):
+            prepare_chats(file, tmp_path / f"y{number}", tokenizer=model)
+    file = write_table(file, [GOOD, row])
+    made = prepare_chats(file, tmp_path / "z", tokenizer=model, bad="skip")
+    assert (made.num_texts, made.skipped) == (1, 1)
 
 
 def test_a_null_in_a_line_is_the_users_own(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -26,6 +27,11 @@ _ROLES = {
     "observation": "tool",
 }
 """Roles of speakers in ShareGPT's format."""
+_READ = (
+    *("role", "content", "name", "tool_calls", "tool_call_id", "weight", "train"),
+    *("reasoning_content", "reasoning", "thinking"),
+)
+"""Keys of a message that templates and zerojax read; others may hold what JSON cannot."""
 _MARKS = ("weight", "train")
 """Keys of OpenAI's and other formats: 0 and false leave an answer without loss."""
 
@@ -193,6 +199,9 @@ def _message(item: Any, number: int, name: str) -> Mapping[str, Any]:
         item = {"role": role, "content": item.get("value"), **marks}
     if not isinstance(item.get("role"), str) or not item["role"]:
         raise RecordError(f"{where} has no role; {_FORMS}")
+    item = {key: value for key, value in item.items() if key in _READ or _foreign(value) is None}
+    for key, value in item.items():
+        _check_json(value, f"{where}: {key}")
     _check_marks(item, where)
     content = item.get("content")
     if content is None and item.get("tool_calls"):
@@ -206,6 +215,32 @@ def _message(item: Any, number: int, name: str) -> Mapping[str, Any]:
             '{"type": "text", "text": "..."}: images and sounds are not trained on'
         )
     return item
+
+
+def _check_json(value: Any, where: str) -> None:
+    found = _foreign(value)
+    if found is not None:
+        path, held = found
+        raise RecordError(
+            f"{where}{path} is {quoted(held)}, which JSON cannot hold; make it text, or leave the "
+            "row out"
+        )
+
+
+def _foreign(value: Any) -> tuple[str, Any] | None:
+    """Returns (path, value) of the first part of a value that JSON cannot hold, as tables can.
+
+    These are dates, bytes, decimals, maps and numbers that are not finite.
+    """
+    if isinstance(value, Mapping):
+        parts = [(f".{key}", item) for key, item in value.items()]
+    elif isinstance(value, list):
+        parts = [(f"[{index}]", item) for index, item in enumerate(value)]
+    else:
+        is_number = isinstance(value, float) and math.isfinite(value)
+        return None if value is None or is_number or isinstance(value, str | int) else ("", value)
+    found = ((path, _foreign(item)) for path, item in parts)
+    return next(((path + inner[0], inner[1]) for path, inner in found if inner), None)
 
 
 def _check_marks(message: Mapping[str, Any], where: str) -> None:
@@ -232,6 +267,7 @@ def _tools(value: Any) -> Any:
     """Returns a list of tools; some data store it as text, because tables have no such type."""
     if value is None or value == "" or value == []:
         return None
+    _check_json(value, "the tools")
     if isinstance(value, str):
         try:
             value = loads(value, finite=False)
