@@ -300,7 +300,7 @@ def test_the_last_texts_validate(tmp_path, model):
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_batches_change_nothing(tmp_path, model, monkeypatch, rows):
-    chats = [CHATS[name] for name in ("one", "two", "letters", "system", "open")]
+    chats = [CHATS[name] for name in ("one", "two", "letters", "thoughts", "open")]
     chats.insert(2, {"prompt": "One, two, ", "completion": "three"})
     whole = open_texts(prepared(tmp_path, model, *chats).folder)[0]
     monkeypatch.setattr(chat_preparation, "_BATCH_CHATS", rows)
@@ -398,6 +398,15 @@ BAD = [
     ({"messages": [ASK, {**TELL, "train": 0}]}, "has train=0; only true or false is supported"),
     ({"messages": [{**ASK, "train": True}, TELL]}, "entry 1 .* of role 'user', has train=True"),
     ({"messages": [ASK, {**TELL, "weight": 0}]}, "every answer has weight 0 or train false"),
+    (
+        {"messages": [ASK, {**TELL, "content": ""}]},
+        "message 2, of the assistant, is empty; leave the row out, or write an answer",
+    ),
+    (
+        {"prompt": [ASK], "completion": [{**TELL, "content": [{"type": "text", "text": ""}]}]},
+        "message 2, of the assistant, is empty",
+    ),
+    ({"conversations": [{"from": "gpt", "value": ""}]}, "message 1, of the assistant, is empty"),
     ({"system": 1, "messages": [ASK, TELL]}, "the system is 1; make it text"),
     (
         {"system": "A", "messages": [{"role": "system", "content": "B"}, ASK, TELL]},
@@ -421,6 +430,20 @@ def test_a_bad_row_is_one_sentence_or_left_out(tmp_path, model, row, why):
     made = prepared(tmp_path, model, GOOD, row, GOOD, template=template, bad="skip")
     assert (made.num_records, made.num_texts, made.skipped) == (3, 2, 1)
     assert made.reasons[0].startswith(f"{tmp_path}/chats.jsonl:2: ")
+
+
+def test_an_answer_without_text_may_have_other_parts(tmp_path):
+    """A call or a thought; and what has no loss may be empty."""
+    model = model_folder(tmp_path / "model", TEMPLATES["thinking"])
+    empty = {"role": "assistant", "content": ""}
+    call = calling("look")["messages"][1] | {"content": ""}
+    rows = [
+        {"messages": [ASK, call]},
+        {"messages": [ASK, {**empty, "thinking": "Hm."}]},
+        {"messages": [ASK, {**empty, "weight": 0}, ASK, TELL]},
+        {"prompt": [ASK, empty, ASK], "completion": [TELL]},
+    ]
+    assert prepared(tmp_path, model, *rows).num_texts == 4
 
 
 def test_a_turn_that_cannot_be_told_apart_is_named_with_remedies(tmp_path):

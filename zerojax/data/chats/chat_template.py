@@ -27,7 +27,7 @@ from typing import Any
 MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _MAX_WORDS = 200
 # Names of a model's reasoning in datasets; templates read the first one.
-_REASONING = ("reasoning_content", "thinking", "reasoning")
+REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class TurnError(ValueError):
@@ -232,7 +232,7 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     """Returns a message without empty entries, with its reasoning under each name that templates
     read."""
     kept = {key: value for key, value in message.items() if value is not None}
-    thought = next((kept[key] for key in _REASONING if key in kept), None)
+    thought = next((kept[key] for key in REASONING if key in kept), None)
     if thought is not None:
         kept = {"thinking": thought, **kept, "reasoning_content": thought}
     return kept

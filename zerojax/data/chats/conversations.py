@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from zerojax.config.display import quoted
+from zerojax.data.chats.chat_template import REASONING
 from zerojax.runtime.bounded_json import JsonError, loads
 
 COLUMNS = ("messages", "conversations", "prompt", "completion", "tools", "system")
@@ -29,7 +30,7 @@ _ROLES = {
 """Roles of speakers in ShareGPT's format."""
 _READ = (
     *("role", "content", "name", "tool_calls", "tool_call_id", "weight", "train"),
-    *("reasoning_content", "reasoning", "thinking"),
+    *REASONING,
 )
 """Keys of a message that templates and zerojax read; others may hold what JSON cannot."""
 _MARKS = ("weight", "train")
@@ -173,6 +174,16 @@ def _checked(chat: Chat) -> Chat:
             "every answer has weight 0 or train false, so there is nothing to learn; leave the row "
             "out, or give an answer weight 1"
         )
+    for index in chat.turns:
+        message = chat.messages[index]
+        content = message.get("content")
+        if isinstance(content, list):
+            content = any(part["text"] for part in content)
+        if not content and not any(message.get(key) for key in ("tool_calls", *REASONING)):
+            raise RecordError(
+                f"message {index + 1}, of the assistant, is empty; leave the row out, or write an "
+                "answer"
+            )
     return chat
 
 
