@@ -8,6 +8,7 @@ import decimal
 import functools
 import hashlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -221,6 +222,15 @@ def test_the_same_folder_from_every_kind_of_file(tmp_path, name):
     assert load_tokenizer(model).decode(other.tokens) == text
     for array in ("tokens", "offsets", "mask"):
         np.testing.assert_array_equal(getattr(one, array), getattr(other, array), array)
+
+
+@pytest.mark.parametrize("name", ["x.parquet", "x.arrow"])
+def test_a_table_without_chats_is_refused_with_its_columns(tmp_path, model, name):
+    for row, keys in (({}, "[]"), ({"prompt": "x"}, "['prompt']"), ({"messages": None}, "[]")):
+        file = write_table(tmp_path / name, [{"question": "x", "reply": "y", **row}])
+        columns = sorted(["question", "reply", *row])
+        with pytest.raises(ValueError, match=re.escape(f"keys {keys} of the columns {columns}; ")):
+            prepare_chats(file, tmp_path / "y", tokenizer=model)
 
 
 FOREIGN = {

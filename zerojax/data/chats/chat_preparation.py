@@ -38,6 +38,7 @@ from zerojax.data.corpus import existing_path, find_files
 from zerojax.data.record_files import (
     COLUMN_SUFFIXES,
     RECORD_SUFFIXES,
+    column_names,
     read_records,
     saved_files,
 )
@@ -307,11 +308,12 @@ class _Preparation:
     def _chats(self, files: Sequence[Path]) -> Iterator[_Placed]:
         for file in files:
             is_table = file.suffix.lower() in COLUMN_SUFFIXES
+            names = column_names(file)
             for number, record in read_records(file, COLUMNS):
                 self.num_records += 1
                 place = f"{file}:{number}"
                 try:
-                    chat = chat_of(without_nulls(record) if is_table else record)
+                    chat = chat_of(without_nulls(record) if is_table else record, names)
                 except RecordError as error:
                     self._leave_out(place, str(error))
                     continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from zerojax.config.display import quoted
@@ -105,8 +105,11 @@ def without_nulls(value: Any) -> Any:
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def chat_of(record: Any) -> Chat | Pair:
+def chat_of(record: Any, columns: Sequence[str] = ()) -> Chat | Pair:
     """Converts a record to a chat.
+
+    Args:
+      columns: of its table, for messages: records have only those in `COLUMNS`.
 
     Raises:
       RecordError: it is not a chat, is empty, or has no answer.
@@ -121,7 +124,8 @@ def chat_of(record: Any) -> Chat | Pair:
             return _checked(Chat(messages=messages, tools=tools))
     if "prompt" in record and "completion" in record:
         return _prompt_and_completion(record["prompt"], record["completion"], tools, system)
-    raise RecordError(f"the row has the keys {sorted(map(str, record))[:8]}; {_FORMS}")
+    of = f" of the columns {sorted(columns)[:8]}" if columns else ""
+    raise RecordError(f"the row has the keys {sorted(map(str, record))[:8]}{of}; {_FORMS}")
 
 
 def _with_system(
