@@ -198,7 +198,7 @@ def test_a_number_of_a_config_is_taken_or_refused_in_a_sentence(case):
         ("qwen3", {"rope_parameters": None, "rope_theta": 0}, "json: rope_theta=0 must be above"),
         ("qwen3", {"rope_parameters": {"rope_theta": 0}}, "rope_theta=0 must be above 0"),
         ("gemma3", {"rope_parameters": None, "rope_local_base_freq": 0}, "local_base_freq=0 must"),
-        ("qwen3", {"hidden_size": 0}, "hidden_size=0 must be above 0"),
+        ("qwen3", {"hidden_size": 0}, "hidden_size=0 must be at least 1"),
     ],
 )
 def test_a_number_that_cannot_be_is_refused_by_its_key(case, change, words):

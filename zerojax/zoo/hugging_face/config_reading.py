@@ -224,8 +224,9 @@ class ConfigReading:
         """
         value = self.get(key, default)
         if value is None or not value > 0:
+            limit = "at least 1" if _KIND_OF.get(key, (int, ""))[1] == _WHOLE else "above 0"
             raise UnsupportedError(
-                f"{self.where}: {key}={quoted(value)} must be above 0; use the value that the "
+                f"{self.where}: {key}={quoted(value)} must be {limit}; use the value that the "
                 "model was trained with"
             )
         return value
