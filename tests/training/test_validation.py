@@ -299,3 +299,17 @@ def test_processes_fill_the_last_batch_of_a_dataset_with_the_same_row():
     last = source.rows(ROWS + 4, ROWS + 5)["x"]
     copies = [whole.batch["x"][5:], whole.copies["x"], *(part.copies["x"] for part in of_processes)]
     assert all((rows == last).all() for rows in copies)
+
+
+def test_evaluate_takes_a_dataset_as_validation_does(tmp_path):
+    data = Rows(ROWS + 5)
+    trainer = train(data, run_dir=tmp_path, checkpoint=zerojax.CheckpointConfig())
+    found = trainer.evaluations[-1]
+    small = zerojax.data.DatasetSource(dataset=data, global_batch_size=3, shuffle=False)
+    loaded = zerojax.load_run(tmp_path, model=Line, loss=mean)
+    for evaluate in (trainer.evaluate, loaded.evaluate):
+        for given in (data, small):
+            again = evaluate(given)
+            assert again["weight"] == found["weight"] == len(data)
+            np.testing.assert_allclose(again["loss"], found["loss"], rtol=2e-6)
+        assert evaluate(data, 1)["weight"] == ROWS
