@@ -313,7 +313,7 @@ def _loop_settings(
     arguments: Arguments, log: LogConfig, checkpoint: CheckpointConfig | None
 ) -> LoopSettings:
     return LoopSettings(
-        log_every=log.every,
+        log_every=log.report_every,
         eval_every=arguments.eval_every,
         eval_batches=arguments.eval_batches,
         save_every=checkpoint.every if checkpoint else 500,
