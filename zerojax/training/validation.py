@@ -249,7 +249,8 @@ def why_not_filled(plan: Plan) -> str | None:
     fixed number of rows. Then missing rows are filled with copies of one row, and the contribution
     of the copies is subtracted.
     """
-    piece = slice_batch(plan.abstract_batch, num_data_shards(plan.mesh) * plan.num_microbatches)
+    pieces = num_data_shards(plan.mesh) * plan.num_microbatches
+    piece = slice_batch(plan.abstract_batch, pieces, plan.precision)
     with attention_planned_for(plan.mesh, COMPILER_AXES):
         model = plan.users_model
         params, extras = abstract_model(model, plan.abstract_batch, plan.loss)
