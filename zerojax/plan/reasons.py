@@ -117,6 +117,7 @@ def describe_model(
     ]
     if unread:
         lines.append(f"{_some(unread, 'parameters')} never read by the loss")
+    lines += getattr(model, "notes", ())
     if switched := getattr(model, "switched", ()):
         names = ", ".join(switched)
         lines.append(f"{names}: set by the mode, training or evaluation, unless a call sets them")
