@@ -498,6 +498,13 @@ def test_a_call_that_contradicts_the_file_is_refused(file, given, words):
     assert words in refusal(file, given=given)
 
 
+def test_a_log_without_an_interval_takes_that_of_the_file():
+    given = CallerValues(log=LogConfig(console="quiet"))
+    log = deepspeed.translate({"steps_per_print": 5}, given=given).log
+    assert (log.console, log.every, log.report_every) == ("quiet", 5, 5)
+    assert deepspeed.translate({}, given=given).log.report_every == 10
+
+
 def test_a_run_may_be_shorter_than_the_schedule_of_its_file():
     file = {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 100}}}
     reasons = deepspeed.translate(file, given=CallerValues(steps=10)).reasons

@@ -317,6 +317,16 @@ def test_a_loss_that_is_not_finite_changes_nothing(in_backward):
             assert old.tobytes() == new.tobytes()
 
 
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_layers_without_a_large_array_stay_on_the_device(in_backward):
+    offload = {**STREAMED, "min_elements": 10_000, "update_in_backward": in_backward}
+    options = {"optimizer": make_optimizer(), "devices": 2, "zero": 3, "steps": 3}
+    run = train_for(small(layers=3), offload=offload, **options)
+    assert not run.plan.offload.streamed
+    expected = train_for(small(layers=3), **options)
+    np.testing.assert_allclose(run.losses, expected.losses, rtol=0, atol=TOLERANCE)
+
+
 # What is refused
 
 

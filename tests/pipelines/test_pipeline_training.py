@@ -68,6 +68,20 @@ def test_optimizers_see_the_arrays_of_one_device(name, zero):
     np.testing.assert_allclose(run.norms, expected.norms, rtol=2e-6)
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("partition", [(2, 2, 2, 2), UNEVEN[4]])
+def test_adafactor_over_interleaved_stages_trains_as_on_one_device(partition):
+    """It takes means over a whole stack, for which stages exchange their layers in each step."""
+    make = lambda: optax.adafactor(1e-2, min_dim_size_to_factor=8)  # noqa: E731
+    settings = {"pipeline_schedule": "interleaved(2)", "partition": partition}
+    mesh = {"data": 2, "stage": 2}
+    run = train(
+        EIGHT, devices=4, zero=1, optimizer=make(), mesh=mesh, num_microbatches=4, **settings
+    )
+    assert any("exchanged between pipeline stages in every step" in x for x in run.plan.reasons)
+    assert_equal_runs(run, one_device(optimizer=make()))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("zero", [1, 3])
 def test_eight_bit_moments_follow_those_of_one_device(zero):

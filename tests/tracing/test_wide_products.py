@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -89,10 +91,47 @@ def test_a_plan_in_float32_says_nothing():
     assert lines_of(Listener, tokens(), precision="fp32") == []
 
 
-def test_images_in_float32_are_the_cause_where_a_convolution_takes_them():
-    batch = {"image": jax.ShapeDtypeStruct((4, 8, 8, 3), jnp.float32)}
-    (line,) = lines_of(Looker, batch)
-    assert "because batch['image'] is float32" in line
+class Caster(Looker):
+    """Images are cast to float32 by the model."""
+
+    def loss(self, batch: Any) -> jax.Array:
+        return super().loss({"image": batch["image"].astype(jnp.float32) / 255})
+
+
+def products_of_a_step(model: Any, batch: Any) -> tuple[set[str], list[str]]:
+    """Returns dtypes of operands of a step's convolutions, and what the plan says of them."""
+    mesh = make_mesh({"data": 2}, jax.devices()[:2])
+    plan = zerojax.make_plan(model, mesh, example_batch=batch, precision="bf16", zero=0)
+    arrays = zerojax.shard_batch(plan, jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), batch))
+    step = zerojax.build_step(plan).lower(zerojax.init_state(plan, seed=0), arrays)
+    lines = [line for line in step.as_text().splitlines() if "stablehlo.convolution" in line]
+    return set(re.findall(r"x(f32|bf16)>[,)]", " ".join(lines))), plan.reasons
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.uint8])
+@pytest.mark.parametrize(("model", "used"), [(Looker, "bf16"), (Caster, "f32")])
+def test_the_plan_says_of_images_what_the_step_computes(model, used, dtype):
+    """A step casts floating-point arrays of a batch to the compute dtype."""
+    batch = {"image": jax.ShapeDtypeStruct((4, 8, 8, 3), dtype)}
+    dtypes, reasons = products_of_a_step(model, batch)
+    assert dtypes == {used}
+    assert any(line.startswith("products: 100%") for line in reasons) == (used == "f32")
+
+
+def test_a_float32_batch_is_traced_in_the_compute_dtype():
+    batch = {"x": jax.ShapeDtypeStruct((4, WIDTH), jnp.float32)}
+
+    def loss(model: Any, batch: Any) -> jax.Array:
+        return jnp.mean(model(batch["x"]))
+
+    def model(rngs: nnx.Rngs) -> nnx.Linear:
+        return nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    mesh = make_mesh({"data": 2}, jax.devices()[:2])
+    plan = zerojax.make_plan(model, mesh, example_batch=batch, loss=loss, precision="bf16")
+    (product,) = [x for x in plan.traced.forward.eqns if x.primitive.name == "dot_general"]
+    assert {x.aval.dtype for x in (*product.invars, *product.outvars)} == {jnp.dtype("bfloat16")}
+    assert plan.abstract_batch["x"].dtype == jnp.float32
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
@@ -101,8 +140,8 @@ def test_reference_models_compute_in_bfloat16(name: str):
     assert lines_of(small_models.reference_model(name), batch) == []
 
 
-def found_in(function: Any, *arguments: Any, **options: Any) -> Any:
-    return find_wide_products(jax.make_jaxpr(function)(*arguments), **options)
+def found_in(function: Any, *arguments: Any) -> Any:
+    return find_wide_products(jax.make_jaxpr(function)(*arguments))
 
 
 def test_the_share_counts_each_run_of_a_loop():

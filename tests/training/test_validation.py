@@ -13,6 +13,7 @@ import zerojax
 from zerojax.config import LogConfig
 from zerojax.models.losses import mean_squared_error
 from zerojax.training.evaluation import EarlyStopping
+from zerojax.training.validation import each_batch
 
 ROWS = 16
 
@@ -236,3 +237,79 @@ def test_an_evaluation_that_fails_at_the_end_costs_no_weights(tmp_path):
     with pytest.raises(OSError, match="the disk is gone"):
         train(FailsLater(), checkpoint=tmp_path, run_dir="auto")
     assert zerojax.load_run(tmp_path, model=Line, loss=mean).step == 2
+
+
+class Rows:
+    """A dataset of rows that notes which are read."""
+
+    def __init__(self, number):
+        self.batch, self.read = rows(number, 3), set()
+
+    def __len__(self):
+        return len(self.batch["x"])
+
+    def __getitem__(self, number):
+        self.read.add(number)
+        return {name: values[number] for name, values in self.batch.items()}
+
+
+@pytest.mark.parametrize("number", [1, ROWS - 3, ROWS, 3 * ROWS + 5, 9 * ROWS])
+def test_an_evaluation_of_a_dataset_counts_each_row_once(number, capsys):
+    data = Rows(number)
+    trainer = train(data, mean_and_metrics, num_microbatches=2, log=LogConfig(console="lines"))
+    assert "rows (" not in capsys.readouterr().out
+    assert data.read == set(range(number))
+    assert trainer.evaluations[-1]["weight"] == number
+    for name, value in expected(mean_and_metrics, trainer, [data.batch]).items():
+        found = trainer.evaluations[-1][name]
+        np.testing.assert_allclose(found, value, rtol=2e-6, atol=1e-6, err_msg=name)
+
+
+def test_what_eval_batches_leaves_out_of_a_dataset_is_said(capsys):
+    data = Rows(3 * ROWS + 5)
+    trainer = train(data, eval_batches=2, log=LogConfig(console="lines"))
+    assert f"reads {2 * ROWS} of {len(data)} rows (2 batches" in capsys.readouterr().out
+    assert data.read == set(range(2 * ROWS))
+    assert trainer.evaluations[-1]["weight"] == 2 * ROWS
+
+
+@pytest.mark.parametrize("number", [5, 2 * ROWS + 5])
+def test_a_loss_that_mixes_rows_refuses_a_short_dataset_with_a_remedy_that_works(number):
+    steps = []
+    remedy = "pass eval_batches=2" if number > ROWS else "with at least that many rows"
+    with pytest.raises(ValueError, match=f"last batch has 5 rows, not 16.*'largest'.*{remedy}"):
+        train(Rows(number), largest, callbacks=[lambda *_: steps.append(1)])
+    assert not steps
+    given = {"eval_batches": 2} if number > ROWS else {}
+    trainer = train(Rows(max(number, ROWS)), largest, **given)
+    assert trainer.evaluations[-1]["weight"] == max(number // ROWS, 1) * ROWS
+
+
+def test_processes_fill_the_last_batch_of_a_dataset_with_the_same_row():
+    source = zerojax.data.DatasetSource(dataset=Rows(ROWS + 5), global_batch_size=ROWS, seed=1)
+    parts = [(0, 4), (4, 8), (8, 16)]
+    whole, *of_processes = (
+        list(each_batch(source, None, None, lambda part=part: part))[-1]
+        for part in [(0, ROWS), *parts]
+    )
+    assert {part.missing for part in of_processes} == {whole.missing} == {ROWS - 5}
+    joined = np.concatenate([part.batch["x"] for part in of_processes])
+    np.testing.assert_array_equal(joined, whole.batch["x"])
+    np.testing.assert_array_equal(whole.batch["x"][:5], source.rows(ROWS, ROWS + 5)["x"])
+    last = source.rows(ROWS + 4, ROWS + 5)["x"]
+    copies = [whole.batch["x"][5:], whole.copies["x"], *(part.copies["x"] for part in of_processes)]
+    assert all((rows == last).all() for rows in copies)
+
+
+def test_evaluate_takes_a_dataset_as_validation_does(tmp_path):
+    data = Rows(ROWS + 5)
+    trainer = train(data, run_dir=tmp_path, checkpoint=zerojax.CheckpointConfig())
+    found = trainer.evaluations[-1]
+    small = zerojax.data.DatasetSource(dataset=data, global_batch_size=3, shuffle=False)
+    loaded = zerojax.load_run(tmp_path, model=Line, loss=mean)
+    for evaluate in (trainer.evaluate, loaded.evaluate):
+        for given in (data, small):
+            again = evaluate(given)
+            assert again["weight"] == found["weight"] == len(data)
+            np.testing.assert_allclose(again["loss"], found["loss"], rtol=2e-6)
+        assert evaluate(data, 1)["weight"] == ROWS

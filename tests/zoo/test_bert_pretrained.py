@@ -72,6 +72,14 @@ def difference(ours: Any, theirs: Any) -> float:
     return float(np.abs(np.asarray(ours)[real] - np.asarray(theirs)[real]).max())
 
 
+@pytest.mark.parametrize("rate", [0.0, 0.1])
+def test_attention_dropout_of_the_file_is_noted(tmp_path: Path, rate: float) -> None:
+    rates = {"attention_probs_dropout_prob": rate, "hidden_dropout_prob": 0.1}
+    folder = written(tmp_path, tensors_of("BertModel"), "BertModel", **rates)
+    notes = from_hugging_face(folder, dropout=0.1).notes
+    assert [f"attention_probs_dropout_prob={rate}; here" in x for x in notes] == [True] * bool(rate)
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("class_name", CLASSES)
 def test_every_class_has_its_heads(class_name: str, tmp_path: Path) -> None:

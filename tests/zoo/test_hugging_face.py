@@ -260,6 +260,25 @@ def test_a_layer_at_a_time_goes_into_its_place_on_a_device(folders):
         np.testing.assert_array_equal(found, wanted)
 
 
+DROPPED = {"attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("rates", "dropout", "words"),
+    [
+        (DROPPED, 0.0, "embd_pdrop=0.1, resid_pdrop=0.1, attn_pdrop=0.1; here dropout=0.0 holds"),
+        (DROPPED, 0.1, "attn_pdrop=0.1; here dropout=0.1 holds"),
+        ({**DROPPED, "attn_pdrop": 0.0}, 0.1, None),
+        (dict.fromkeys(DROPPED, 0.0), 0.0, None),
+    ],
+)
+def test_dropout_of_a_file_that_a_run_has_not_is_said(tmp_path, rates, dropout, words):
+    folder = write_folder(tmp_path / "gpt2", "gpt2", **rates)
+    said = [x for x in plan_for(from_hugging_face(folder, dropout=dropout)).reasons if "drop" in x]
+    assert len(said) == (words is not None)
+    assert all(words in x for x in said)
+
+
 def test_a_change_is_a_setting_of_the_model(folders):
     pretrained = from_hugging_face(folders["llama"], remat="full", loss_chunk=4)
     assert pretrained.config.remat == "full"

@@ -295,9 +295,9 @@ class CheckpointConfig:
 class LogConfig:
     """What is reported, where and how often. metrics.jsonl is always written."""
 
-    every: int = 10
+    every: int | None = None
     """Steps between reports. Reading metrics waits for the device, so the default is not every
-    step."""
+    step: null is 10, or steps_per_print of a ds_config."""
     tensorboard: bool = True
     """Write TensorBoard event files; this takes microseconds and no dependency."""
     wandb: str | None = None
@@ -321,3 +321,8 @@ class LogConfig:
         steps = self.profile
         if steps and not (len(steps) == 2 and 2 <= steps[0] <= steps[1]):
             refuse("profile", list(self.profile), "is not [FIRST, LAST] with 2 <= FIRST <= LAST")
+
+    @property
+    def report_every(self) -> int:
+        """Steps between reports, with the default filled in."""
+        return 10 if self.every is None else self.every

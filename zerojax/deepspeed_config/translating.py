@@ -261,15 +261,17 @@ def log_of(file: File, given: CallerValues) -> tuple[LogConfig, Path | None]:
     if every is not None and every < 1:
         file.notes.refuse("steps_per_print", every, "must be at least 1")
         every = None
-    if given.log is not None:
-        if every is not None and every != given.log.every:
+    log = given.log or LogConfig()
+    if every is not None:
+        if log.every not in (None, every):
             file.notes.refuse(
                 "steps_per_print",
                 every,
-                f"differs from log.every={given.log.every}; set only one of them",
+                f"differs from log.every={log.every}; set only one of them",
             )
-        return given.log, _run_dir(file)
-    log = LogConfig() if every is None else LogConfig(every=every)
+        log = dataclasses.replace(log, every=every)
+    if given.log is not None:
+        return log, _run_dir(file)
     changes: dict[str, Any] = {}
     if file.has("tensorboard.enabled"):
         changes["tensorboard"] = file["tensorboard.enabled"]

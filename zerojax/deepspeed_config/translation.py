@@ -189,7 +189,7 @@ def _run(translation: Translation) -> Iterator[str]:
     if translation.attention_layout is not None:
         layout = translation.attention_layout
         yield f"  attention  {layout.mode}, blocks of {layout.block}"
-    yield f"  reports    every {translation.log.every} steps"
+    yield f"  reports    every {translation.log.report_every} steps"
 
 
 def _optimizer(translation: Translation) -> str:

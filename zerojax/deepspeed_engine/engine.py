@@ -370,7 +370,7 @@ class Engine(EngineQueries, AbsentMethods):
     @property
     def _report_every(self) -> int:
         if self._run_dir is not None:
-            return self.translation.log.every
+            return self.translation.log.report_every
         return self.translation.steps_per_print or _DEFAULT_EVERY
 
     def _print_report(self, runner: StepRunner, values: Metrics) -> None:

@@ -361,7 +361,6 @@ def _decide(
                 placement,
                 seen.extras,
                 traced.counted_state,
-                seen.microbatch,
                 task.precision,
                 program.regather,
             ),
@@ -461,7 +460,8 @@ def _trace(task: _Task) -> _Seen:
       ValueError, TypeError: the loss or what it reads cannot be planned.
     """
     shards = meshes.num_data_shards(task.mesh)
-    microbatch = slice_batch(task.batch, shards * task.num_microbatches)
+    whole = slice_batch(task.batch, 1, task.precision)
+    microbatch = slice_batch(task.batch, shards * task.num_microbatches, task.precision)
     check_arguments(task.loss)
     with errors_with_users_lines(microbatch):
         params, extras = abstract_model(task.model, task.batch, task.loss)
@@ -472,7 +472,7 @@ def _trace(task: _Task) -> _Seen:
     check_loss(trace.result)
     check_step_counts(trace, params, extras, microbatch, task.model)
     check_reads(params, trace.read_shapes.keys() | trace.barriers.keys())
-    check_divisor(trace, params, extras, microbatch, task.batch, trace_of)
+    check_divisor(trace, params, extras, microbatch, whole, trace_of)
     return _Seen(params=params, extras=extras, microbatch=microbatch, trace=trace)
 
 

@@ -26,7 +26,6 @@ from zerojax.plan.state_layout import OffloadLayout
 from zerojax.tracing.flops import products, ragged_groups, without_waste
 from zerojax.tracing.protocol import Model
 from zerojax.tracing.trace import ModelTrace
-from zerojax.tracing.trees import flatten_names
 from zerojax.tracing.wide_products import find_wide_products
 
 
@@ -93,7 +92,6 @@ def describe_model(
     placement: Placement,
     extras: Mapping[str, Any],
     counted: Collection[str],
-    batch: Any,
     precision: Precision,
     regather: bool,
 ) -> list[str]:
@@ -104,7 +102,7 @@ def describe_model(
       trace: of its forward pass.
       placement: the table.
       extras: {name: its state besides parameters}; counted: those to which sums are added.
-      batch: the argument of the loss; precision: the dtypes.
+      precision: the dtypes.
       regather: whether the step gathers parameters again in the backward pass.
     """
     lines = []
@@ -112,13 +110,14 @@ def describe_model(
         lines += _describe_gathers(placement, trace)
     lines += [
         *_describe_raised(params, placement, precision),
-        *_describe_wide(trace, batch, precision),
+        *_describe_wide(trace, precision),
     ]
     unread = [
         n for n in placement.leaves if n not in (trace.read_shapes.keys() | trace.barriers.keys())
     ]
     if unread:
         lines.append(f"{_some(unread, 'parameters')} never read by the loss")
+    lines += getattr(model, "notes", ())
     if switched := getattr(model, "switched", ()):
         names = ", ".join(switched)
         lines.append(f"{names}: set by the mode, training or evaluation, unless a call sets them")
@@ -240,19 +239,12 @@ WIDE_PRODUCTS = "products: "
 """Start of the reason that tells of them."""
 
 
-def _describe_wide(trace: ModelTrace, batch: Any, precision: Precision) -> list[str]:
+def _describe_wide(trace: ModelTrace, precision: Precision) -> list[str]:
     """Describes the share of float32 arithmetic despite a 16-bit compute dtype."""
     computed = jnp.dtype(precision.compute_dtype)
     if computed.itemsize >= 4:
         return []
-    leaves = flatten_names(batch)
-    first = len(trace.jaxpr.jaxpr.invars) - len(leaves)
-    floats = {
-        first + i: f"batch[{name!r}]"
-        for i, (name, leaf) in enumerate(leaves.items())
-        if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize >= 4
-    }
-    found = find_wide_products(trace.jaxpr, floats)
+    found = find_wide_products(trace.jaxpr)
     if found is None or found.share < WIDE_ENOUGH:
         return []
     cause = "" if found.cause is None else f", because {found.cause}"

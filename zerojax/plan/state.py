@@ -327,10 +327,14 @@ def abstract(tree: Tree) -> Tree:
     return jax.tree.map(one, tree)
 
 
-def slice_batch(batch: Tree, parts: int) -> Tree:
-    """Returns a batch with 1/parts of the rows."""
+def slice_batch(batch: Tree, parts: int, precision: Precision) -> Tree:
+    """Returns 1/parts of the rows of a batch, in the dtypes in which a step gives them to the
+    loss."""
     return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]), x.dtype), batch
+        lambda x: jax.ShapeDtypeStruct(
+            (x.shape[0] // parts, *x.shape[1:]), _dtype_read(x, precision)
+        ),
+        batch,
     )
 
 
@@ -361,12 +365,14 @@ def abstract_model(model: tracing.Model, batch: Tree, loss: tracing.Loss) -> tup
 
 def as_read(params: Mapping[str, Any], precision: Precision) -> dict[str, Any]:
     """Returns parameters in the dtype in which the model reads them."""
+    return {
+        name: jax.ShapeDtypeStruct(leaf.shape, _dtype_read(leaf, precision))
+        for name, leaf in params.items()
+    }
 
-    def one(leaf: Any) -> jax.ShapeDtypeStruct:
-        floating = jnp.issubdtype(leaf.dtype, jnp.floating)
-        return jax.ShapeDtypeStruct(leaf.shape, precision.compute_dtype if floating else leaf.dtype)
 
-    return {name: one(leaf) for name, leaf in params.items()}
+def _dtype_read(leaf: Any, precision: Precision) -> Any:
+    return precision.compute_dtype if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf.dtype
 
 
 def abstract_offloaded(

@@ -11,7 +11,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import warnings
-from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -36,22 +35,18 @@ class WideProducts:
     cause: str | None
 
 
-def find_wide_products(
-    program: ClosedJaxpr, inputs: Mapping[int, str] | None = None
-) -> WideProducts | None:
+def find_wide_products(program: ClosedJaxpr) -> WideProducts | None:
     """Returns the products of a program whose operands are both float32 or wider.
 
     Args:
       program: traced with reads of parameters marked (`operators.marks.mark_read`).
-      inputs: {number of an input: its name}, for inputs that are float32.
 
     Returns:
       None if no product has such operands.
     """
     needed = without_waste(program)
     follow = _Widened()
-    marks = [follow.bit_of_input((inputs or {}).get(i)) for i in range(len(needed.invars))]
-    follow.outputs(needed, marks)
+    follow.outputs(needed, [0] * len(needed.invars))
     total, wide = 0, collections.Counter[str | None]()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a loop without a known length counts once
@@ -73,9 +68,6 @@ class _Widened(Follow):
         """id of each product with float32 operands -> the marks of its operands."""
         self._bits: dict[Any, int] = {}
         self._causes: list[str | None] = []
-
-    def bit_of_input(self, name: str | None) -> Marks:
-        return 0 if name is None else self._bit(("input", name), f"{name} is float32")
 
     def first_cause(self, marks: Marks) -> str | None:
         """Returns the cause that comes first in the program."""

@@ -60,7 +60,7 @@ from zerojax.training.run_spec import (
 )
 from zerojax.training.train_arguments import Arguments, LoopSettings, checked
 from zerojax.training.trainer import Callback, Trainer
-from zerojax.training.validation import check_validation
+from zerojax.training.validation import check_validation, in_batches
 
 DEFAULT_STEPS = 200
 DEFAULT_BATCH = 32
@@ -110,7 +110,7 @@ def train(
     watch: WatchConfig | None = None,
     validation: Any = None,
     eval_every: int | None = None,
-    eval_batches: int = 8,
+    eval_batches: int | None = None,
     callbacks: Sequence[Callback] = (),
     seed: int = 0,
 ) -> Trainer:
@@ -167,10 +167,11 @@ def train(
       log: how often and where metrics go.
       watch: how long the run may make no progress before it is ended.
       validation: data to evaluate on: batches as a list or an iterable, one batch, a function
-        `number -> batch`, or a `TokenSource`; text has its own validation part. The first batch is
-        evaluated before the first step.
+        `number -> batch`, a dataset of rows, or a `TokenSource`; text has its own validation part.
+        The first batch is evaluated before the first step.
       eval_every: steps between evaluations; None: at the end.
-      eval_batches: batches per evaluation, for a function or a source; a list is evaluated whole.
+      eval_batches: maximum number of batches per evaluation of a dataset, a text or a function.
+        None: all rows of a dataset, 8 batches of a text or a function. A list is evaluated whole.
       callbacks: called with `(trainer, metrics)` at every report; one that returns True ends the
         run, and `train` returns. `EarlyStopping` and `KeepBest` are available.
       seed: for initialisation, dropout and shuffling.
@@ -225,7 +226,7 @@ def spec_of(arguments: Arguments, mesh: Mesh | AbstractMesh | None = None) -> Ru
       ValueError, TypeError: an argument is invalid, or arguments contradict each other.
     """
     arguments = dataclasses.replace(arguments, model=models.as_model(arguments.model))
-    arguments = _with_datasets(checked(arguments))
+    arguments = _with_dataset(checked(arguments))
     default_steps, why_steps = None, ""
     if arguments.steps is None:
         batches, default_steps, why_steps = _default_steps(arguments.batches)
@@ -254,9 +255,9 @@ def spec_of(arguments: Arguments, mesh: Mesh | AbstractMesh | None = None) -> Ru
         _check_batch_size(arguments.global_batch_size, example)
     about = [arguments.batches.describe()] if isinstance(arguments.batches, DatasetSource) else []
     arguments = dataclasses.replace(arguments, reasons=(*arguments.reasons, *about, *why_rows))
+    rows = next((leaf.shape[0] for leaf in jax.tree.leaves(example) if leaf.shape), None)
     if ds_config is not None:
-        rows = [leaf.shape[0] for leaf in jax.tree.leaves(example) if leaf.shape]
-        arguments = ds_config.with_rows(arguments, rows[0] if rows else None)
+        arguments = ds_config.with_rows(arguments, rows)
     steps, reasons = arguments.steps, arguments.reasons
     if steps is None and default_steps is not None:
         steps, reasons = default_steps, (*reasons, f"steps={default_steps}: {why_steps}")
@@ -283,7 +284,7 @@ def spec_of(arguments: Arguments, mesh: Mesh | AbstractMesh | None = None) -> Ru
         mesh=mesh_config if isinstance(mesh_config, Mesh) else as_mesh_config(mesh_config),
         mesh_options={} if exact is None else {"deterministic": exact},
         feed=feed,
-        validation=arguments.validation,
+        validation=in_batches(arguments.validation, rows or 1),
         seed=arguments.seed,
         loop=_loop_settings(arguments, log, checkpoint),
         folder=folder,
@@ -312,7 +313,7 @@ def _loop_settings(
     arguments: Arguments, log: LogConfig, checkpoint: CheckpointConfig | None
 ) -> LoopSettings:
     return LoopSettings(
-        log_every=log.every,
+        log_every=log.report_every,
         eval_every=arguments.eval_every,
         eval_batches=arguments.eval_batches,
         save_every=checkpoint.every if checkpoint else 500,
@@ -424,17 +425,13 @@ def _loss(
     return with_layout, kind if with_layout is loss else "own"
 
 
-def _with_datasets(arguments: Arguments) -> Arguments:
-    """Returns the arguments with sources in place of datasets of rows."""
-    size = arguments.global_batch_size
-    if size is None and any(map(is_dataset, (arguments.batches, arguments.validation))):
+def _with_dataset(arguments: Arguments) -> Arguments:
+    """Returns the arguments with a source in place of a dataset of rows as batches."""
+    batches, size = arguments.batches, arguments.global_batch_size
+    if size is None and is_dataset(batches):
         size = batch_size_of(arguments.mesh_config, num_devices=jax.device_count())
-    make = functools.partial(as_dataset_source, global_batch_size=size, seed=arguments.seed)
-    return dataclasses.replace(
-        arguments,
-        batches=make(arguments.batches),
-        validation=make(arguments.validation, shuffle=False),
-    )
+    source = as_dataset_source(batches, global_batch_size=size, seed=arguments.seed)
+    return dataclasses.replace(arguments, batches=source)
 
 
 def _check_batch_size(size: int | None, example: Any) -> None:

@@ -15,17 +15,15 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-import jax
-
 from zerojax.config.checks import names_keywords, warn_user
-from zerojax.data import local_rows, missing_rows, shard_batch
+from zerojax.data import local_rows, shard_batch
 from zerojax.optim import EMA
 from zerojax.plan.device_mesh import num_data_shards
 from zerojax.plan.make import Plan
 from zerojax.plan.state import abstract_model, as_read, slice_batch
 from zerojax.runtime.memory import allocating_for
 from zerojax.tracing.trace import has_random_numbers, is_random
-from zerojax.training.validation import Filler, LeftOutError, each_batch
+from zerojax.training.validation import Filler, LeftOutError, each_batch, in_batches
 
 VALIDATION = "validation/"
 """Prefix of evaluation metrics; names without it are metrics of training reports."""
@@ -46,7 +44,7 @@ def check_evaluation_mode(plan: Plan) -> None:
     if not (plan.abstract_portable["extras"] or has_random_numbers(plan.traced.forward)):
         return
     pieces = plan.num_microbatches * num_data_shards(plan.mesh)
-    microbatch = slice_batch(plan.abstract_batch, pieces)
+    microbatch = slice_batch(plan.abstract_batch, pieces, plan.precision)
     params, extras = abstract_model(plan.users_model, plan.abstract_batch, plan.loss)
     read = as_read(params, plan.precision)
     try:
@@ -284,7 +282,7 @@ def mean_loss(
     state: Any,
     batches: Any,
     num_batches: int | None,
-    default: int,
+    default: int | None,
     *,
     filler: Filler | None = None,
     leave_out: Callable[[str], None] | None = None,
@@ -300,9 +298,7 @@ def mean_loss(
       plan: the plan of `state`.
       state: not donated.
       batches: as in `each_batch`; None if the run has none.
-      num_batches: maximum number of batches; None: all of a list, `default` of a source or a
-        function.
-      default: number of batches of a source or a function.
+      num_batches, default: as in `each_batch`.
       filler: of the plan; reuses what earlier evaluations found out about the loss.
       leave_out: called with a sentence for each short batch that is skipped because the loss does
         not allow it; None: such a batch is an error.
@@ -313,21 +309,23 @@ def mean_loss(
     """
     if batches is None:
         raise ValueError("no validation data: pass batches to evaluate, or validation= to train")
+    batches = in_batches(batches, plan.global_batch_size)
     filler = filler or Filler(plan)
     on_host = lambda batch: evaluate(  # noqa: E731
         state, shard_batch(plan, batch, vocab_size=plan.vocab_size)
     )
     totals: dict[str, list[float]] = {}
-    rows, rows_of_batch = 0, jax.tree.leaves(plan.abstract_batch)[0].shape[0]
+    rows = 0
     for batch in each_batch(batches, num_batches, default, lambda: local_rows(plan)):
         try:
-            sums = filler.sums(on_host, batch)
+            filled = filler.fill(batch)
         except LeftOutError as error:
             if leave_out is None:
                 raise
             leave_out(str(error))
             continue
-        rows += rows_of_batch - missing_rows(plan, batch)
+        sums = filler.sums(on_host, filled)
+        rows += plan.global_batch_size - filled.missing
         own = {name: (x["sum"], x["weight"]) for name, x in sums.get("metrics", {}).items()}
         for name, pair in {"loss": (sums["loss"], sums["weight"]), **own}.items():
             total = totals.setdefault(name, [0.0, 0.0])

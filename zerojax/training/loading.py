@@ -43,7 +43,7 @@ from zerojax.training.run_record import (
     read_record,
 )
 from zerojax.training.run_spec import CHECKPOINT_FOLDER
-from zerojax.training.validation import each_batch
+from zerojax.training.validation import each_batch, in_batches
 from zerojax.zoo.decoder import Decoder
 from zerojax.zoo.text_generation import BATCH_SIZE, Continuation
 
@@ -134,8 +134,8 @@ class LoadedRun:
         Args:
           batches: as `validation` of `zerojax.train`, but the first batch must be full; None: the
             validation part of the run's text.
-          num_batches: maximum number of batches; None: the run's `eval_batches` for a source or a
-            function, else all.
+          num_batches: maximum number of batches; None: `eval_batches` of the run for a source or
+            a function, all otherwise.
 
         Raises:
           ValueError: there is nothing to evaluate on, or the run had its own loss function, which
@@ -147,6 +147,7 @@ class LoadedRun:
                 f"does not hold; give it: zerojax.load_run({str(self._folder)!r}, loss=LOSS)"
             )
         batches = self.validation() if batches is None else batches
+        batches = in_batches(batches, self.plan.global_batch_size)
         if isinstance(batches, RowSource):
             first = batches.batch(0)
         else:

@@ -118,7 +118,7 @@ def _spec_of(config: RunConfig, why_mesh: Sequence[str], resume_hint: str) -> Ru
         validation=validation,
         seed=config.seed,
         loop=LoopSettings(
-            log_every=config.log.every,
+            log_every=config.log.report_every,
             eval_every=config.eval_every,
             eval_batches=config.eval_batches,
             save_every=checkpoint.every,

@@ -28,7 +28,7 @@ from zerojax.training.evaluation import check_evaluation_mode
 from zerojax.training.process_agreement import check_same_run, describe_run
 from zerojax.training.run_spec import CHECKPOINT_FOLDER, RunSpec, print_if_slow
 from zerojax.training.trainer import Trainer
-from zerojax.training.validation import check_before_run
+from zerojax.training.validation import check_before_run, describe_limit
 
 ALONE_SECONDS = 20.0
 """Maximum wait for a save in flight when one of several processes fails. The process's own part
@@ -71,7 +71,9 @@ def open_run(spec: RunSpec, plan: Plan) -> Run:
         )
     if spec.validation is not None:
         check_evaluation_mode(plan)
-    check_before_run(plan, spec.validation)
+    check_before_run(plan, spec.validation, spec.loop.eval_batches)
+    if (limit := describe_limit(spec.validation, spec.loop.eval_batches)) is not None:
+        reasons.append(limit)
     base = None
     if spec.checkpoint is not None and spec.checkpoint.path is not None:
         base, frozen = base_of(plan, spec.checkpoint.frozen)

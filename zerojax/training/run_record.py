@@ -101,7 +101,7 @@ class RunNotes:
 
     loss: LossKind
     data: TextData | None = None
-    eval_batches: int = 8
+    eval_batches: int | None = None
     checkpoints: str | None = None
     tokenizer: Any = None
     template: str | None = None
@@ -123,7 +123,7 @@ class RunRecord:
       platform, num_devices: of the devices that the run used.
       batch: the global batch as JSON, see `abstract_of`; None: not expressible.
       data: the text, or None if batches came from Python.
-      eval_batches: batches per evaluation.
+      eval_batches: batches per evaluation, as set by the user; None: not set.
       checkpoints: folder of the checkpoints if it is not inside the run folder.
     """
 
@@ -139,7 +139,7 @@ class RunRecord:
     num_devices: int
     batch: Any
     data: TextData | None
-    eval_batches: int
+    eval_batches: int | None
     checkpoints: str | None
 
     def as_precision(self) -> Precision:
@@ -306,7 +306,7 @@ class _Checked:
     frozen: tuple[str, ...]
     platform: str
     num_devices: int
-    eval_batches: int
+    eval_batches: int | None
     checkpoints: str | None
 
     def __post_init__(self) -> None:

@@ -46,7 +46,7 @@ class Arguments:
     watch: WatchConfig | None
     validation: Any
     eval_every: int | None
-    eval_batches: int
+    eval_batches: int | None
     callbacks: Any
     seed: int
     reasons: tuple[str, ...] = ()
@@ -123,7 +123,8 @@ class LoopSettings:
     Attributes:
       log_every: steps between reports.
       eval_every: steps between evaluations; None evaluates at the end only.
-      eval_batches: batches per evaluation.
+      eval_batches: maximum number of batches per evaluation; None: all of a dataset, 8 of a text
+        or a function.
       save_every: steps between checkpoints.
       save_on_exit: also save at the end and when interrupted.
       max_skipped: the run stops after this many consecutive reports whose step was skipped as
@@ -135,7 +136,7 @@ class LoopSettings:
 
     log_every: int = 10
     eval_every: int | None = None
-    eval_batches: int = 8
+    eval_batches: int | None = None
     save_every: int = 500
     save_on_exit: bool = True
     max_skipped: int = 5

@@ -381,8 +381,8 @@ class Trainer(StepRunner):
 
         Args:
           batches: as `validation` of `zerojax.train`; None: the run's validation data.
-          num_batches: maximum number of batches; None: `loop_settings.eval_batches` for a source
-            or a function, all otherwise.
+          num_batches: maximum number of batches; None: `eval_batches` of the run for a source or
+            a function, all otherwise.
           weights: "ema" evaluates the averaged weights (`zerojax.with_ema`) instead of the trained
             ones; their metrics are logged as "ema_loss" and so on.
 

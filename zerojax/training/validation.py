@@ -5,7 +5,10 @@ Knows plans and host batches; the callbacks of evaluations are in `evaluation`.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from zerojax.data import Feed, RowSource, local_rows, missing_rows
+from zerojax.data import (
+    DatasetSource,
+    Feed,
+    RowSource,
+    as_dataset_source,
+    is_dataset,
+    local_rows,
+    missing_rows,
+)
 from zerojax.data.feed import check_function
 from zerojax.models.given_arrays import as_arrays
 from zerojax.operators.attention_choice import attention_planned_for
@@ -24,10 +35,27 @@ from zerojax.plan.state import abstract_model, as_read, slice_batch
 from zerojax.tracing import trace_model
 
 Sums = Mapping[str, Any]
+DEFAULT_BATCHES = 8
+"""Batches per evaluation of a text or a function, unless the user sets their number."""
 
 
 class LeftOutError(ValueError):
     """Raised for a batch with too few rows if the loss cannot exclude the missing rows."""
+
+
+@dataclasses.dataclass(frozen=True)
+class FilledBatch:
+    """A batch in which copies of one row take the place of missing rows.
+
+    Attributes:
+      batch: rows of this process on the host, with the copies.
+      copies: as `batch`, but every row is the copied one; None if there are no copies.
+      missing: number of copies in the global batch.
+    """
+
+    batch: Any
+    copies: Any = None
+    missing: int = 0
 
 
 def check_validation(validation: Any) -> None:
@@ -50,10 +78,10 @@ def check_validation(validation: Any) -> None:
             "its own validation part is used"
         )
     is_data = isinstance(validation, RowSource | Iterable) or callable(validation)
-    if validation is not None and not is_data:
+    if validation is not None and not (is_data or is_dataset(validation)):
         raise TypeError(
             f"validation is a {type(validation).__name__}; give a list of batches, one batch, a "
-            "function of the batch's number, or a TokenSource"
+            "function of the batch's number, a dataset of rows, or a TokenSource"
         )
     if callable(validation) and not isinstance(validation, RowSource | Iterable):
         check_function(validation, "validation")
@@ -61,45 +89,101 @@ def check_validation(validation: Any) -> None:
         raise ValueError("validation is empty; give at least one batch, or None for no validation")
 
 
+def in_batches(data: Any, global_batch_size: int) -> Any:
+    """Returns a dataset of rows as a source of batches of this size; other data unchanged.
+
+    Args:
+      data: as `validation` of `zerojax.train`, or None.
+      global_batch_size: rows of the plan's batch.
+    """
+    if isinstance(data, DatasetSource):
+        return dataclasses.replace(data, global_batch_size=global_batch_size)
+    return as_dataset_source(data, global_batch_size=global_batch_size, seed=0, shuffle=False)
+
+
 def each_batch(
-    batches: Any, num_batches: int | None, default: int, rows: Callable[[], tuple[int, int]]
+    batches: Any,
+    num_batches: int | None,
+    default: int | None,
+    rows: Callable[[], tuple[int, int]],
 ) -> Iterable[Any]:
-    """Returns the host batches of an evaluation.
+    """Returns the host batches of an evaluation; a short one of a dataset is a `FilledBatch`.
 
     Args:
       batches: a source, a function of the batch's number, one batch, or an iterable of batches.
       num_batches: maximum number of batches; None: all of an iterable, `default` of a source or a
         function.
-      default: number of batches of a source or a function.
+      default: maximum number of batches of a source or a function; None: all of a dataset,
+        `DEFAULT_BATCHES` of another source or a function.
       rows: returns the range of rows of a source's batches that this process reads.
     """
-    return map(as_arrays, _each_given(batches, num_batches, default, rows))
-
-
-def _each_given(
-    batches: Any, num_batches: int | None, default: int, rows: Callable[[], tuple[int, int]]
-) -> Iterable[Any]:
+    limit = default if num_batches is None else num_batches
     if isinstance(batches, RowSource):
-        count, own = min(num_batches or default, max(1, int(batches.steps_per_epoch))), rows()
-        return (batches.batch(index, *own) for index in range(count))
+        own = rows()
+        return (_batch_of(batches, index, *own) for index in range(_num_batches(batches, limit)))
     if isinstance(batches, Mapping):
         batches = [batches]
     elif callable(batches) and not isinstance(batches, Iterable):
-        count = default if num_batches is None else num_batches
-        return (batches(index) for index in range(count))
-    return itertools.islice(batches, num_batches)
+        count = DEFAULT_BATCHES if limit is None else limit
+        return (as_arrays(batches(index)) for index in range(count))
+    return map(as_arrays, itertools.islice(batches, num_batches))
 
 
-def check_before_run(plan: Plan, validation: Any) -> None:
+def _num_batches(source: RowSource, limit: int | None) -> int:
+    """Returns the number of batches of an evaluation; a text gives whole batches only."""
+    if isinstance(source, DatasetSource):
+        count = math.ceil(source.steps_per_epoch)
+        return count if limit is None else min(limit, count)
+    return min(DEFAULT_BATCHES if limit is None else limit, max(1, int(source.steps_per_epoch)))
+
+
+def _batch_of(source: RowSource, index: int, low: int, high: int) -> Any:
+    size = source.global_batch_size
+    missing = (index + 1) * size - source.num_rows
+    if missing <= 0 or not isinstance(source, DatasetSource):
+        return as_arrays(source.batch(index, low, high))
+    last = source.num_rows - 1  # all processes read it, so they all add the same copies
+    numbers = np.minimum(index * size + np.arange(low, high), last)
+    filled, copies = source.rows_at(numbers), source.rows_at(np.full_like(numbers, last))
+    return FilledBatch(as_arrays(filled), as_arrays(copies), missing)
+
+
+def describe_limit(validation: Any, eval_batches: int | None) -> str | None:
+    """Returns how many rows of a source are evaluated; None if all are, or if it is no source.
+
+    Args:
+      validation: data of the run.
+      eval_batches: as set by the user; None: not set.
+    """
+    if not isinstance(validation, RowSource):
+        return None
+    count = _num_batches(validation, eval_batches)
+    rows, size = validation.num_rows, validation.global_batch_size
+    if count * size >= rows:
+        return None
+    return (
+        f"validation: an evaluation reads {count * size:,} of {rows:,} rows ({count} batches of "
+        f"{size}); eval_batches= sets the number of batches"
+    )
+
+
+def check_before_run(plan: Plan, validation: Any, eval_batches: int | None) -> None:
     """Raises if the plan's evaluation cannot use the validation data.
 
-    Checks all batches of a list, the first and the last batch of another sequence, and the first
-    batch of anything else.
+    Checks all batches of a list, the first and the last batch of another sequence, the number of
+    rows of a dataset, and the first batch of anything else that is no source.
+
+    Args:
+      plan: of the run.
+      validation: data of the run, or None.
+      eval_batches: as set by the user; None: not set.
 
     Raises:
       ValueError: names or shapes differ from the plan's batch, there is no batch, or a batch is
         short and its missing rows cannot be excluded from the loss.
     """
+    if isinstance(validation, DatasetSource):
+        _check_rows(plan, validation, eval_batches)
     if validation is None or isinstance(validation, RowSource):
         return
     if isinstance(validation, list | tuple):
@@ -119,28 +203,54 @@ def check_before_run(plan: Plan, validation: Any) -> None:
     if not number:
         raise ValueError("validation has no batch; give at least one, or None for no validation")
     short = next((place for place, count in missing.items() if count), None)
-    if short is not None and (why := why_not_filled(plan)):
-        raise LeftOutError(f"validation, batch {short}, {_short_by(plan, missing[short])}: {why}")
+    if short is not None and (why := _why_refused(plan)):
+        low, high = local_rows(plan)
+        which = f"batch {short}, {_is_short(high - low, missing[short])}"
+        raise LeftOutError(f"validation, {which}: {why}")
 
 
-def _short_by(plan: Plan, count: int) -> str:
-    low, high = local_rows(plan)
-    return f"has {high - low - count} rows, not {high - low}"
+def _check_rows(plan: Plan, source: DatasetSource, eval_batches: int | None) -> None:
+    """Raises LeftOutError if the last batch is short, and the loss mixes rows."""
+    rows, size = source.num_rows, source.global_batch_size
+    whole = rows // size
+    if _num_batches(source, eval_batches) <= whole or (why := why_not_filled(plan)) is None:
+        return
+    remedy = f"pass eval_batches={whole} to leave out the last {rows % size} rows"
+    if not whole:
+        remedy = "pass a dataset with at least that many rows"
+    raise LeftOutError(
+        f"validation has {rows:,} rows, and the last batch {_is_short(size, size - rows % size)}: "
+        f"{why}; {remedy}, or return pairs (sum, weight) from the loss"
+    )
+
+
+def _is_short(rows: int, missing: int) -> str:
+    return f"has {rows - missing} rows, not {rows}"
+
+
+def _why_refused(plan: Plan, *, of_dataset: bool = False) -> str | None:
+    """Returns why short batches are refused, with a remedy; None if they are not."""
+    if jax.process_count() > 1 and not of_dataset:
+        return (
+            "with several processes every batch needs all of its rows; drop them, or fill the "
+            "batch up with rows that the loss gives a weight of 0"
+        )
+    why = why_not_filled(plan)
+    return why and (
+        f"{why}; drop the batch, give it all rows, or return pairs (sum, weight) in which rows can "
+        "have a weight of 0"
+    )
 
 
 def why_not_filled(plan: Plan) -> str | None:
-    """Returns why short batches are not possible, with a remedy; None if they are.
+    """Returns why short batches are not possible; None if they are.
 
     They are possible if everything that the loss returns is a sum over rows, or a mean over a
     fixed number of rows. Then missing rows are filled with copies of one row, and the contribution
     of the copies is subtracted.
     """
-    if jax.process_count() > 1:
-        return (
-            "with several processes every batch needs all of its rows; drop them, or fill the "
-            "batch up with rows that the loss gives a weight of 0"
-        )
-    piece = slice_batch(plan.abstract_batch, num_data_shards(plan.mesh) * plan.num_microbatches)
+    pieces = num_data_shards(plan.mesh) * plan.num_microbatches
+    piece = slice_batch(plan.abstract_batch, pieces, plan.precision)
     with attention_planned_for(plan.mesh, COMPILER_AXES):
         model = plan.users_model
         params, extras = abstract_model(model, plan.abstract_batch, plan.loss)
@@ -151,8 +261,7 @@ def why_not_filled(plan: Plan) -> str | None:
         return None
     return (
         f"rows cannot be left out, since {part} is not known to be a sum or a mean of values that "
-        "are computed row by row; drop the batch, give it all rows, or return pairs (sum, weight) "
-        "in which rows can have a weight of 0"
+        "are computed row by row"
     )
 
 
@@ -167,33 +276,49 @@ class Filler:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._why: list[str | None] = []
+        self._why = functools.cache(functools.partial(_why_refused, plan))  # tracing takes a while
 
-    def sums(self, evaluate: Callable[[Any], Sums], batch: Any) -> Sums:
-        """Returns `evaluate(batch)` over the rows that the batch has.
+    def fill(self, batch: Any) -> FilledBatch:
+        """Returns a host batch with all of its rows.
 
         Args:
-          evaluate: returns sums over the rows of a full host batch.
-          batch: on the host; may have fewer rows than the plan's batch.
+          batch: one of `each_batch`.
 
         Raises:
           LeftOutError: the batch is short, and the loss mixes rows.
+          ValueError: names or shapes differ from the plan's in another way.
         """
+        if isinstance(batch, FilledBatch):
+            if (why := self._why(of_dataset=True)) is not None:
+                size = self._plan.global_batch_size
+                raise LeftOutError(f"the last batch {_is_short(size, batch.missing)}: {why}")
+            return batch
         missing = missing_rows(self._plan, batch)
         if not missing:
-            return evaluate(batch)
-        if not self._why:  # tracing takes a while
-            self._why.append(why_not_filled(self._plan))
-        if self._why[0] is not None:
-            raise LeftOutError(f"a batch {_short_by(self._plan, missing)}: {self._why[0]}")
+            return FilledBatch(batch)
         low, high = local_rows(self._plan)
-        total = high - low
+        if (why := self._why()) is not None:
+            raise LeftOutError(f"a batch {_is_short(high - low, missing)}: {why}")
         copies = lambda x, count: np.repeat(np.asarray(x)[:1], count, axis=0)  # noqa: E731
-        filled = jax.tree.map(lambda x: np.concatenate([np.asarray(x), copies(x, missing)]), batch)
-        alone = jax.tree.map(lambda x: copies(x, total), batch)
+        return FilledBatch(
+            jax.tree.map(lambda x: np.concatenate([np.asarray(x), copies(x, missing)]), batch),
+            jax.tree.map(lambda x: copies(x, high - low), batch),
+            missing,
+        )
+
+    def sums(self, evaluate: Callable[[Any], Sums], filled: FilledBatch) -> Sums:
+        """Returns `evaluate(batch)` over the rows that are no copies.
+
+        Args:
+          evaluate: returns sums over the rows of a full host batch.
+          filled: from `fill`.
+        """
+        if not filled.missing:
+            return evaluate(filled.batch)
+        share = filled.missing / self._plan.global_batch_size
         # Python floats are float64, so the subtraction of float32 sums adds no rounding error.
         return jax.tree.map(
-            lambda both, copy: float(both) - missing / total * float(copy),
-            evaluate(filled),
-            evaluate(alone),
+            lambda both, copy: float(both) - share * float(copy),
+            evaluate(filled.batch),
+            evaluate(filled.copies),
         )

@@ -286,6 +286,8 @@ def _after(value: jax.Array, earlier: Any, totals: Any) -> jax.Array:
     if any(mesh.shape[axis] > 1 for axis in COMPILER_AXES if axis not in mesh.manual_axes):
         return value
     firsts = [x.ravel()[:1].astype(jnp.float32) for x in jax.tree.leaves(earlier)]
+    if not firsts:  # no array of a layer is large enough to be on the host
+        return value
     never = totals["scale"] < -jnp.inf
     return jnp.where(never, jnp.concatenate(firsts).sum().astype(value.dtype), value)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from zerojax.parallel.sums import sum_replicated
 from zerojax.parallel.zero.microbatch import (
     Arrays,
     PassConfig,
+    cast_batch,
     map_forward,
     map_gradients,
     run_microbatch,
@@ -226,7 +228,8 @@ def for_evaluation(config: PassConfig, stored: Arrays, extras: Arrays, batch: Ar
         )
         for name, x in stored.items()
     }
-    extras, batch = jax.tree.map(abstract, (extras, batch))
+    as_read = functools.partial(cast_batch, dtype=config.precision.compute_dtype)
+    extras, batch = jax.tree.map(abstract, extras), jax.eval_shape(as_read, batch)
     trace = trace_model(config.model, params, extras, batch, config.loss, train=False)
 
     check_evaluation(leaves, trace.barriers)

@@ -150,10 +150,9 @@ BERT_ROW = Architecture(
     leaves=leaves,
     read=read_config,
     write_config=write_config,
-    # Dropout is set per run, not read from the file.
+    dropout=("hidden_dropout_prob",),
+    attention_dropout=("attention_probs_dropout_prob",),
     no_effect=(
-        "attention_probs_dropout_prob",
-        "hidden_dropout_prob",
         "classifier_dropout",
         "gradient_checkpointing",
         "directionality",

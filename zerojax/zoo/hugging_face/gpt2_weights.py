@@ -91,11 +91,10 @@ GPT2_ROW = Architecture(
     leaves=leaves,
     read=read_config,
     write_config=write_config,
-    # Dropout is set per run; scores are always computed in float32.
+    dropout=("embd_pdrop", "resid_pdrop"),
+    attention_dropout=("attn_pdrop",),
+    # Scores are always computed in float32.
     no_effect=(
-        "attn_pdrop",
-        "embd_pdrop",
-        "resid_pdrop",
         "reorder_and_upcast_attn",
         "summary_activation",
         "summary_first_dropout",

@@ -233,6 +233,8 @@ class Architecture:
         that zerojax's model does not support.
       no_effect: further keys of config.json that do not change what the model computes; a key that
         is neither read nor listed here or in `config_reading.NO_EFFECT` is refused.
+      dropout, attention_dropout: keys of config.json with rates of dropout, which is set per run;
+        transformers takes 0.1 for a missing one. zerojax has no dropout of attention weights.
       write_config: configuration -> config.json without "model_type", and without "architectures"
         unless it depends on the configuration.
       prefix: prefix of tensor names that some files omit, such as "transformer." of GPT-2.
@@ -251,6 +253,8 @@ class Architecture:
     read: Callable[[ConfigReading], dict[str, Any]]
     write_config: Callable[[Any], dict[str, Any]]
     no_effect: tuple[str, ...] = ()
+    dropout: tuple[str, ...] = ()
+    attention_dropout: tuple[str, ...] = ()
     prefix: str = ""
     ignored: tuple[str, ...] = ()
     copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -264,7 +268,7 @@ class Architecture:
         """
         reading = ConfigReading(config)
         fields = self.read(reading)
-        check_common(reading, self.no_effect)
+        check_common(reading, (*self.no_effect, *self.dropout, *self.attention_dropout))
         return fields
 
     def keys_read(self, config: Mapping[str, Any]) -> frozenset[str]:

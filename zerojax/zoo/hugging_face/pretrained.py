@@ -16,6 +16,7 @@ from flax import nnx
 
 from zerojax.config import LoraConfig
 from zerojax.config.checks import unknown_keyword
+from zerojax.config.display import quoted
 from zerojax.config.loader import user_path
 from zerojax.models.from_nnx import NnxModel
 from zerojax.tracing.protocol import Arrays
@@ -177,6 +178,21 @@ class Pretrained(NnxModel):
     def with_lora(self, lora: LoraConfig) -> Pretrained:
         """Returns the same weights with new adapters."""
         return Pretrained(self.folder, self.row, self.config, new=self._new, lora=lora)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences for a plan's reasons: how training differs from that of transformers."""
+        rate = lambda key: self.folder.config.get(key, 0.1)  # noqa: E731
+        of_attention = any(map(rate, self.row.attention_dropout))
+        if not of_attention and all(rate(x) == self.config.dropout for x in self.row.dropout):
+            return ()
+        keys = dict.fromkeys((*self.row.dropout, *self.row.attention_dropout))
+        listed = ", ".join(f"{key}={quoted(rate(key))}" for key in keys)
+        return (
+            f"dropout: transformers trains this {self.row.model_type} with {listed}; here dropout="
+            f"{self.config.dropout} holds, which from_hugging_face(..., dropout=...) or "
+            "model.dropout sets, and attention weights are never dropped",
+        )
 
     def describe(self) -> str:
         """Returns one line: the parameters read, their files, and the tensors not used."""

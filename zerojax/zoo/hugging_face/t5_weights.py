@@ -122,8 +122,9 @@ T5_ROW = Architecture(
     leaves=leaves,
     read=read_config,
     write_config=write_config,
-    # Dropout is set per run, not read from the file.
-    no_effect=("dropout_rate", "classifier_dropout", "initializer_factor", "output_past"),
+    dropout=("dropout_rate",),
+    attention_dropout=("dropout_rate",),
+    no_effect=("classifier_dropout", "initializer_factor", "output_past"),
     copies={f"{stack}.embed_tokens.weight": "shared.weight" for stack in ("encoder", "decoder")},
     # An unused bias of cross-attention in old files.
     ignored=(r"EncDecAttention\.relative_attention_bias\.weight$",),
