@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import decimal
 import functools
 import hashlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -54,6 +58,18 @@ def model(tmp_path) -> Path:
 
 def lines(file: Path, *rows) -> Path:
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return file
+
+
+def write_table(file: Path, rows: list[dict]) -> Path:
+    pyarrow = pytest.importorskip("pyarrow", reason="needs the package pyarrow")
+    columns = dict.fromkeys(key for row in rows for key in row)  # pyarrow takes the first row's
+    table = pyarrow.Table.from_pylist([{**columns, **row} for row in rows])
+    if file.suffix == ".parquet":
+        pytest.importorskip("pyarrow.parquet").write_table(table, file)
+    else:
+        with pyarrow.ipc.new_stream(str(file), table.schema) as writer:
+            writer.write_table(table)
     return file
 
 
@@ -143,17 +159,119 @@ def test_each_answer_can_be_a_text_of_its_own(tmp_path):
     assert (made.num_records, made.num_texts) == (2, 3)
 
 
-def test_the_same_folder_from_every_kind_of_file(tmp_path, model):
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    rows = [CHATS[name] for name in ("one", "two", "letters", "system", "open")]
+def calling(tool: str, **arguments: Any) -> dict:
+    """A chat with a call of the only tool."""
+    parameters = {"type": "object", "properties": {x: {"type": "string"} for x in arguments}}
+    call = {"type": "function", "function": {"name": tool, "arguments": arguments}}
+    return {
+        "messages": [ASK, {"role": "assistant", "content": None, "tool_calls": [call]}],
+        "tools": [{"type": "function", "function": {"name": tool, "parameters": parameters}}],
+    }
+
+
+@pytest.mark.parametrize("with_marks", [True, False])
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"weight": 0.0}, {"train": False}])
+def test_an_answer_of_weight_0_has_no_loss(tmp_path, with_marks, mark):
+    template = TEMPLATES["chatml"] if with_marks else unmarked(TEMPLATES["chatml"])
+    model = model_folder(tmp_path / "model", template)
+    left, kept = {**TELL, **mark}, {"role": "assistant", "content": "Yes.", "weight": 1}
+    told = [{"from": "gpt", "value": "A"}, {"from": "gpt", "value": "B", **mark}]
+    rows = [
+        {"messages": [ASK, left, ASK, {**kept, "train": True}, ASK, left]},
+        {"prompt": [ASK, kept, ASK], "completion": [kept, ASK, left]},
+        {"conversations": [{"from": "human", "value": "Q"}, *told]},
+    ]
+    wanted = [["Yes.<|im_end|>"], ["Yes.<|im_end|>"], ["A<|im_end|>"]]
+    for answers in ("all", "each"):
+        assert answers_of(prepared(tmp_path, model, *rows, answers=answers)) == wanted
+    plain = {"messages": [ASK, TELL, ASK, {"role": "assistant", "content": "Yes."}, ASK, TELL]}
+    one, other = (open_texts(prepared(tmp_path, model, x).folder)[0] for x in (rows[0], plain))
+    assert one.tokens.tolist() == other.tokens.tolist(), "the text has all of them"
+
+
+def test_a_system_beside_the_messages_is_the_first_of_them(tmp_path, model):
+    system = {"role": "system", "content": "Be brief."}
+    told = [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "I."}]
+    rows = [
+        {"messages": [system, ASK, TELL]},
+        {"system": "Be brief.", "messages": [ASK, TELL]},
+        {"system": "Be brief.", "messages": [system, ASK, TELL]},
+        {"system": "Be brief.", "conversations": told},
+        {"system": "Be brief.", "prompt": [ASK], "completion": [TELL]},
+    ]
+    made = prepared(tmp_path, model, *rows)
+    texts, _ = open_texts(made.folder)
+    first, *others = np.split(texts.tokens, texts.offsets[1:-1])
+    assert "Be brief." in load_tokenizer(model).decode(first)
+    assert [other.tolist() for other in others] == [first.tolist()] * 4
+    assert answers_of(made) == [["I.<|im_end|>"]] * 5
+
+
+@pytest.mark.parametrize("name", ["x.parquet", "x.arrow"])
+def test_the_same_folder_from_every_kind_of_file(tmp_path, name):
+    """A table gives all objects of a column the same keys, which the file of lines does not."""
+    model = model_folder(tmp_path / "model", TEMPLATES["thinking"])
+    rows = [CHATS[name] for name in ("one", "two", "letters", "open", "thoughts")]
+    rows += [calling("look", at="x", times=["y", None]), calling("find", what={"deep": 1})]
     first = prepared(tmp_path, model, *rows, date="2026-01-02")
-    table = pyarrow.Table.from_pylist([*rows, CHATS["thoughts"]])  # with names that most lack
-    parquet.write_table(table, tmp_path / "x.parquet")
-    second = prepare_chats(tmp_path / "x.parquet", tmp_path / "y", tokenizer=model)
-    assert second.num_texts == 6
+    file = write_table(tmp_path / name, rows)
+    second = prepare_chats(file, tmp_path / "y", tokenizer=model, date="2026-01-02")
     one, other = (open_texts(made.folder)[0] for made in (first, second))
-    assert one.tokens.tolist() == other.tokens[: one.num_tokens].tolist()
+    text = load_tokenizer(model).decode(one.tokens)
+    assert '"arguments": {"at": "x", "times": ["y", null]}' in text
+    assert load_tokenizer(model).decode(other.tokens) == text
+    for array in ("tokens", "offsets", "mask"):
+        np.testing.assert_array_equal(getattr(one, array), getattr(other, array), array)
+
+
+@pytest.mark.parametrize("name", ["x.parquet", "x.arrow"])
+def test_a_table_without_chats_is_refused_with_its_columns(tmp_path, model, name):
+    for row, keys in (({}, "[]"), ({"prompt": "x"}, "['prompt']"), ({"messages": None}, "[]")):
+        file = write_table(tmp_path / name, [{"question": "x", "reply": "y", **row}])
+        columns = sorted(["question", "reply", *row])
+        with pytest.raises(ValueError, match=re.escape(f"keys {keys} of the columns {columns}; ")):
+            prepare_chats(file, tmp_path / "y", tokenizer=model)
+
+
+FOREIGN = {
+    "time": datetime.datetime(2026, 1, 2),
+    "date": datetime.date(2026, 1, 2),
+    "decimal": decimal.Decimal("1.5"),
+    "bytes": b"x",
+    "nan": float("nan"),
+    "nested": {"source": "web", "times": [datetime.time(1, 2)]},
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_what_json_cannot_hold_is_left_out_or_refused_by_name(tmp_path, kind):
+    """Left out where no template reads it, and refused where one may."""
+    model = model_folder(tmp_path / "model", TEMPLATES["thinking"])
+    value = FOREIGN[kind]
+    rows = [{"messages": [{**ASK, "extra": value}, {**TELL, "extra": value}]}]
+    file = write_table(tmp_path / "x.parquet", rows)
+    made = prepare_chats(file, tmp_path / "x", tokenizer=model)
+    assert answers_of(made) == answers_of(prepared(tmp_path, model, GOOD))
+    call, tool = calling("a", at=value)["messages"], [{"name": "a", "at": value}]
+    bad = {
+        r"entry 2 of its messages: tool_calls\[0\]\.function\.arguments\.at": {"messages": call},
+        "entry 1 of its messages: content": {"messages": [{**x, "content": value} for x in call]},
+        "entry 2 of its messages: weight": {"messages": [ASK, {**TELL, "weight": value}]},
+        r"the tools\[0\]\.at": {"messages": [ASK, TELL], "tools": tool},
+    }
+    for number, (where, row) in enumerate(bad.items()):
+        file = write_table(tmp_path / f"{number}.parquet", [row])
+        with pytest.raises(ValueError, match=f"{file}:1: {where}.* is .*, which JSON cannot hold"):
+            prepare_chats(file, tmp_path / f"y{number}", tokenizer=model)
+    file = write_table(file, [GOOD, row])
+    made = prepare_chats(file, tmp_path / "z", tokenizer=model, bad="skip")
+    assert (made.num_texts, made.skipped) == (1, 1)
+
+
+def test_a_null_in_a_line_is_the_users_own(tmp_path):
+    model = model_folder(tmp_path / "model", TEMPLATES["thinking"])
+    texts, _ = open_texts(prepared(tmp_path, model, calling("look", at=None)).folder)
+    assert '"arguments": {"at": null}' in load_tokenizer(model).decode(texts.tokens)
 
 
 def test_the_sidecar_has_the_checksums_of_tokenizer_and_template(tmp_path, model):
@@ -192,7 +310,7 @@ def test_the_last_texts_validate(tmp_path, model):
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_batches_change_nothing(tmp_path, model, monkeypatch, rows):
-    chats = [CHATS[name] for name in ("one", "two", "letters", "system", "open")]
+    chats = [CHATS[name] for name in ("one", "two", "letters", "thoughts", "open")]
     chats.insert(2, {"prompt": "One, two, ", "completion": "three"})
     whole = open_texts(prepared(tmp_path, model, *chats).folder)[0]
     monkeypatch.setattr(chat_preparation, "_BATCH_CHATS", rows)
@@ -285,6 +403,26 @@ BAD = [
     ([1], r"\[1\] is not an object; a chat is"),
     ({"messages": [ASK, TELL], "tools": "{"}, "the text of tools is not valid JSON"),
     ({"messages": [ASK, TELL], "tools": 1}, "the tools are 1; make them a list of objects"),
+    ({"messages": [ASK, {**TELL, "weight": 0.5}]}, "has weight=0.5; only 0 or 1 is supported"),
+    ({"messages": [ASK, {**TELL, "weight": True}]}, "has weight=True; only 0 or 1 is supported"),
+    ({"messages": [ASK, {**TELL, "train": 0}]}, "has train=0; only true or false is supported"),
+    ({"messages": [{**ASK, "train": True}, TELL]}, "entry 1 .* of role 'user', has train=True"),
+    ({"messages": [ASK, {**TELL, "weight": 0}]}, "every answer has weight 0 or train false"),
+    (
+        {"messages": [ASK, {**TELL, "content": ""}]},
+        "message 2, of the assistant, is empty; leave the row out, or write an answer",
+    ),
+    (
+        {"prompt": [ASK], "completion": [{**TELL, "content": [{"type": "text", "text": ""}]}]},
+        "message 2, of the assistant, is empty",
+    ),
+    ({"conversations": [{"from": "gpt", "value": ""}]}, "message 1, of the assistant, is empty"),
+    ({"system": 1, "messages": [ASK, TELL]}, "the system is 1; make it text"),
+    (
+        {"system": "A", "messages": [{"role": "system", "content": "B"}, ASK, TELL]},
+        "the system is 'A', but the first message, of the system, has the content 'B'; remove one",
+    ),
+    ({"system": "A", "prompt": "x", "completion": "y"}, "no place; write it into the prompt, or"),
 ]
 
 
@@ -302,6 +440,20 @@ def test_a_bad_row_is_one_sentence_or_left_out(tmp_path, model, row, why):
     made = prepared(tmp_path, model, GOOD, row, GOOD, template=template, bad="skip")
     assert (made.num_records, made.num_texts, made.skipped) == (3, 2, 1)
     assert made.reasons[0].startswith(f"{tmp_path}/chats.jsonl:2: ")
+
+
+def test_an_answer_without_text_may_have_other_parts(tmp_path):
+    """A call or a thought; and what has no loss may be empty."""
+    model = model_folder(tmp_path / "model", TEMPLATES["thinking"])
+    empty = {"role": "assistant", "content": ""}
+    call = calling("look")["messages"][1] | {"content": ""}
+    rows = [
+        {"messages": [ASK, call]},
+        {"messages": [ASK, {**empty, "thinking": "Hm."}]},
+        {"messages": [ASK, {**empty, "weight": 0}, ASK, TELL]},
+        {"prompt": [ASK, empty, ASK], "completion": [TELL]},
+    ]
+    assert prepared(tmp_path, model, *rows).num_texts == 4
 
 
 def test_a_turn_that_cannot_be_told_apart_is_named_with_remedies(tmp_path):

@@ -117,7 +117,7 @@ def test_an_answer_that_is_written_in_another_way_later_is_named():
     template = template_of("thinking", with_marks=False)
     with pytest.raises(TurnError, match="^message 2, of the assistant, is rendered differently"):
         template.answers(CHATS["thoughts"]["messages"])
-    text, answers = template.answers(CHATS["thoughts"]["messages"], first=3)
+    text, answers = template.answers(CHATS["thoughts"]["messages"], turns=[3])
     assert text[slice(*answers[0])] == "<think>\n3 does\n</think>\n\nNo.<|im_end|>\n"
     assert len(answers) == 1
 
@@ -139,14 +139,14 @@ def test_a_request_that_the_answer_does_not_follow_is_named():
 @pytest.mark.parametrize("with_marks", [True, False])
 def test_answers_of_the_question_are_not_asked_for(with_marks):
     template = template_of("chatml", with_marks=with_marks)
-    text, answers = template.answers(CHATS["two"]["messages"], first=2)
+    text, answers = template.answers(CHATS["two"]["messages"], turns=[3])
     assert [text[slice(*one)].rstrip("\n") for one in answers] == [" 6, of course\n<|im_end|>"]
 
 
 def test_marks_that_do_not_fit_the_turns_of_a_question_are_refused():
     source = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
     with pytest.raises(TurnError, match="marks 4 answers of 2"):
-        ChatTemplate(source).answers(CHATS["two"]["messages"], first=2)
+        ChatTemplate(source).answers(CHATS["two"]["messages"], turns=[3])
 
 
 def test_the_frame_of_an_answer_is_left_out():

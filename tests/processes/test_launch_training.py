@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 from tests.processes.test_processes import CONFIG, LIMIT, losses_of, train
 from tests.support.process_groups import free_port
 from tests.support.trajectories import TOLERANCE
+from zerojax.data.chats import prepare_chats
 
 pytestmark = pytest.mark.multihost
 
@@ -70,6 +72,42 @@ def test_four_processes_hand_over_to_two_and_these_to_one(tmp_path, undisturbed)
         losses = train(tmp_path, "run", f"steps={steps}", processes=processes)
         assert len(losses) == steps
     np.testing.assert_allclose(losses, undisturbed, rtol=0, atol=TOLERANCE)
+
+
+def write_chats(folder: Path, name: str, sign: str) -> None:
+    """Chats of different lengths, of which several fit into a row."""
+    template = folder / "template.jinja"
+    template.write_text(
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}."
+        "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    rows = [
+        [("user", f"{7**a} {sign} {b}?"), ("assistant", f"{7**a + b if sign == '+' else 7**a * b}")]
+        for a in range(9)
+        for b in range(40)
+    ]
+    chats = [{"messages": [{"role": x, "content": y} for x, y in row]} for row in rows]
+    data = folder / f"{name}.jsonl"
+    data.write_text("".join(f"{json.dumps(chat)}\n" for chat in chats))
+    prepare_chats(data, folder / name, tokenizer="bytes", template=template)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "data",
+    ["data.path=sums", "data.mixture=[{path: sums, weight: 3}, {path: products, weight: 1}]"],
+    ids=["packed", "mixture"],
+)
+def test_two_processes_train_and_resume_on_packed_chats(data, tmp_path):
+    """Each reads its own rows; all losses are those of one process, as in the tests above."""
+    pytest.importorskip("jinja2", reason="needs the package jinja2: pip install jinja2")
+    for name, sign in (("sums", "+"), ("products", "x")):
+        write_chats(tmp_path, name, sign)
+    one = train(tmp_path, "one", data, "steps=8")
+    two = train(tmp_path, "two", data, "steps=3", processes=2)
+    resumed = train(tmp_path, "two", data, "steps=8", processes=2)
+    assert resumed[:3] == two
+    np.testing.assert_allclose(resumed, one, rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.slow

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 from flax import nnx
 
+from tests.support.hugging_face_folders import CASES, FAMILIES, case_of
 from zerojax.tracing import trees
 from zerojax.zoo import BertConfig, GPT2Config, LlamaConfig
 from zerojax.zoo.hugging_face import ARCHITECTURES, UnsupportedError, architecture_of
+from zerojax.zoo.hugging_face.config_reading import _KIND_OF, _NUMBER, _WHOLE
 from zerojax.zoo.hugging_face.layouts import RowsOfTensor, parse_layout
 from zerojax.zoo.rope import RopeScaling, rotary_frequencies
 
@@ -162,6 +166,54 @@ def test_what_would_be_another_model_is_refused(change, words):
     config = {**LLAMA, **change}
     with pytest.raises(UnsupportedError, match=words):
         architecture_of(config).read_config(config)
+
+
+def untyped(case: str) -> dict[str, Any]:
+    """A configuration whose periods say which layers differ, since no list does."""
+    config = case_of(case)["config"]
+    return config | {key: None for key in ("layer_types", "no_rope_layers") if key in config}
+
+
+@pytest.mark.parametrize("case", [*CASES, *FAMILIES])
+def test_a_number_of_a_config_is_taken_or_refused_in_a_sentence(case):
+    """Each as 0, -1 and null: no division by zero, and no comparison with None."""
+    numbers = [key for key, (_, kind) in _KIND_OF.items() if kind in (_NUMBER, _WHOLE)]
+    configs = [case_of(case)["config"], untyped(case)]
+    for config, key, value in itertools.product(configs, numbers, (0, -1, None)):
+        row = architecture_of(config)
+        with contextlib.suppress(ValueError):
+            row.config_class(**row.read_config({**config, key: value}))
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "words"),
+    [
+        ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0 must be above 0"),
+        ("gemma2", {"query_pre_attn_scalar": None}, "query_pre_attn_scalar is null"),
+        ("granite", {"logits_scaling": 0.0}, "logits_scaling=0.0 must be above 0"),
+        ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval=0 must"),
+        ("gemma3", {"sliding_window_pattern": 0}, "sliding_window_pattern=0 must be"),
+        ("cohere2", {"sliding_window_pattern": 0}, "sliding_window_pattern=0 must be"),
+        ("qwen3", {"rms_norm_eps": None}, "rms_norm_eps is null.* remove the key for 1e-06"),
+        ("qwen3", {"rope_parameters": None, "rope_theta": 0}, "json: rope_theta=0 must be above"),
+        ("qwen3", {"rope_parameters": {"rope_theta": 0}}, "rope_theta=0 must be above 0"),
+        ("gemma3", {"rope_parameters": None, "rope_local_base_freq": 0}, "local_base_freq=0 must"),
+        ("qwen3", {"hidden_size": 0}, "hidden_size=0 must be at least 1"),
+    ],
+)
+def test_a_number_that_cannot_be_is_refused_by_its_key(case, change, words):
+    config = untyped(case) | change
+    with pytest.raises(UnsupportedError, match=words):
+        architecture_of(config).read_config(config)
+
+
+def test_a_base_that_is_null_is_the_default():
+    plain = FAMILIES["qwen3"]["config"] | {"rope_parameters": None}
+    read = [
+        architecture_of(plain).read_config({**plain, **change})["kinds"][0].rope.theta
+        for change in ({}, {"rope_theta": None}, {"rope_parameters": {"rope_theta": None}})
+    ]
+    assert read == [10000.0] * 3
 
 
 def test_settings_of_transformers_5_are_those_of_4():

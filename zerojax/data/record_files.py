@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -59,6 +60,22 @@ def read_records(file: Path, columns: Sequence[str] | None = None) -> Iterator[t
             yield number, value
 
 
+def column_names(file: Path) -> list[str]:
+    """Returns the names of a table's columns, in order; none for JSON lines.
+
+    Raises:
+      ValueError, ImportError: as in `read_records`.
+    """
+    if file.suffix.lower() not in COLUMN_SUFFIXES:
+        return []
+    arrow = _import_arrow("pyarrow", file)
+    with _readable(file):
+        if file.suffix.lower() == ".parquet":
+            return _import_arrow("pyarrow.parquet", file).read_schema(file).names
+        with arrow.memory_map(str(file)) as source:
+            return _open_arrow(arrow, source).schema.names
+
+
 def saved_files(folder: Path) -> list[Path] | None:
     """Returns the files of a folder saved by `datasets`, in their order; None for other folders.
 
@@ -108,13 +125,18 @@ def _object(file: Path) -> dict[str, Any]:
 
 def _table_rows(file: Path, columns: Sequence[str] | None) -> Iterator[tuple[int, Any]]:
     first = 1
-    try:
+    with _readable(file):
         for batch in _table_batches(file, columns):
             yield from enumerate(batch.to_pylist(), start=first)
             first += batch.num_rows
-    except ImportError:
-        raise
-    except OSError:
+
+
+@contextlib.contextmanager
+def _readable(file: Path) -> Iterator[None]:
+    """Raises ValueError, naming the file, for errors of pyarrow other than OSError."""
+    try:
+        yield
+    except (ImportError, OSError):
         raise
     except Exception as error:  # pyarrow raises ValueErrors of its own and others
         if type(error).__module__.partition(".")[0] != "pyarrow":
@@ -135,17 +157,22 @@ def _table_batches(file: Path, columns: Sequence[str] | None) -> Iterator[Any]:
         yield from table.iter_batches(batch_size=_BATCH_ROWS, columns=wanted)
         return
     with arrow.memory_map(str(file)) as source:
-        try:  # the format that `datasets` writes
-            batches: Iterator[Any] = iter(arrow.ipc.open_stream(source))
-        except arrow.ArrowInvalid:
-            source.seek(0)
-            table = arrow.ipc.open_file(source)
+        batches = table = _open_arrow(arrow, source)
+        if isinstance(table, arrow.ipc.RecordBatchFileReader):
             batches = (table.get_batch(index) for index in range(table.num_record_batches))
         for batch in batches:
             if columns is not None:
                 batch = batch.select([name for name in columns if name in batch.schema.names])
             for start in range(0, batch.num_rows, _BATCH_ROWS):
                 yield batch.slice(start, _BATCH_ROWS)
+
+
+def _open_arrow(arrow: Any, source: Any) -> Any:
+    try:
+        return arrow.ipc.open_stream(source)  # the format that `datasets` writes
+    except arrow.ArrowInvalid:
+        source.seek(0)
+        return arrow.ipc.open_file(source)
 
 
 def _import_arrow(module: str, file: Path) -> Any:

@@ -63,10 +63,11 @@ class RopeScaling:
             )
         if not self.factor >= 1.0:
             raise ValueError(f"rope_scaling.factor={self.factor} must be at least 1")
-        if self.kind != "linear" and not self.original_max_seq_len:
+        if self.kind != "linear" and not (self.original_max_seq_len or 0) > 1:
             raise ValueError(
                 f"rope_scaling.kind={self.kind!r} needs original_max_seq_len, the maximum text "
-                "length in tokens of the original training"
+                "length in tokens of the original training, of at least 2, not "
+                f"{self.original_max_seq_len}"
             )
         if not 0 < self.low_freq_factor < self.high_freq_factor:
             raise ValueError(

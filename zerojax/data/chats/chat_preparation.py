@@ -24,11 +24,24 @@ from zerojax.data.chats.chat_encoding import (
     without_frame,
 )
 from zerojax.data.chats.chat_template import Limits
-from zerojax.data.chats.conversations import COLUMNS, Chat, Pair, RecordError, chat_of
+from zerojax.data.chats.conversations import (
+    COLUMNS,
+    Chat,
+    Pair,
+    RecordError,
+    chat_of,
+    without_nulls,
+)
 from zerojax.data.chats.template_files import FoundTemplate, find_template
 from zerojax.data.chats.template_process import Rendering, TemplateProcess
 from zerojax.data.corpus import existing_path, find_files
-from zerojax.data.record_files import RECORD_SUFFIXES, read_records, saved_files
+from zerojax.data.record_files import (
+    COLUMN_SUFFIXES,
+    RECORD_SUFFIXES,
+    column_names,
+    read_records,
+    saved_files,
+)
 from zerojax.data.text_set import TextSetWriter
 from zerojax.data.tokenizer import (
     TEMPLATE_FILE,
@@ -294,11 +307,13 @@ class _Preparation:
 
     def _chats(self, files: Sequence[Path]) -> Iterator[_Placed]:
         for file in files:
+            is_table = file.suffix.lower() in COLUMN_SUFFIXES
+            names = column_names(file)
             for number, record in read_records(file, COLUMNS):
                 self.num_records += 1
                 place = f"{file}:{number}"
                 try:
-                    chat = chat_of(record)
+                    chat = chat_of(without_nulls(record) if is_table else record, names)
                 except RecordError as error:
                     self._leave_out(place, str(error))
                     continue

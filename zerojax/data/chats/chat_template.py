@@ -27,7 +27,7 @@ from typing import Any
 MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _MAX_WORDS = 200
 # Names of a model's reasoning in datasets; templates read the first one.
-_REASONING = ("reasoning_content", "thinking", "reasoning")
+REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class TurnError(ValueError):
@@ -173,7 +173,11 @@ class ChatTemplate:
         return "".join(pieces), self._answers
 
     def answers(
-        self, messages: Sequence[dict[str, Any]], tools: Any = None, *, first: int = 0
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Any = None,
+        *,
+        turns: Sequence[int] | None = None,
     ) -> tuple[str, list[tuple[int, int]]]:
         """Returns a chat's text, and the positions of the assistant's turns in it.
 
@@ -183,10 +187,10 @@ class ChatTemplate:
 
         Args:
           messages: at least one of them an assistant's.
-          first: turns before it are part of the question.
+          turns: indices of the assistant's messages to find; None: all of them.
 
         Returns:
-          (text, [start, end) of each turn from `first` on, in characters).
+          (text, [start, end) of each of these turns, in characters).
 
         Raises:
           TurnError: names the turn whose position is not found.
@@ -194,17 +198,18 @@ class ChatTemplate:
         """
         messages = [_with_reasoning(message) for message in messages]
         text, marked = self.render(messages, tools)
-        turns = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
-        if self.has_markers:
-            before = sum(turn < first for turn in turns)
-            if before and len(marked) != len(turns):
-                raise TurnError(
-                    f"the template marks {len(marked)} answers of {len(turns)}, so the answers "
-                    "inside the question cannot be identified; correct the template's generation "
-                    "marks"
-                )
-            return text, marked[before:]
-        return text, [self._place(messages, tools, turn, text) for turn in turns if turn >= first]
+        known = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
+        turns = known if turns is None else turns
+        if not self.has_markers:
+            return text, [self._place(messages, tools, turn, text) for turn in turns]
+        if len(turns) < len(known) and len(marked) != len(known):
+            raise TurnError(
+                f"the template marks {len(marked)} answers of {len(known)}, so the answers without "
+                "loss cannot be identified; correct the template's generation marks"
+            )
+        if len(turns) == len(known):
+            return text, marked
+        return text, [place for turn, place in zip(known, marked, strict=True) if turn in turns]
 
     def _place(
         self, messages: Sequence[dict[str, Any]], tools: Any, turn: int, text: str
@@ -227,7 +232,7 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     """Returns a message without empty entries, with its reasoning under each name that templates
     read."""
     kept = {key: value for key, value in message.items() if value is not None}
-    thought = next((kept[key] for key in _REASONING if key in kept), None)
+    thought = next((kept[key] for key in REASONING if key in kept), None)
     if thought is not None:
         kept = {"thinking": thought, **kept, "reasoning_content": thought}
     return kept
@@ -263,7 +268,7 @@ def _limit_memory(megabytes: int) -> None:
 
 def _answer(template: ChatTemplate, chat: dict[str, Any]) -> dict[str, Any]:
     try:
-        found = template.answers(chat["messages"], chat.get("tools"), first=chat.get("first", 0))
+        found = template.answers(chat["messages"], chat.get("tools"), turns=chat.get("turns"))
     except TurnError as error:
         return {"turn": str(error)}
     except MemoryError:
@@ -280,7 +285,7 @@ def serve(requests: Iterator[str], say: Callable[[dict[str, Any]], None]) -> Non
 
     Args:
       requests: lines of JSON: {"source", "variables", "now", "limits"}, then lists of chats
-        {"messages", "tools", "first"}.
+        {"messages", "tools", "turns"}.
       say: called with {"markers": bool} or {"error": text}, then for each chat with {"text",
         "answers"}, {"turn": text} or {"error": text}.
     """

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from zerojax.config.display import quoted
+from zerojax.data.chats.chat_template import REASONING
 from zerojax.runtime.bounded_json import JsonError, loads
 
 COLUMNS = ("messages", "conversations", "prompt", "completion", "tools", "system")
@@ -26,6 +28,13 @@ _ROLES = {
     "observation": "tool",
 }
 """Roles of speakers in ShareGPT's format."""
+_READ = (
+    *("role", "content", "name", "tool_calls", "tool_call_id", "weight", "train"),
+    *REASONING,
+)
+"""Keys of a message that templates and zerojax read; others may hold what JSON cannot."""
+_MARKS = ("weight", "train")
+"""Keys of OpenAI's and other formats: 0 and false leave an answer without loss."""
 
 
 class RecordError(ValueError):
@@ -47,19 +56,30 @@ class Chat:
     first: int = 0
 
     @property
+    def turns(self) -> list[int]:
+        """Indices of the messages to train on: answers without "weight" 0 or "train" false."""
+        return [
+            index
+            for index, message in enumerate(self.messages)
+            if index >= self.first
+            and message["role"] == ASSISTANT
+            and message.get("weight", 1)
+            and message.get("train", True)
+        ]
+
+    @property
     def num_characters(self) -> int:
         """Approximate number of characters."""
         return sum(len(str(message)) for message in self.messages)
 
     def as_request(self) -> dict[str, Any]:
         """Returns the request for a `TemplateProcess`."""
-        return {"messages": self.messages, "tools": self.tools, "first": self.first}
+        return {"messages": self.messages, "tools": self.tools, "turns": self.turns}
 
     def each_answer(self) -> Iterator[Chat]:
         """Yields one chat per answer, which ends with that answer and trains only it."""
-        for index, message in enumerate(self.messages):
-            if message["role"] == ASSISTANT and index >= self.first:
-                yield dataclasses.replace(self, messages=self.messages[: index + 1], first=index)
+        for index in self.turns:
+            yield dataclasses.replace(self, messages=self.messages[: index + 1], first=index)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,8 +95,21 @@ class Pair:
         return len(self.prompt) + len(self.completion)
 
 
-def chat_of(record: Any) -> Chat | Pair:
+def without_nulls(value: Any) -> Any:
+    """Returns a value of a table without the nulls in its objects.
+
+    Arrow gives all objects of a column the same keys, and those that one of them lacks are null.
+    """
+    if isinstance(value, Mapping):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def chat_of(record: Any, columns: Sequence[str] = ()) -> Chat | Pair:
     """Converts a record to a chat.
+
+    Args:
+      columns: of its table, for messages: records have only those in `COLUMNS`.
 
     Raises:
       RecordError: it is not a chat, is empty, or has no answer.
@@ -84,23 +117,42 @@ def chat_of(record: Any) -> Chat | Pair:
     if not isinstance(record, Mapping):
         raise RecordError(f"{quoted(record)} is not an object; {_FORMS}")
     record = {key: value for key, value in record.items() if value is not None}
-    tools = _tools(record.get("tools"))
-    if "messages" in record:
-        messages = _messages(record["messages"], "messages")
-        return _checked(Chat(messages=messages, tools=tools))
-    if "conversations" in record:
-        turns = _messages(record["conversations"], "conversations")
-        system = record.get("system")
-        if isinstance(system, str) and system and turns[0]["role"] != "system":
-            turns = ({"role": "system", "content": system}, *turns)
-        return _checked(Chat(messages=turns, tools=tools))
+    tools, system = _tools(record.get("tools")), record.get("system")
+    for name in ("messages", "conversations"):
+        if name in record:
+            messages = _with_system(system, _messages(record[name], name))
+            return _checked(Chat(messages=messages, tools=tools))
     if "prompt" in record and "completion" in record:
-        return _prompt_and_completion(record["prompt"], record["completion"], tools)
-    raise RecordError(f"the row has the keys {sorted(map(str, record))[:8]}; {_FORMS}")
+        return _prompt_and_completion(record["prompt"], record["completion"], tools, system)
+    of = f" of the columns {sorted(columns)[:8]}" if columns else ""
+    raise RecordError(f"the row has the keys {sorted(map(str, record))[:8]}{of}; {_FORMS}")
 
 
-def _prompt_and_completion(prompt: Any, completion: Any, tools: Any) -> Chat | Pair:
+def _with_system(
+    system: Any, messages: tuple[Mapping[str, Any], ...]
+) -> tuple[Mapping[str, Any], ...]:
+    """Returns the messages behind the text of a key "system", unless they begin with it."""
+    if system is None or system == "":
+        return messages
+    if not isinstance(system, str):
+        raise RecordError(f"the system is {quoted(system)}; make it text")
+    if messages[0]["role"] != "system":
+        return ({"role": "system", "content": system}, *messages)
+    if messages[0].get("content") != system:
+        raise RecordError(
+            f"the system is {quoted(system)}, but the first message, of the system, has the "
+            f"content {quoted(messages[0].get('content'))}; remove one of them"
+        )
+    return messages
+
+
+def _prompt_and_completion(prompt: Any, completion: Any, tools: Any, system: Any) -> Chat | Pair:
     if isinstance(prompt, str) and isinstance(completion, str):
+        if system:
+            raise RecordError(
+                f"the system is {quoted(system)}, but a prompt of text is not rendered, so it has "
+                "no place; write it into the prompt, or make both lists of messages"
+            )
         if not completion:
             raise RecordError("the completion is empty; leave the row out, or write a completion")
         return Pair(prompt=prompt, completion=completion)
@@ -109,7 +161,8 @@ def _prompt_and_completion(prompt: Any, completion: Any, tools: Any) -> Chat | P
             "one of prompt and completion is text and the other is not; make both text, or both "
             "lists of messages"
         )
-    asked, told = _messages(prompt, "prompt"), _messages(completion, "completion")
+    asked = _with_system(system, _messages(prompt, "prompt"))
+    told = _messages(completion, "completion")
     return _checked(Chat(messages=(*asked, *told), tools=tools, first=len(asked)))
 
 
@@ -120,6 +173,21 @@ def _checked(chat: Chat) -> Chat:
             f"no message is the assistant's (the roles are {', '.join(roles)}), so there is "
             "nothing to learn; leave the row out, or give the answers role 'assistant'"
         )
+    if not chat.turns:
+        raise RecordError(
+            "every answer has weight 0 or train false, so there is nothing to learn; leave the row "
+            "out, or give an answer weight 1"
+        )
+    for index in chat.turns:
+        message = chat.messages[index]
+        content = message.get("content")
+        if isinstance(content, list):
+            content = any(part["text"] for part in content)
+        if not content and not any(message.get(key) for key in ("tool_calls", *REASONING)):
+            raise RecordError(
+                f"message {index + 1}, of the assistant, is empty; leave the row out, or write an "
+                "answer"
+            )
     return chat
 
 
@@ -142,9 +210,14 @@ def _message(item: Any, number: int, name: str) -> Mapping[str, Any]:
             raise RecordError(
                 f"{where} is from {quoted(item['from'])}; known are {', '.join(_ROLES)}: rename it"
             )
-        item = {"role": role, "content": item.get("value")}
+        marks = {key: item[key] for key in _MARKS if key in item}
+        item = {"role": role, "content": item.get("value"), **marks}
     if not isinstance(item.get("role"), str) or not item["role"]:
         raise RecordError(f"{where} has no role; {_FORMS}")
+    item = {key: value for key, value in item.items() if key in _READ or _foreign(value) is None}
+    for key, value in item.items():
+        _check_json(value, f"{where}: {key}")
+    _check_marks(item, where)
     content = item.get("content")
     if content is None and item.get("tool_calls"):
         return item
@@ -159,6 +232,47 @@ def _message(item: Any, number: int, name: str) -> Mapping[str, Any]:
     return item
 
 
+def _check_json(value: Any, where: str) -> None:
+    found = _foreign(value)
+    if found is not None:
+        path, held = found
+        raise RecordError(
+            f"{where}{path} is {quoted(held)}, which JSON cannot hold; make it text, or leave the "
+            "row out"
+        )
+
+
+def _foreign(value: Any) -> tuple[str, Any] | None:
+    """Returns (path, value) of the first part of a value that JSON cannot hold, as tables can.
+
+    These are dates, bytes, decimals, maps and numbers that are not finite.
+    """
+    if isinstance(value, Mapping):
+        parts = [(f".{key}", item) for key, item in value.items()]
+    elif isinstance(value, list):
+        parts = [(f"[{index}]", item) for index, item in enumerate(value)]
+    else:
+        is_number = isinstance(value, float) and math.isfinite(value)
+        return None if value is None or is_number or isinstance(value, str | int) else ("", value)
+    found = ((path, _foreign(item)) for path, item in parts)
+    return next(((path + inner[0], inner[1]) for path, inner in found if inner), None)
+
+
+def _check_marks(message: Mapping[str, Any], where: str) -> None:
+    """Checks the marks that leave an answer without loss."""
+    for key in _MARKS:
+        value = message.get(key)
+        is_known = type(value) is bool if key == "train" else type(value) in (int, float)
+        if key in message and not (is_known and value in (0, 1)):
+            known = "true or false" if key == "train" else "0 or 1"
+            raise RecordError(f"{where} has {key}={quoted(value)}; only {known} is supported")
+        if value and message["role"] != ASSISTANT:
+            raise RecordError(
+                f"{where}, of role {quoted(message['role'])}, has {key}={quoted(value)}, but only "
+                f"messages of the assistant are trained on; remove {key}"
+            )
+
+
 def _is_text_part(part: Any) -> bool:
     is_text = isinstance(part, Mapping) and part.get("type") == "text"
     return is_text and isinstance(part.get("text"), str)
@@ -168,6 +282,7 @@ def _tools(value: Any) -> Any:
     """Returns a list of tools; some data store it as text, because tables have no such type."""
     if value is None or value == "" or value == []:
         return None
+    _check_json(value, "the tools")
     if isinstance(value, str):
         try:
             value = loads(value, finite=False)

@@ -105,7 +105,7 @@ class TemplateProcess:
         """Sends chats to the process, which renders them in the background.
 
         Args:
-          chats: JSON-able, each with "messages", and optionally "tools" and "first"; see
+          chats: JSON-able, each with "messages", and optionally "tools" and "turns"; see
             `ChatTemplate.answers`.
         """
         assert not self._waiting, "take the answers of the last chats first"

@@ -125,7 +125,8 @@ _KINDS: Mapping[str, tuple[Any, tuple[str, ...]]] = {
             *("num_experts", "num_experts_per_tok", "num_heads", "num_key_value_heads"),
             *("num_local_experts", "original_max_position_embeddings"),
             *("relative_attention_max_distance", "relative_attention_num_buckets"),
-            *("sliding_window", "sliding_window_pattern", "type_vocab_size", "vocab_size"),
+            *("sliding_window", "sliding_window_pattern", "_sliding_window_pattern"),
+            *("type_vocab_size", "vocab_size"),
         ),
     ),
     "true or false": (
@@ -148,6 +149,12 @@ _KINDS: Mapping[str, tuple[Any, tuple[str, ...]]] = {
     ),
     "an object": (Mapping, ("rope_parameters", "rope_scaling")),
 }
+_NULLABLE = (
+    *("attn_logit_softcapping", "final_logit_softcapping", "head_dim", "logit_scale"),
+    *("max_window_layers", "num_key_value_heads", "original_max_position_embeddings"),
+    "sliding_window",
+)
+"""Numbers whose null differs from a missing key, or has no effect."""
 _KIND_OF = {key: (kinds, name) for name, (kinds, keys) in _KINDS.items() for key in keys}
 
 
@@ -172,8 +179,8 @@ class ConfigReading:
         """Returns the value of a key, or the default if the key is missing; null gives None.
 
         Raises:
-          UnsupportedError: the value has another type than in `_KINDS`, or a number of layers is
-            above `MAX_LAYERS`.
+          UnsupportedError: the value has another type than in `_KINDS`, is null in place of a
+            number that has a default, or is a number of layers above `MAX_LAYERS`.
         """
         self.asked.add(key)
         value = self.values.get(key, default)
@@ -181,6 +188,12 @@ class ConfigReading:
         is_wrong = isinstance(value, bool) and kind_name in (_NUMBER, _WHOLE)
         if value is not None and (is_wrong or not isinstance(value, kinds)):
             raise UnsupportedError(f"{self.where}: {key}={quoted(value)} is not {kind_name}")
+        is_number = kind_name in (_NUMBER, _WHOLE) and key not in _NULLABLE
+        if value is None and default is not None and is_number:
+            raise UnsupportedError(
+                f"{self.where}: {key} is null, which is not {kind_name}; use one, or remove the "
+                f"key for {default}"
+            )
         if key in _COUNTS_OF_LAYERS and value is not None and value > MAX_LAYERS:
             raise UnsupportedError(
                 f"{self.where}: {key}={quoted(value)} is above the maximum of {MAX_LAYERS} layers; "
@@ -196,11 +209,27 @@ class ConfigReading:
         """Returns a required value.
 
         Raises:
-          UnsupportedError: the key is missing or null.
+          UnsupportedError: the key is missing or null, or a number is not above 0.
         """
         if self.get(key) is None:
             raise UnsupportedError(f"{self.where} has no {key!r}, which the model requires")
-        return self.values[key]
+        value = self.values[key]
+        return self.positive(key) if isinstance(value, int | float) else value
+
+    def positive(self, key: str, default: float | None = None) -> Any:
+        """Returns a number.
+
+        Raises:
+          UnsupportedError: the number is null or not above 0.
+        """
+        value = self.get(key, default)
+        if value is None or not value > 0:
+            limit = "at least 1" if _KIND_OF.get(key, (int, ""))[1] == _WHOLE else "above 0"
+            raise UnsupportedError(
+                f"{self.where}: {key}={quoted(value)} must be {limit}; use the value that the "
+                "model was trained with"
+            )
+        return value
 
     def inside(self, key: str) -> ConfigReading:
         """Returns the object of a key, or an empty one if it is missing or null.

@@ -105,6 +105,16 @@ def read_layer_types(config: ConfigReading, default: Sequence[str]) -> list[str]
     return list(types)
 
 
+def read_period(config: ConfigReading, key: str, default: int) -> int:
+    """Reads the period of full layers, which has no effect beside layer_types.
+
+    Raises:
+      UnsupportedError: the period is needed and not above 0.
+    """
+    config.asked.add(key)
+    return default if config.has("layer_types") else config.positive(key, default)
+
+
 def every_nth_full(count: int, period: int) -> list[str]:
     """Returns layer types: FULL for each `period`-th layer, SLIDING for the others."""
     return [FULL if (layer + 1) % period == 0 else SLIDING for layer in range(count)]

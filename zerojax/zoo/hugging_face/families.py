@@ -153,6 +153,8 @@ def _read_qwen(config: ConfigReading, head_dim: int | None = None) -> Keys:
     window, first = config.get("sliding_window", 4096), config.get("max_window_layers", 28)
     if not config.get("use_sliding_window", False):
         window = None
+    if window is not None and first is None:
+        config.needed("max_window_layers")
     count = sizes["num_layers"]
     default = [SLIDING if window is not None and n >= first else FULL for n in range(count)]
     types = read_layer_types(config, default)
@@ -233,9 +235,10 @@ def _read_smollm3(config: ConfigReading) -> Keys:
     """Reads SmolLM3: each fourth layer without rotary positions (huggingface.co/blog/smollm3)."""
     sizes = read_sizes(config, kv_heads=4, tied=True)
     rope = plain_rope(config, sizes["max_seq_len"], theta=2e6)
-    count, interval = sizes["num_layers"], config.get("no_rope_layer_interval", 4)
-    turns = config.get("no_rope_layers")
+    count, turns = sizes["num_layers"], config.get("no_rope_layers")
+    config.asked.add("no_rope_layer_interval")
     if turns is None:
+        interval = config.positive("no_rope_layer_interval", 4)
         turns = [int((layer + 1) % interval != 0) for layer in range(count)]
     if len(turns) < count or not set(turns) <= {0, 1}:
         raise UnsupportedError(
@@ -289,7 +292,7 @@ def _read_granite(config: ConfigReading) -> Keys:
         "embed_scale": float(config.get("embedding_multiplier", 1.0)),
         "residual_scale": float(config.get("residual_multiplier", 1.0)),
         "attention_scale": float(config.get("attention_multiplier", 1.0)),
-        "logit_scale": 1.0 / float(config.get("logits_scaling", 1.0)),
+        "logit_scale": 1.0 / float(config.positive("logits_scaling", 1.0)),
     }
 
 

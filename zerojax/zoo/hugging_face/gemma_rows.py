@@ -16,6 +16,7 @@ from zerojax.zoo.hugging_face.decoder_keys import (
     read_activation,
     read_biases,
     read_layer_types,
+    read_period,
     read_sizes,
     types_of,
     window_in,
@@ -89,7 +90,7 @@ def _capped(config: ConfigReading, *, attention: float | None, final: float | No
     return {
         "activation": read_activation(config, "hidden_activation", _TANH),
         "norm_places": "pre_post",
-        "attention_scale": float(config.get("query_pre_attn_scalar", 256)) ** -0.5,
+        "attention_scale": float(config.positive("query_pre_attn_scalar", 256)) ** -0.5,
         "attention_softcap": config.get("attn_logit_softcapping", attention),
         "logit_softcap": config.get("final_logit_softcapping", final),
     }
@@ -122,7 +123,8 @@ def _read_gemma3(config: ConfigReading) -> Keys:
     # transformers reads this key but never uses it.
     config.require("this model has no soft cap of scores", attn_logit_softcapping=(None,))
     config.asked.add("_sliding_window_pattern")
-    period = config.get("sliding_window_pattern", config.values.get("_sliding_window_pattern", 6))
+    key = "sliding_window_pattern"
+    period = read_period(config, key if config.has(key) else f"_{key}", 6)
     types = read_layer_types(config, every_nth_full(sizes["num_layers"], period))
     window = window_of(config, types, config.get("sliding_window", 4096))
     ropes = read_ropes(

@@ -16,6 +16,7 @@ from zerojax.zoo.hugging_face.decoder_keys import (
     read_activation,
     read_biases,
     read_layer_types,
+    read_period,
     read_sizes,
     types_of,
     window_in,
@@ -145,7 +146,7 @@ def _read_cohere2(config: ConfigReading) -> Keys:
     """Reads Cohere 2: three sliding layers with rotary positions, then a full layer without."""
     sizes = _cohere_sizes(config)
     rope = read_rope(config, longest=sizes["max_seq_len"], interleaved=True)
-    period = config.get("sliding_window_pattern", 4)
+    period = read_period(config, "sliding_window_pattern", 4)
     types = read_layer_types(config, every_nth_full(sizes["num_layers"], period))
     window = window_of(config, types, config.get("sliding_window", 4096))
     kinds = {SLIDING: LayerKind(window=window, rope=rope), FULL: LayerKind(rope=None)}

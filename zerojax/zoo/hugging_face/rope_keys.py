@@ -42,7 +42,7 @@ def read_rope(
         )
     for key in ("rope_theta", "partial_rotary_factor"):
         if reading.has(key):
-            values.setdefault(key, reading.get(key))
+            values.setdefault(key, reading.positive(key))
     return rope_of(values, where=reading.where, theta=theta, longest=longest, alike=interleaved)
 
 
@@ -75,7 +75,7 @@ def read_ropes(
     keys = {FULL: "rope_theta", SLIDING: local_key or "rope_theta"}
     for kind, key in keys.items():
         if reading.has(key):
-            parts[kind].setdefault("rope_theta", reading.get(key))
+            parts[kind].setdefault("rope_theta", reading.positive(key))
     return {
         kind: rope_of(values, where=reading.where, theta=theta[kind], longest=longest)
         for kind, values in parts.items()
@@ -100,13 +100,14 @@ def rope_of(
     """
     reading = ConfigReading(values, f"{where}: rope_parameters or rope_scaling")
     kind = reading.get("rope_type") or reading.get("type") or "default"
-    base = float(reading.get("rope_theta") or theta)
+    base = reading.positive("rope_theta") if reading.has("rope_theta") else theta
     fraction = reading.get("partial_rotary_factor")
-    original = reading.get("original_max_position_embeddings")
+    original = "original_max_position_embeddings"
+    original = reading.positive(original) if reading.has(original) else None
     scaling = _scaling(reading, kind, original, longest)
     reading.check_rest(_OF_KINDS)  # keys of other kinds have no effect
     return Rope(
-        theta=base,
+        theta=float(base),
         scaling=scaling,
         fraction=1.0 if fraction is None else float(fraction),
         interleaved=alike,
@@ -132,7 +133,7 @@ def _scaling(
             high_freq_factor=float(reading.needed("high_freq_factor")),
         )
     if kind in ("yarn", "longrope"):
-        before = int(original or longest)
+        before = longest if original is None else int(original)
         factor = reading.get("factor")
         factor = longest / before if factor is None else float(factor)
         return (_yarn if kind == "yarn" else _longrope)(reading, factor, before)
