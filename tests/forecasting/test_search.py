@@ -163,6 +163,29 @@ def cheapest_of_all(world: World, candidates=None) -> float:
     return min(fitting)
 
 
+class Weights(World):
+    """One in which weights need all time and memory, and activations next to none."""
+
+    def forecast(self, c: Candidate):
+        found = super().forecast(c)
+        seconds = 0.05 * c.num_microbatches + found.estimate.step_seconds
+        waiting = 20 * GIB  # gathered weights, which do not grow with the rows
+        return dataclasses.replace(
+            found,
+            memory=dataclasses.replace(found.memory, peak=found.memory.peak + waiting),
+            estimate=dataclasses.replace(
+                found.estimate, memory_seconds=seconds, step_seconds=seconds
+            ),
+        )
+
+
+def test_fewer_microbatches_are_not_ruled_out_by_weights():
+    world = Weights(activations=0.1)
+    found = run(world)
+    assert found.chosen.candidate.num_microbatches == 1
+    assert found.chosen.seconds <= cheapest_of_all(Weights(activations=0.1)) * 1.05
+
+
 # Candidates
 
 

@@ -99,8 +99,8 @@ def search_buckets(
         return BucketSearch(
             trials=(), own=own, before=exposed, after=exposed, words=(),
             sentence=(
-                f"Buckets as they are: {exposed * 1e3:.3g} ms of the wire not hidden, {share:.1%} of "
-                "the step; no other size was compiled."
+                f"Buckets as they are: {exposed * 1e3:.3g} ms of the wire not hidden, {share:.1%} "
+                "of the step; no other size was compiled."
             ),
         )  # fmt: skip
     trials = _ranked(make_plan_for, gpu, other_bucket_sizes(plan), bare_seconds(plan, gpu))

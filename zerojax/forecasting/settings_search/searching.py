@@ -216,6 +216,9 @@ class _Search:
         Candidates that should fit come first, then faster ones, then simpler ones.
         """
         candidate, peak = entry.candidate, expected_peak(entry, self.compiled)
+        most = entry.bounds.peak + entry.bounds.activations
+        if peak is None and most <= entry.bounds.limit:
+            peak = most
         number = candidate.num_microbatches
         return (
             peak is not None and peak > entry.bounds.limit,
