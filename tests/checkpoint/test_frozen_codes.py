@@ -469,7 +469,8 @@ def test_adapters_learn_on_a_base_in_codes_as_on_the_base_itself():
 
     sizes = {"num_layers": 2, "num_heads": 4, "embed_dim": 128, "mlp_dim": 256, "max_seq_len": 64}
     given = build_model(ModelConfig(name="llama", **sizes), 256)
-    settings = {"mesh_config": {"data": 1}, "optimizer": zerojax.adamw(3e-3, weight_decay=0.0)}
+    one = zerojax.make_mesh({"data": 1}, devices=jax.devices()[:1])
+    settings = {"mesh_config": one, "optimizer": zerojax.adamw(3e-3, weight_decay=0.0)}
     base = zerojax.train(given, batches=source(text), steps=200, **settings).to_model()
     lora, losses = LoraConfig(rank=8, alpha=16.0), {}
     for codes in (None, "int8", "nf4"):

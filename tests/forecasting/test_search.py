@@ -163,6 +163,31 @@ def cheapest_of_all(world: World, candidates=None) -> float:
     return min(fitting)
 
 
+class Weights(World):
+    """One in which weights need all time and memory, and activations next to none."""
+
+    def forecast(self, c: Candidate):
+        found = super().forecast(c)
+        seconds = 0.05 * c.num_microbatches + found.estimate.step_seconds
+        waiting = 20 * GIB  # gathered weights, which do not grow with the rows
+        return dataclasses.replace(
+            found,
+            memory=dataclasses.replace(found.memory, peak=found.memory.peak + waiting),
+            estimate=dataclasses.replace(
+                found.estimate, memory_seconds=seconds, step_seconds=seconds
+            ),
+        )
+
+
+def test_fewer_microbatches_are_not_ruled_out_by_weights():
+    """Neither by the memory of a plan with many, nor by its time."""
+    candidates = [c for c in list_candidates(8, 64, node_devices=8) if c.zero == 3 and c.model == 1]
+    world = Weights(activations=0.1)
+    found = run(world, candidates)
+    assert found.chosen.candidate.num_microbatches == 1
+    assert found.chosen.seconds <= cheapest_of_all(world, candidates) * 1.05
+
+
 # Candidates
 
 

@@ -127,6 +127,14 @@ def test_no_more_than_the_plans_own_is_ever_left():
         assert {trial.status for trial in found.trials} <= {BEATEN, NOT_TRIED}
 
 
+def test_nothing_is_compiled_for_a_wire_that_the_step_hides_nearly_whole():
+    compiler = Compiler(own=0.015)
+    found = run(compiler)
+    assert found.words == found.trials == ()
+    assert found.after == found.before == 0.015
+    assert compiler.seen == [(OWN, OWN)]
+
+
 def test_what_does_not_fit_or_compile_is_not_taken():
     first, second, *_ = reduce_sizes()
     compiler = Compiler()

@@ -27,6 +27,11 @@ FIXED_KERNELS_OPTIONS = {"xla_gpu_deterministic_ops": True}
 """No kernels that sum in undefined order, and no autotuned kernels."""
 
 
+CPU_OPTIONS = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_DOT"}
+"""The CPU's library YNN computes products, as by default, but no sums and maxima. Of the latter
+some write beyond their arrays (JAX 0.12): a step at stage 3 on eight CPU devices, with widths that
+8 does not divide, ended in a segmentation fault or in a failed check of a collective."""
+
 NO_KERNELS_OPTIONS = {"xla_gpu_experimental_use_collective_kernels": ""}
 """Small all-reduces by NCCL alone. The compile-only client takes all nodes for one, and XLA's own
 kernel for an array of a few numbers over 64 devices ends the whole process (JAX 0.12, "size
@@ -62,7 +67,11 @@ def choose_options(
         return {}, {}
     options = dict(FIXED_ROUNDING_OPTIONS) if deterministic else {}
     if not compile_client.is_cuda(mesh):
-        return compile_client.keep_known_options(mesh, options)
+        known, dropped = compile_client.keep_known_options(mesh, options)
+        if mesh.devices.flat[0].platform == "cpu":
+            # A compiler without this option does not have the library either.
+            known |= compile_client.keep_known_options(mesh, CPU_OPTIONS)[0]
+        return known, dropped
     options |= FIXED_KERNELS_OPTIONS if deterministic and are_here(mesh) else {}
     options |= compile_client.HOST_OPTIONS if on_host else {}
     if regather:

@@ -40,6 +40,9 @@ from zerojax.tracing.trees import num_elements
 
 MARGIN = 0.005
 """Share of a step's time that other sizes have to gain; otherwise the plan's own stay."""
+LEAST_EXPOSED = 0.02
+"""Least exposed wire time, as a share of the step, for which sizes are compiled: no size can gain
+more than that."""
 NEARLY = 0.1
 """Smaller differences, relative to the exposed wire time of the plan's sizes by formula, are 0."""
 MOST = 4
@@ -65,7 +68,8 @@ def search_buckets(
 
     All sizes that lead to other collectives are ranked by `bare_seconds`; the best of them are
     compiled, and, if both options gain, their best sizes together. Sizes replace the plan's own if
-    exposed wire time and step are both shorter, the step by `MARGIN`.
+    exposed wire time and step are both shorter, the step by `MARGIN`. Nothing is compiled if the
+    exposed wire time is below `LEAST_EXPOSED` of the step.
 
     Args:
       make_plan_for: {"reduce_bucket_size" or "allgather_bucket_size": elements} -> the plan with
@@ -89,6 +93,16 @@ def search_buckets(
         return BucketSearch(
             trials=(), own=own, before=None, after=None, words=(), sentence=f"Buckets: {why}"
         )
+    exposed = before.estimate.exposed_wire_seconds
+    if exposed < LEAST_EXPOSED * before.estimate.step_seconds:
+        share = exposed / before.estimate.step_seconds
+        return BucketSearch(
+            trials=(), own=own, before=exposed, after=exposed, words=(),
+            sentence=(
+                f"Buckets as they are: {exposed * 1e3:.3g} ms of the wire not hidden, {share:.1%} "
+                "of the step; no other size was compiled."
+            ),
+        )  # fmt: skip
     trials = _ranked(make_plan_for, gpu, other_bucket_sizes(plan), bare_seconds(plan, gpu))
     ours = _Search(make_plan_for, forecast_of, before, trials, report)
     for trial in [one for one in trials if one.status == NOT_TRIED][:most]:

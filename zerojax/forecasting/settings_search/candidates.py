@@ -20,7 +20,7 @@ from zerojax.plan.offload_costs import hiding
 from zerojax.plan.pipeline_costs import executed_flops, message_bytes, useful_flops
 from zerojax.plan.whole_matrices import matrix_bytes
 from zerojax.plan.wire import bytes_by_level, wire_bytes
-from zerojax.tracing.flops import count_program_flops
+from zerojax.tracing.flops import computed_bytes, count_program_flops
 
 Remat = Literal["none", "dots", "attention", "full"]
 RematOption = Literal["model.remat", "mesh.roll_remat"]
@@ -202,6 +202,7 @@ class Bounds:
       state: bytes per device between steps.
       peak: the same with weights and gradients, without activations.
       limit: bytes per device that JAX may use.
+      activations: bytes that the forward pass of a microbatch computes: no plan keeps more.
     """
 
     seconds: float
@@ -209,6 +210,7 @@ class Bounds:
     state: int
     peak: int
     limit: int
+    activations: float = math.inf
 
 
 MakePlan = Callable[[Candidate], Plan]
@@ -268,12 +270,26 @@ def bounds_of(plan: Plan, gpu: Gpu, repeat: float) -> Bounds:
         matrix_bytes=matrix_bytes(plan),
         hiding=hiding(plan, gpu),
     )
+    # Each microbatch reads the weights of all layers in the forward and in the backward pass.
+    memory_seconds = 2 * plan.num_microbatches * layer_bytes(plan) / gpu.memory_bandwidth
     return Bounds(
-        seconds=time.step_seconds or 0.0,
+        seconds=max(time.step_seconds or 0.0, memory_seconds),
         wire_seconds=time.wire_seconds,
         state=state_bytes(plan),
         peak=sum(role_bytes(plan).values()),
         limit=memory_limit(gpu)[0],
+        activations=computed_bytes(plan.traced.forward.jaxpr),
+    )
+
+
+def layer_bytes(plan: Plan) -> int:
+    """Returns bytes of the layers' weights on one device in the compute dtype; not of experts."""
+    leaves = plan.placement.leaves.values()
+    size = plan.precision.compute_dtype.itemsize
+    return sum(
+        counts.whole_elements(plan.placement, leaf) * (1 if leaf.eight_bits else size)
+        for leaf in leaves
+        if leaf.num_slices > 1 and leaf.expert_dim is None and leaf.codes is None
     )
 
 

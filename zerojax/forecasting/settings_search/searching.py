@@ -47,9 +47,6 @@ CAUTION = 0.9
 """Assumed share of one compiled plan's activations that another one with fewer rows needs."""
 GROWTH = 0.5
 """Assumed least growth of activations, as a share of growth in proportion to the rows."""
-FEWER_PIECES = 0.7
-"""Assumed share of one compiled plan's time that another one with fewer microbatches or less tensor
-parallelism needs: weights are read less often, and activations are repeated less."""
 
 
 def search(
@@ -219,6 +216,9 @@ class _Search:
         Candidates that should fit come first, then faster ones, then simpler ones.
         """
         candidate, peak = entry.candidate, expected_peak(entry, self.compiled)
+        most = entry.bounds.peak + entry.bounds.activations
+        if peak is None and most <= entry.bounds.limit:
+            peak = most
         number = candidate.num_microbatches
         return (
             peak is not None and peak > entry.bounds.limit,
@@ -450,9 +450,9 @@ def expected_peak(entry: OpenCandidate, compiled: Sequence[CompiledCandidate]) -
         return (theirs.model != mine.model, expert, theirs.zero != mine.zero, far)
 
     nearest = min(alike, key=distance)
-    beyond = max((nearest.trial.peak or 0) - nearest.entry.bounds.peak, 0)
-    theirs = nearest.entry.candidate
-    return entry.bounds.peak + beyond * theirs.num_microbatches / mine.num_microbatches
+    beyond, activations = _beyond_formula(nearest)
+    rows = nearest.entry.candidate.num_microbatches / mine.num_microbatches
+    return entry.bounds.peak + beyond + activations * (rows - 1)
 
 
 def least_seconds(entry: OpenCandidate, compiled: Sequence[CompiledCandidate]) -> float:
@@ -461,6 +461,10 @@ def least_seconds(entry: OpenCandidate, compiled: Sequence[CompiledCandidate]) -
     Compiled plans count if they have the same remat and number of pipeline stages, and fit: in
     plans that do not fit, the compiler itself recomputes. They must also split experts at least as
     far: a device with fewer experts reads fewer weights.
+
+    Time of products depends neither on microbatches nor on tensor parallelism. Bytes of memory may
+    fall in proportion to both: each microbatch reads all weights, and devices that split tensors
+    repeat activations.
     """
     least = entry.bounds.seconds
     for other in compiled:
@@ -473,13 +477,11 @@ def least_seconds(entry: OpenCandidate, compiled: Sequence[CompiledCandidate]) -
             or entry.candidate.unroll > theirs.unroll
         ):
             continue
-        time = other.forecast.estimate
-        busy = max(time.compute_seconds or 0.0, time.memory_seconds or 0.0)
-        fewer = (
-            entry.candidate.num_microbatches < theirs.num_microbatches
-            or entry.candidate.model < theirs.model
-        )
-        least = max(least, busy * (FEWER_PIECES if fewer else 1 - TOLERANCE))
+        time, mine = other.forecast.estimate, entry.candidate
+        pieces = min(1.0, mine.num_microbatches / theirs.num_microbatches)
+        repeats = min(1.0, mine.model / theirs.model)
+        memory = (time.memory_seconds or 0.0) * pieces * repeats
+        least = max(least, max(time.compute_seconds or 0.0, memory) * (1 - TOLERANCE))
     return least
 
 
@@ -507,8 +509,7 @@ def why_too_large(entry: OpenCandidate, other: CompiledCandidate) -> str | None:
     share *= min(1.0, mine.model / theirs.model)
     least = entry.bounds.state + share * _activations(other.forecast)
     if mine.zero == theirs.zero and same_mesh:
-        beyond = (other.trial.peak or 0) - other.entry.bounds.peak
-        least = max(least, entry.bounds.peak + share * beyond)
+        least = max(least, entry.bounds.peak + share * _beyond_formula(other)[1])
     limit = entry.bounds.limit
     if least <= limit:
         return None
@@ -526,6 +527,16 @@ def only_adds_work(entry: OpenCandidate, other: CompiledCandidate) -> bool:
         and mine.num_microbatches >= theirs.num_microbatches
         and REMATS.index(mine.remat) >= REMATS.index(theirs.remat)
     )
+
+
+def _beyond_formula(compiled: CompiledCandidate) -> tuple[int, int]:
+    """Returns a compiled plan's (bytes beyond its formula, those of them that are activations).
+
+    The others, such as gathered weights that wait, do not grow with the rows.
+    """
+    beyond = max((compiled.trial.peak or 0) - compiled.entry.bounds.peak, 0)
+    forecast = compiled.forecast
+    return beyond, beyond if forecast is None else min(beyond, _activations(forecast))
 
 
 def _activations(forecast: ForecastNumbers) -> int:

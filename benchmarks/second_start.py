@@ -1,0 +1,72 @@
+"""The second start of a run beside its first: compiled programs are kept in a folder.
+
+A start is a whole process, imports included, until `zerojax.train` has taken one step; CPU seconds.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+
+from benchmarks import first_step
+from benchmarks.machine import load_average
+from benchmarks.recording import Goal, Record, parse_arguments, write_record
+from benchmarks.start_up import run_program
+from zerojax.runtime.user_files import CACHE_VARIABLE
+
+REPEATS = 3
+LIMIT = 0.35
+
+PROGRAM = """
+import itertools, os
+os.environ[{variable!r}] = {folder!r}
+import jax
+jax.config.update("jax_num_cpu_devices", {devices})
+import zerojax
+from benchmarks import first_step
+from benchmarks.recipe import CLIPPED
+factory, batch = first_step.models({smoke})[{name!r}]
+tx = zerojax.adamw(3e-4, b2=0.95, weight_decay=0.01, **CLIPPED)
+zerojax.train(factory, {{"data": {devices}, "zero": {zero}}}, batches=itertools.repeat(batch),
+              optimizer=tx, precision="fp32", steps=1, run_dir=None,
+              log=zerojax.LogConfig(console="quiet"))
+"""
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measures and records."""
+    arguments = parse_arguments(__doc__ or "", argv)
+    load_before = load_average()
+    smoke = arguments.smoke
+    rows, goals = [], []
+    imports = statistics.median(
+        run_program("import zerojax, benchmarks.first_step")[0]
+        for _ in range(1 if smoke else REPEATS)
+    )
+    for name in first_step.models(smoke):
+        for devices in first_step.DEVICES:
+            starts = [_two_starts(name, devices, smoke) for _ in range(1 if smoke else REPEATS)]
+            first, second = (statistics.median(times) for times in zip(*starts, strict=True))
+            row = {"model": name, "devices": devices, "first_cpu_s": first, "second_cpu_s": second}
+            rows.append({**row, "imports_cpu_s": imports, "second/first": second / first})
+            where = f"{name}, {devices} device{'s' * (devices > 1)}"
+            goal = Goal(name=f"{where}: second / first start", value=second / first, limit=LIMIT)
+            goals.append(goal)
+    write_record(Record(name="second_start", rows=rows, goals=goals), arguments, load_before)
+
+
+def _two_starts(name: str, devices: int, smoke: bool) -> tuple[float, float]:
+    with tempfile.TemporaryDirectory() as folder:
+        program = PROGRAM.format(
+            variable=CACHE_VARIABLE,
+            folder=folder,
+            name=name,
+            devices=devices,
+            zero=3 if devices > 1 else 1,
+            smoke=smoke,
+        )
+        return run_program(program)[0], run_program(program)[0]
+
+
+if __name__ == "__main__":
+    main()
