@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.hardware import compile_client
@@ -90,3 +93,8 @@ def choose_options(
         why = "the compile-only client cannot compile products without autotuning; GPUs get it"
         dropped |= dict.fromkeys(FIXED_KERNELS_OPTIONS, why)
     return known, dropped
+
+
+def shown_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options that a plan lists: those that are choices of the plan."""
+    return {name: value for name, value in options.items() if name not in CPU_OPTIONS}

@@ -24,7 +24,7 @@ from zerojax.operators.attention_choice import attention_planned_for
 from zerojax.optim.precision import Precision, as_precision, default_precision
 from zerojax.plan import device_mesh as meshes
 from zerojax.plan.batch_sums import check_batch_sums, describe_batch_sums, sums_of_trace
-from zerojax.plan.compiler_options import choose_options
+from zerojax.plan.compiler_options import choose_options, shown_options
 from zerojax.plan.context_split import check_context, plan_context
 from zerojax.plan.counts import describe_constants
 from zerojax.plan.decisions import Decisions, ProgramChoices, TracedLoss
@@ -379,7 +379,7 @@ def _decide(
             *why_padding,
             *describe_taken(tx, seen.trace, stored, placement, stacks - names.keys()),
             *describe_matrices(tx, stored, placement, mesh),
-            *describe_options(program.options, program.dropped),
+            *describe_options(shown_options(program.options), program.dropped),
         ),
         remake=_Remake(settings=settings, inputs=inputs),
     )
