@@ -26,7 +26,7 @@ CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 CASES = (
     ("gpt2_124m_zero1_1xh200", "h200", 1),
     ("llama_1b_zero1_8xh100", "h100", 8),
-    ("llama_7b_zero3_8xh100", "h100", 8),
+    ("llama_7b_zero2_8xh100", "h100", 8),
     ("llama_8b_zero3_8xh100", "h100", 8),
     ("llama_70b_zero3_64xh200", "h200", 64),
     ("llama_405b_zero3_512xh200", "h200", 512),
@@ -35,7 +35,15 @@ CASES = (
     ("llama_7b_qlora_1xrtx4090", "rtx-4090", 1),
     ("llama_70b_qlora_8xh100", "h100", 8),
 )
+OFFLOADED = (
+    ("llama_13b_host_offload_1xrtx4090", "rtx-4090", 1),
+    ("llama_13b_host_offload_1xa100_40gb", "a100-40gb", 1),
+    ("gpt_20b_host_offload_1xh200", "h200", 1),
+    ("gpt_175b_files_8xh200", "h200", 8),
+)
+"""With attention of the file alone."""
 STORED_SCORES = {
+    "llama_7b_zero2_8xh100": ("model.remat=full", "mesh.unroll=false"),
     "llama_1b_zero1_8xh100": ("model.remat=full", "mesh.unroll=false"),
     "llama_405b_zero3_512xh200": ("num_microbatches=16",),
 }
@@ -55,6 +63,7 @@ def measure(smoke: bool) -> Record:
     """One row per run file; a smoke run takes the formulas of the smallest alone."""
     cases = CASES[:1] if smoke else CASES
     rows = [_row(*case, attention) for case in cases for attention in ("xla", "auto")]
+    rows += [] if smoke else [_row(*case, "auto") for case in OFFLOADED]
     goals = []
     for row in rows:
         if row["data wire/formula"] is not None:
@@ -82,6 +91,8 @@ def _row(name: str, gpu: str, devices: int, attention: str) -> dict[str, Any]:
         _with_options(plan, compile_client.CUBLAS_OPTIONS), gpu=gpu, devices=devices, fast=True
     )
     memory, traffic, estimate = forecast.memory, forecast.traffic, forecast.estimate
+    offload = forecast.offload
+    hiding = None if offload is None else offload.hiding
     wire, exchanged = traffic.data_wire_bytes, traffic.exchange_wire_bytes
     by_formula = traffic.exchange_formula_bytes
     return {
@@ -95,6 +106,8 @@ def _row(name: str, gpu: str, devices: int, attention: str) -> dict[str, Any]:
         "peak_GiB": _gib(memory.peak),
         "cublas_peak_GiB": _gib(cublas.memory.peak),
         "limit_GiB": forecast.verdict.limit / GIB,
+        "machine_host_GiB": None if offload is None else offload.machine_host / GIB,
+        "machine_files_GiB": None if offload is None else offload.machine_disk / GIB,
         "data_wire_units": None if wire is None or not traffic.unit else wire / traffic.unit,
         "data wire/formula": None if not wire else wire / traffic.formula_bytes,
         "expert_wire_GiB": _gib(exchanged or None),
@@ -103,6 +116,8 @@ def _row(name: str, gpu: str, devices: int, attention: str) -> dict[str, Any]:
         "compute_s": estimate.compute_seconds,
         "memory_s": estimate.memory_seconds,
         "exposed_wire_s": estimate.exposed_wire_seconds,
+        "offload_s": estimate.offload_seconds,
+        "hiding_tokens": None if hiding is None else hiding.tokens,
         "bound_by": estimate.bound_by,
         # Model FLOPs are three times the forward pass, and frozen weights have no gradient.
         "roofline_mfu": None if plan.placement.num_parameters(frozen=True) else estimate.mfu,

@@ -1,6 +1,6 @@
 """zerojax on a Ray cluster: one worker for each GPU, started again from the last good checkpoint.
 
-    python examples/cluster/ray_train.py --workers 16 -- configs/llama_7b_zero3_8xh100.yaml zero=3
+    python examples/cluster/ray_train.py --workers 16 -- configs/llama_8b_zero3_8xh100.yaml zero=3
 
 The words after -- are those of `zerojax train`; run_dir must be a folder that all hosts share. Ray
 finds the places and shows each worker one GPU; the training itself runs in a process of its own,

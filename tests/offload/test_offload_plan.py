@@ -272,8 +272,9 @@ def test_rates_of_this_machine_take_the_place_of_published_ones(tmp_path, monkey
     published = rates_of(card, str(tmp_path))
     assert (published.to_host, published.both) == (64e9, 128e9)
     assert "as published for NVIDIA H200" in published.link
-    assert published.disk is None
+    assert published.disk == card.disk_bandwidth
     assert f"zerojax bench io {tmp_path}" in published.disk_source
+    assert rates_of(find_gpu("l4"), str(tmp_path)).disk is None, "nothing is assumed"
     keep_rates(MeasuredLink(device_kind="NVIDIA H200", to_device=5.0, to_host=6.0, both=7.0))
     keep_rates(MeasuredDisk(disk=disk_name(tmp_path), write=1.0, read=2.0, both=3.0))
     measured = rates_of(card, str(tmp_path))

@@ -17,7 +17,7 @@ Under Slurm, Open MPI, Kubernetes and torchrun no launcher is needed: srun zeroj
 
 examples:
   zerojax launch --nprocs 2 --cpu-devices 2 -- zerojax train configs/tiny_shakespeare.yaml
-  zerojax launch --max-restarts 3 -- zerojax train configs/llama_7b_zero3_8xh100.yaml
+  zerojax launch --max-restarts 3 -- zerojax train configs/llama_8b_zero3_8xh100.yaml
   zerojax launch --nprocs 8 -- python train.py --my-option 3
 on two hosts, the same on both but for the number of the host:
   zerojax launch --nprocs 8 --nnodes 2 --node-rank 0 --coordinator 10.0.0.1:12355 -- zerojax ...

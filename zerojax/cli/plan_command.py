@@ -40,11 +40,11 @@ Nothing is run and no GPU is needed: pip install 'zerojax[plan]'. Without it, es
 are printed.
 
 examples:
-  zerojax plan configs/llama_7b_zero3_8xh100.yaml --gpu h100 --devices 8
-  zerojax plan configs/llama_7b_zero3_8xh100.yaml --gpu h200 --devices 8 zero=2 --json
-  zerojax plan configs/llama_7b_zero3_8xh100.yaml --gpu h100 --devices 64 --search
-  zerojax plan configs/llama_7b_zero3_8xh100.yaml --gpu h200 --devices 1 opt_state=host
-  zerojax plan configs/llama_7b_zero3_8xh100.yaml --devices 8 --parameter blocks/mlp/up/kernel
+  zerojax plan configs/llama_8b_zero3_8xh100.yaml --gpu h100 --devices 8
+  zerojax plan configs/llama_8b_zero3_8xh100.yaml --gpu h200 --devices 8 zero=2 --json
+  zerojax plan configs/llama_8b_zero3_8xh100.yaml --gpu h100 --devices 64 --search
+  zerojax plan configs/llama_8b_zero3_8xh100.yaml --gpu h200 --devices 1 opt_state=host
+  zerojax plan configs/llama_8b_zero3_8xh100.yaml --devices 8 --parameter blocks/mlp/up/kernel
   zerojax plan train.py --devices 8 --propose-rules model=4
   zerojax plan train.py --gpu h100 --devices 8 zero=3
   zerojax plan train.py --gpu h100 --devices 8 --search

@@ -31,7 +31,7 @@ buckets (allgather_bucket_size, reduce_bucket_size). What is faster there is pri
 to be written into the run file; no run takes it by itself. No data are read, and no state is kept.
 
 examples:
-  zerojax tune configs/llama_7b_zero3_8xh100.yaml
+  zerojax tune configs/llama_8b_zero3_8xh100.yaml
   zerojax tune configs/llama_8b_zero3_8xh100.yaml optimizer.name=lion
   zerojax tune configs/llama_8b_zero3_8xh100.yaml --no-steps"""
 

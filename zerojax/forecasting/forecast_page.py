@@ -362,7 +362,9 @@ def _rates(estimate: Estimate) -> list[str]:
     if estimate.mfu is not None:
         parts.append(f"MFU at best {estimate.mfu:.0%}")
     if estimate.tokens_per_second is not None:
-        parts.append(f"{format_count(estimate.tokens_per_second)} tokens/s at best")
+        hours = 1e9 / estimate.tokens_per_second / 3600
+        rate = format_count(estimate.tokens_per_second)
+        parts.append(f"{rate} tokens/s at best, a billion in {hours:.3g} hours")
     return [f"  {'; '.join(parts)}"] if parts else []
 
 
@@ -370,7 +372,9 @@ def _notes(forecast: ForecastNumbers) -> list[str]:
     gpu = forecast.gpu
     notes = list(forecast.remarks)
     notes += [f"card: {source.partition(': ')[2] or source}" for source in gpu.sources]
-    notes += [f"assumed: {assumption}" for assumption in gpu.assumptions]
+    has_files = forecast.offload is not None and forecast.offload.machine_disk > 0
+    assumed = [x for x in gpu.assumptions if has_files or not x.startswith("disk_gb_per_s:")]
+    notes += [f"assumed: {assumption}" for assumption in assumed]
     notes += [f"option {name} left out: {why}" for name, why in forecast.options_dropped.items()]
     if forecast.num_devices > gpu.node_devices:
         notes.append(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -187,7 +188,7 @@ def slice_bytes(plan: Decisions, layout: OffloadLayout) -> dict[str, int]:
 
 
 def rates_of(gpu: Gpu, folder: str | None = None) -> TierRates:
-    """Returns the rates of a card's link and a folder's disk: measured here, or as published.
+    """Returns the rates of a card's link and a folder's disk: measured here, or of the card.
 
     Args:
       gpu: the card. Only a measurement of the same card on this machine is used.
@@ -196,12 +197,15 @@ def rates_of(gpu: Gpu, folder: str | None = None) -> TierRates:
     disk = measured_disk(folder or ".")
     there = nearest_folder(folder or ".") if folder else "."
     where = f"the disk of {folder or 'the working folder'}"
-    known = {
-        "disk": None if disk is None else disk.both,
-        "disk_source": f"{where}: not measured, run `zerojax bench io {there}`"
-        if disk is None
-        else f"measured here on {disk.date} ({disk.disk})",
-    }
+    known: dict[str, Any]
+    if disk is not None:
+        source = f"measured here on {disk.date} ({disk.disk})"
+        known = {"disk": disk.both, "disk_source": source}
+    else:
+        source = f"{where}: not measured, run `zerojax bench io {there}`"
+        if gpu.disk_bandwidth is not None:
+            source = f"assumed for machines with {gpu.title} ({source})"
+        known = {"disk": gpu.disk_bandwidth, "disk_source": source}
     for link in measured_links():
         card = gpu_of_device(link.device_kind)
         if card is not None and card.name == gpu.name:

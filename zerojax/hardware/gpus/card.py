@@ -57,6 +57,8 @@ class Gpu:
       node_bandwidth: bytes per second and direction of one GPU inside the node (NVLink, or PCIe).
       network_bandwidth: bytes per second and direction of one GPU across nodes.
       host_bandwidth: bytes per second and direction to host memory.
+      disk_bandwidth: bytes per second of the disks of a machine that has `node_devices` such GPUs,
+        reading and writing at the same time, the sum; None: unknown.
       device_kinds: regular expressions on the upper-case name that the driver gives the device.
       aliases: other names on the command line.
       target: for the compiler; None if too little is published.
@@ -77,6 +79,7 @@ class Gpu:
     node_bandwidth: float
     network_bandwidth: float
     host_bandwidth: float
+    disk_bandwidth: float | None
     device_kinds: tuple[str, ...]
     aliases: tuple[str, ...]
     target: Target | None
@@ -145,6 +148,7 @@ def build_card(values: Mapping[str, Any]) -> Gpu:
         node_bandwidth=scaled("node_gb_per_s", 1e9),
         network_bandwidth=scaled("network_gb_per_s", 1e9),
         host_bandwidth=scaled("host_gb_per_s", 1e9),
+        disk_bandwidth=scaled("disk_gb_per_s", 1e9),
         device_kinds=checked.get("device_kinds", ()),
         aliases=checked.get("aliases", ()),
         target=target,
@@ -270,13 +274,14 @@ CARD_KEYS: dict[str, Callable[[Any], Any]] = {
     "node_gb_per_s": _number,
     "network_gb_per_s": _number,
     "host_gb_per_s": _number,
+    "disk_gb_per_s": _number,
     "compiler": lambda section: section,
     "sources": split_notes,
     "assumptions": split_notes,
 }
 CARD_OPTIONAL = frozenset(
     {"title", "aliases", "device_kinds", "memory_gb", "compiler", "sources", "assumptions"}
-    | {"bf16_tflops", "fp16_tflops", "fp8_tflops", "fp32_tflops"}
+    | {"bf16_tflops", "fp16_tflops", "fp8_tflops", "fp32_tflops", "disk_gb_per_s"}
 )
 COMPILER_KEYS: dict[str, Callable[[Any], Any]] = {
     "description": _text,
