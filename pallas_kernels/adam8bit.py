@@ -63,17 +63,17 @@ class Blocks8bit(NamedTuple):
 
 
 def block_of(size: int) -> int:
-    """Returns how many elements of a leaf of this size share a scale."""
+    """Returns the number of elements that share a scale, in a leaf of `size` elements."""
     return next((block for block in QUANT_BLOCKS if size % block == 0), QUANT_BLOCKS[0])
 
 
 def num_blocks(size: int) -> int:
-    """Returns the number of scales of a leaf of this size."""
+    """Returns the number of blocks, each with its scale, of a leaf of `size` elements."""
     return -(-size // block_of(size))
 
 
 def init_moments(shape: tuple[int, ...]) -> Moments8bit:
-    """Returns moments of 0 for a leaf of this shape."""
+    """Returns the 8-bit moments of a leaf before its first update: all represent 0."""
     blocks = num_blocks(_size(shape))
     return Moments8bit(
         mu=jnp.zeros(shape, jnp.int8),
@@ -84,7 +84,7 @@ def init_moments(shape: tuple[int, ...]) -> Moments8bit:
 
 
 def decode_moments(moments: Moments8bit) -> tuple[jax.Array, jax.Array]:
-    """Returns (mu, nu), float32, of the leaf's shape; `encode_moments` is the exact inverse."""
+    """Decodes to (mu, nu), float32, of the leaf's shape; `encode_moments` restores the codes."""
     shape = moments.mu.shape
     mu = decode_mu(_rows(moments.mu).astype(jnp.float32), moments.mu_scale[:, None])
     nu = decode_nu(_rows(moments.nu, NU_ZERO).astype(jnp.float32), moments.nu_scale[:, None])
@@ -93,7 +93,7 @@ def decode_moments(moments: Moments8bit) -> tuple[jax.Array, jax.Array]:
 
 
 def encode_moments(mu: jax.Array, nu: jax.Array) -> Moments8bit:
-    """Rounds moments to the nearest codes; recovers the output of `decode_moments` bit by bit.
+    """Encodes float32 moments by their nearest codes; reverses `decode_moments` bit by bit.
 
     Args:
       mu: float32, of any shape.
@@ -111,7 +111,7 @@ def encode_moments(mu: jax.Array, nu: jax.Array) -> Moments8bit:
 
 
 def scales_of(mu: Any, nu: Any, largest: Callable[[Any], Any]) -> tuple[Any, Any]:
-    """Returns one scale per block for each moment; `largest` is as in `adam8bit`."""
+    """Returns (scales of mu, scales of nu) of blocks; `largest`: a block -> its largest element."""
     mu_scale, nu_scale = largest(jnp.abs(mu)), largest(nu)
     return (
         jnp.maximum(mu_scale, MU_FLOOR),
@@ -120,20 +120,20 @@ def scales_of(mu: Any, nu: Any, largest: Callable[[Any], Any]) -> tuple[Any, Any
 
 
 def decode_mu(code: Any, scale: Any) -> Any:
-    """Returns first moments from codes (float32) and scales of the same shape."""
+    """Decodes first moments from their codes and the scales, all float32 of one shape."""
     root = code * jnp.full_like(code, 1 / MU_LEVELS)
     return root * jnp.abs(root) * scale
 
 
 def decode_nu(code: Any, scale: Any) -> Any:
-    """Returns second moments from codes (float32) and scales of the same shape."""
+    """Decodes second moments from their codes and the scales, all float32 of one shape."""
     root = (code + jnp.full_like(code, NU_OFFSET)) * jnp.full_like(code, 1 / NU_LEVELS)
     square = root * root
     return square * square * scale
 
 
 def encode_mu(mu: Any, four_over_scale: Any, bits: Any) -> Any:
-    """Returns codes (float32) of first moments; the decoded values have the mean `mu`.
+    """Rounds first moments stochastically to codes (float32) that decode to `mu` on average.
 
     It takes `four_over_scale` because 1 / scale is not a normal number for the largest scales.
     """
@@ -150,7 +150,7 @@ def encode_mu(mu: Any, four_over_scale: Any, bits: Any) -> Any:
 
 
 def encode_nu(nu: Any, four_over_scale: Any, bits: Any) -> Any:
-    """Returns codes (float32) of second moments with the mean `nu`, or the smallest code."""
+    """Rounds second moments stochastically to codes (float32), none below `NU_ZERO`."""
     part = nu * four_over_scale
     fourth = part * jnp.full_like(nu, NU_LEVELS**4 / 4)
     below = _floor(jnp.sqrt(jnp.sqrt(fourth)))
@@ -174,7 +174,7 @@ def adam8bit(
     largest: Callable[[Any], Any],
     spread: Callable[[Any], Any],
 ) -> Blocks8bit:
-    """Computes AdamW on blocks; called by kernel and reference.
+    """Computes an AdamW update of blocks with 8-bit moments; for both kernel and reference.
 
     Args:
       old: parameter, codes as float32, and one number per block for each scale.
@@ -205,7 +205,7 @@ def reference_adam8bit(
     seed: jax.Array,
     first_index: int = 0,
 ) -> tuple[jax.Array, Moments8bit, jax.Array]:
-    """Computes the update in plain `jax.numpy`.
+    """Updates one leaf by AdamW with 8-bit moments, in plain `jax.numpy`.
 
     Args:
       param: any shape; float32, bfloat16 (rounded stochastically) or float16.
@@ -255,7 +255,7 @@ def kept_scales(skip: Any, old: Any, mu_scale: Any, nu_scale: Any) -> tuple[Any,
 
 
 def check_leaf(param: Any, moments: Moments8bit, grad: Any, average: Any = None) -> None:
-    """Checks that the arrays belong to one leaf.
+    """Checks that the arrays of an update belong to one leaf and have supported dtypes.
 
     Raises:
       TypeError: an unsupported dtype.
@@ -265,7 +265,9 @@ def check_leaf(param: Any, moments: Moments8bit, grad: Any, average: Any = None)
         if x.dtype not in FLOATS:
             raise TypeError(f"adam8bit: {name} is {x.dtype}, not float32, bfloat16 or float16")
     if param.dtype == jnp.float16:
-        raise TypeError("adam8bit: float16 parameters cannot be rounded stochastically")
+        raise TypeError(
+            "adam8bit: float16 parameters cannot be rounded stochastically; use float32 or bfloat16"
+        )
     scales = (num_blocks(param.size),)
     expected = (param.shape, param.shape, scales, scales)
     for name, x, shape in zip(Moments8bit._fields, moments, expected, strict=True):
@@ -286,7 +288,10 @@ def check_leaf(param: Any, moments: Moments8bit, grad: Any, average: Any = None)
             f"the shape of the parameter, {list(param.shape)}"
         )
     if tuple(grad.shape) != tuple(param.shape):
-        raise ValueError(f"adam8bit: grad {grad.shape} and param {param.shape} differ in shape")
+        raise ValueError(
+            f"adam8bit: grad {grad.shape} and param {param.shape} differ in shape; pass the "
+            "gradient of this parameter"
+        )
 
 
 def _four_over(scale: Any) -> Any:
@@ -310,7 +315,7 @@ def _size(shape: tuple[int, ...]) -> int:
 
 
 def _rows(x: jax.Array, missing_value: int = 0) -> jax.Array:
-    """Reshapes to [blocks, elements]; missing elements of the last block get this value."""
+    """Reshapes a leaf to [blocks, elements]; fills the last block with `missing_value`."""
     block = block_of(x.size)
     missing = num_blocks(x.size) * block - x.size
     flat = x.reshape(-1)

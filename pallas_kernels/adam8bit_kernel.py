@@ -35,7 +35,7 @@ AVERAGING = averaging_scalars(AdamScalars)
 
 
 class Adam8bitLeaf(NamedTuple):
-    """The result of an update of one leaf.
+    """New arrays of one leaf after an update by AdamW with 8-bit moments.
 
     Attributes:
       param, moments: shapes and dtypes of the inputs; a kernel writes them in the inputs' memory.
@@ -60,7 +60,9 @@ def update_adam8bit(
     average: jax.Array | None = None,
     impl: Impl | Choice = "auto",
 ) -> Adam8bitLeaf:
-    """Updates one leaf. Inside a `jax.jit` that donates them, the arrays change in place.
+    """Updates one leaf by AdamW with 8-bit moments.
+
+    Inside a `jax.jit` that donates the arrays, they change in place.
 
     Args:
       param: any shape; float32, or bfloat16 that is rounded stochastically.
@@ -86,12 +88,12 @@ def update_adam8bit(
 
 
 def scalars_of(averages: bool) -> Any:
-    """Returns the class of an update's scalars."""
+    """Returns the class of the scalars, for an update with or without an average."""
     return AVERAGING if averages else AdamScalars
 
 
 def check_options(scalars: Any, compute_dtype: Any, *, averages: bool = False) -> None:
-    """Raises TypeError for scalars of another rule, or an unsupported dtype."""
+    """Raises TypeError for scalars of another rule, or an unsupported `compute_dtype`."""
     wanted = scalars_of(averages)
     if not isinstance(scalars, wanted):
         raise TypeError(
@@ -173,7 +175,7 @@ def frozen_leaf(refs: Sequence[Any], shape: tuple[int, ...], compute: Any) -> Ad
 def _update_tail(refs: list[Any], grad: jax.Array, scalars: Any, seed: Any, tiles: Any) -> Any:
     """Updates the last, short block by the reference, on the same memory, before the kernel.
 
-    See `mosaic.fused_update`. Returns its new parameters as float32.
+    See `mosaic.fused_update`. Returns the new parameters of this block as float32.
     """
     start = tiles.size - tiles.tail
     param, mu, nu, mu_scale, nu_scale, *average = refs
@@ -192,7 +194,7 @@ def _update_tail(refs: list[Any], grad: jax.Array, scalars: Any, seed: Any, tile
 
 
 def _body(tiles: mosaic.Tiles, *, has_output: bool, averages: bool) -> Any:
-    """Builds the function of one program: one block of codes and its two scales."""
+    """Builds the kernel's function, of which each program updates a block with its two scales."""
     kind, count = scalars_of(averages), 8 + averages
 
     def body(*refs: Any) -> None:
@@ -216,7 +218,7 @@ def update_block(
     scalars: Any,
     seed: tuple[Any, Any],
 ) -> None:
-    """Updates block number `row` of one leaf; inside a kernel.
+    """Updates block number `row` of one leaf; called inside a kernel.
 
     Args:
       tiles: one for each block that shares scales.

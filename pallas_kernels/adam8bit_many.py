@@ -102,7 +102,7 @@ def _update_many(
 
 
 def _entries(rows: Sequence[Any], where: Sequence[ScalarsAt]) -> list[Entry]:
-    """Returns the leaves that consist of whole blocks."""
+    """Returns the leaves without a short last block, which one kernel can update together."""
     entries = []
     for leaf, (param, *_) in enumerate(rows):
         block = block_of(param.size)
@@ -151,7 +151,7 @@ def _run(
 
 
 def _body(table: Table, each: int, kind: Any, *, has_output: bool) -> Any:
-    """Builds the function of one program: refs of state, gradients, scalars, seeds, outputs.
+    """Builds the kernel's function of Refs: state, gradients, scalars, seeds, outputs.
 
     Args:
       each: number of refs of one leaf's state.

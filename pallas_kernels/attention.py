@@ -35,7 +35,7 @@ Pair = tuple[jax.Array, jax.Array]
 
 
 class Part(NamedTuple):
-    """Attention over some of the keys.
+    """Result of attention over some of the keys, to be merged with results over others.
 
     Attributes:
       out: [rows, queries, heads, head_dim] in the dtype of the query; 0 for a query without keys.
@@ -63,7 +63,7 @@ class Seen:
 
 
 def why_not(query: jax.Array, key: jax.Array, *, capability: float | None = None) -> str | None:
-    """Returns why the kernels cannot compute this; None if they can.
+    """Returns why the kernels cannot compute attention of these arrays; None if they can.
 
     Args:
       query, key: arrays or `jax.ShapeDtypeStruct`s, [rows, tokens, heads, head_dim].
@@ -72,11 +72,13 @@ def why_not(query: jax.Array, key: jax.Array, *, capability: float | None = None
     if (obstacle := missing()) is not None:
         return obstacle
     if capability is not None and capability != COMPUTE_CAPABILITY:
-        return f"they need compute capability {COMPUTE_CAPABILITY} (Hopper), not {capability}"
+        return (
+            f"the kernels need compute capability {COMPUTE_CAPABILITY} (Hopper), not {capability}"
+        )
     if query.dtype not in DTYPES:
-        return f"they take bfloat16 and float16, not {query.dtype}"
+        return f"the kernels take bfloat16 and float16, not {query.dtype}"
     if query.shape[-1] not in HEAD_DIMS:
-        return f"they take a head_dim of 64 or 128, not {query.shape[-1]}"
+        return f"the kernels take a head_dim of 64 or 128, not {query.shape[-1]}"
     if query.shape[2] % key.shape[2]:
         return f"{key.shape[2]} key/value heads do not divide {query.shape[2]} heads"
     return None
@@ -170,7 +172,7 @@ def part_gradients(
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """The static description of a call.
+    """Static description of a call of the attention kernels: all but its arrays.
 
     Attributes:
       form: of the kernels, with tokens padded to whole tiles.
@@ -232,7 +234,7 @@ class _Call:
         return found
 
     def padded_integers(self, given: dict[str, jax.Array], rows: int) -> dict[str, jax.Array]:
-        """Pads them to all rows and whole tiles; added keys are never visible."""
+        """Broadcasts the integers to all rows, padded to whole tiles; added keys are invisible."""
         fill = {"key_position": 2**30}  # after all queries
         fill |= dict.fromkeys(("query_segment", "key_segment"), -1)
         return {
@@ -243,7 +245,7 @@ class _Call:
         }
 
     def table(self, side: str) -> tuple[jax.Array, ...]:
-        """Returns blocks, words and counts; empty without a layout."""
+        """Returns (blocks, words, counts) of one side's `TileTable`; () without a layout."""
         if self.tables is None:
             return ()
         table: TileTable = getattr(self.tables, side)
@@ -252,7 +254,7 @@ class _Call:
 
 @dataclasses.dataclass(frozen=True)
 class _Layout:
-    """A hashable layout, without the blocks that the order of tokens hides anyway."""
+    """Hashable layout, without the blocks that `causal` and `window` hide anyway."""
 
     seen: bytes
     shape: tuple[int, ...]
@@ -280,7 +282,7 @@ class _Layout:
 
 
 def _of_tables(tables: BlockTables, heads: int) -> dict[str, Any]:
-    """Returns the static properties of tables."""
+    """Returns the fields of `Form` that describe the tables of a layout."""
     layouts = tables.of_queries.num_heads
     times = heads // layouts
     sides = tables.of_queries, tables.of_keys

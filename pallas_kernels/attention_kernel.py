@@ -53,7 +53,7 @@ def forward(
     *,
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes attention.
+    """Computes softmax attention, and the log-sum-exp of the scores of each query.
 
     Args:
       query: [rows, queries, heads, head_dim], 16-bit floats.
@@ -200,13 +200,13 @@ def _run(
 
 
 def _flops(form: Form, rows: int, *, products: int, of_keys: bool) -> int:
-    """Returns FLOPs of this number of products of each tile of scores with head_dim."""
+    """Returns the FLOPs of a kernel that computes `products` products for each tile of scores."""
     scores = rows * form.visited(of_keys=of_keys) * TILE * TILE
     return 2 * products * scores * form.head_dim
 
 
 def _integers(form: Form, integers: dict[str, jax.Array], *, other: str) -> list[jax.Array]:
-    """Returns them in the order of their names; pads the other side, whose blocks are copied."""
+    """Returns the integers of tokens by sorted name; pads those of the `other` side."""
     return [
         _with_margins(form, x) if name.startswith(other) else x
         for name, x in sorted(integers.items())
@@ -420,7 +420,7 @@ def _gather(
     pairs: Sequence[tuple[Any, Any]],
     barrier: Any,
 ) -> Any:
-    """Copies the blocks of one iteration for each (source, tile) pair; returns its word."""
+    """Copies one iteration's blocks for each (source, tile) pair; returns its `words` entry."""
     from jax.experimental import pallas as pl
 
     plgpu = _plgpu()
@@ -451,7 +451,7 @@ def _gather(
 
 
 def _of_rows(integers: dict[str, Any], side: str, place: _Place) -> Tokens:
-    """Loads integers of the program's own tokens into registers."""
+    """Loads positions and segments of the program's own tokens into registers."""
     found = {
         name: _row(integers[f"{side}_{name}"].at[place.row, _at(place.tile)])
         for name in ("position", "segment")
@@ -467,7 +467,7 @@ def _of_columns(
     scratch: tuple[Any, Any],
     pairs: list[tuple[Any, Any]],
 ) -> Tokens:
-    """Returns where integers of the other side will be; adds their copies to `pairs`."""
+    """Returns the buffers for the integers of the other side; adds their copies to `pairs`."""
     found = {}
     for name, target in zip(("position", "segment"), scratch, strict=True):
         if f"{side}_{name}" in integers:

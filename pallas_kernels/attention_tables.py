@@ -25,7 +25,7 @@ TILE = BLOCK * PARTS
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TileTable:
-    """The blocks of the other side that each tile of one side sees.
+    """Blocks of the other side (keys or queries) that each tile of one side sees.
 
     Attributes:
       blocks: int32 [heads, tiles, turns, 4]: the blocks of the other side that an iteration (turn)
@@ -101,7 +101,7 @@ def _one_side(seen: np.ndarray, *, is_of_keys: bool) -> TileTable:
 
 
 def share_visited(table: TileTable) -> float:
-    """Returns the share of all scores that a kernel computes for a table."""
+    """Returns the fraction of all scores that a kernel with this table computes."""
     most = table.counts.shape[1] * TILE
     return float(table.counts.mean() * TILE / most) if most else 0.0
 
@@ -119,7 +119,7 @@ def _traced() -> Operations:
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """The static description of a call.
+    """Static description of a call of the attention kernels: sizes and mask.
 
     Attributes:
       scale: factor of scores.

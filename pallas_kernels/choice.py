@@ -43,7 +43,7 @@ class KernelUnavailable(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The decision for one kernel.
+    """Chosen implementation of one kernel, with the reason.
 
     Attributes:
       implementation: "xla", "mosaic_gpu" or "interpret" (the kernel, run slowly on the CPU).
@@ -57,7 +57,7 @@ class Choice:
 def choose(
     impl: Impl, *, kernel: str, devices: Sequence[Any] | None = None, option: str = "impl"
 ) -> Choice:
-    """Chooses once, before anything is traced.
+    """Chooses the implementation of one kernel, before anything is traced.
 
     Args:
       impl: "auto": the kernel if a count or a measurement favors it and it can run; "xla": the
@@ -93,7 +93,7 @@ def choose(
 
 
 def missing() -> str | None:
-    """Returns why this JAX cannot build the kernels; None if it can."""
+    """Returns why the installed JAX cannot build the kernels; None if it can."""
     found = tuple(int(part) for part in re.findall(r"\d+", jax.__version__)[:2])
     if found >= MIN_JAX:
         return None
@@ -102,7 +102,7 @@ def missing() -> str | None:
 
 
 def choose_for_others(impl: Impl, *, kernel: str, option: str = "impl") -> Choice:
-    """Works as `choose`, for GPUs that this machine does not have: only this JAX is checked.
+    """Works as `choose` for GPUs of another machine: checks only the installed JAX.
 
     Raises:
       KernelUnavailable: "mosaic_gpu" or "interpret", and this JAX cannot build kernels.

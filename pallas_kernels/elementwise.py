@@ -18,7 +18,7 @@ FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
 class Values(NamedTuple):
-    """The result of a rule's function: float32 blocks.
+    """Results of a rule's `math`: float32 blocks.
 
     Attributes:
       updated: in the order of the arrays that are updated.
@@ -32,7 +32,7 @@ class Values(NamedTuple):
 
 
 class Updated(NamedTuple):
-    """The result of an update of one leaf.
+    """New arrays and sums of one leaf, after an update by a rule.
 
     Attributes:
       updated: arrays with the shapes and dtypes of the inputs; a kernel writes them in the inputs'
@@ -48,7 +48,7 @@ class Updated(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rule:
-    """One elementwise update, of any optimizer.
+    """Elementwise update formula of an optimizer, or a part of it.
 
     Attributes:
       name: name of the kernel in a lowered program.
@@ -77,14 +77,14 @@ AVERAGE_RATE = "average_rate"
 
 @functools.cache
 def averaging_scalars(scalars: Any) -> Any:
-    """Returns the class of these scalars with an `AVERAGE_RATE` at the end."""
+    """Returns a NamedTuple class with the fields of `scalars` and `AVERAGE_RATE` at the end."""
     fields = (*scalars._fields, AVERAGE_RATE)
     return collections.namedtuple(f"{scalars.__name__}AndAverage", fields)
 
 
 @functools.cache
 def averaging(rule: Rule) -> Rule:
-    """Returns the rule that also updates an average of the first updated array, in the same pass.
+    """Extends a rule to also update a moving average of its first array, in the same pass.
 
     average + average_rate * (new - average), where `new` is the stored value of the first array,
     after rounding. The average is the last of the updated arrays and is stored rounded to nearest.
@@ -115,7 +115,7 @@ def check_arrays(
     scalars: Any = None,
     by_row: bool = False,
 ) -> None:
-    """Checks that an implementation can take the arrays.
+    """Checks that a rule can update arrays of these shapes and dtypes.
 
     Raises:
       TypeError: a dtype other than float32, bfloat16 and float16; a float16 array that would have
@@ -225,13 +225,13 @@ def reference_update(
 def stored_blocks(
     dtypes: Sequence[Any], blocks: Sequence[Any], bits: rounding.Bits | None
 ) -> list[Any]:
-    """Rounds float32 blocks for the updated arrays of these dtypes, in order."""
+    """Rounds each float32 block to the dtype in which its updated array is stored."""
     pairs = zip(dtypes, blocks, strict=False)
     return [stored_as(dtype, x, bits, number) for number, (dtype, x) in enumerate(pairs)]
 
 
 def stored_as(dtype: Any, x: Any, bits: rounding.Bits | None, number: int) -> Any:
-    """Rounds a float32 block for the updated array number `number`."""
+    """Rounds a float32 block to `dtype`: bfloat16 stochastically, unless `bits` is None."""
     if bits is not None and dtype == jnp.bfloat16:
         x = rounding.round_to_bfloat16(x, bits(number))
     return x.astype(dtype)

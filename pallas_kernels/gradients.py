@@ -16,7 +16,7 @@ class StatsScalars(NamedTuple):
 
 
 def gradient_stats(updated: Any, read: Any, s: StatsScalars) -> Values:
-    """Returns sums of (), (grad,): squares of the scaled gradient, and 1 per non-finite element.
+    """Sums over (grad,): squares of the scaled gradient, and the number of non-finite elements.
 
     The count is exact up to 2^24 per leaf and never 0 by rounding. Squares of finite bfloat16
     values can overflow, so an infinite sum of squares does not mean a non-finite gradient.

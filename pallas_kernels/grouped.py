@@ -28,7 +28,7 @@ ROWS_FOR_LARGE = 2048
 
 
 class Segments(NamedTuple):
-    """The rows of each group.
+    """Ranges of rows that belong to each group.
 
     Attributes:
       start: int32 [groups * segments of each], their first rows, ascending.
@@ -50,7 +50,9 @@ def segments_of(sizes: jax.Array) -> Segments:
 
 
 def visits_of(segments: Segments, groups: int, rows: int, tile: int) -> Visits:
-    """Returns the table of visits, with the largest possible length.
+    """Lists the visits: for each tile of rows, each group in it, and that group's rows.
+
+    The table has room for the largest possible number of visits.
 
     Args:
       rows: number of all rows; a multiple of `tile`.
@@ -76,7 +78,7 @@ def visits_of(segments: Segments, groups: int, rows: int, tile: int) -> Visits:
 
 
 def most_visits(segments: int, rows: int, tile: int) -> int:
-    """Returns the largest number of visits: each tile once, plus once if a segment begins inside.
+    """Returns the largest number of visits: one per tile, and one per segment that begins inside.
 
     >>> most_visits(8, 1024, 64)
     23
@@ -91,7 +93,7 @@ def why_not(
     capability: float | None = None,
     interpret: bool = False,
 ) -> str | None:
-    """Returns why the kernels cannot compute this; None if they can.
+    """Returns why the kernels cannot multiply these arrays; None if they can.
 
     Args:
       rows, matrices: arrays or `jax.ShapeDtypeStruct`s, [M, in] and [groups, in, out].
@@ -101,19 +103,21 @@ def why_not(
     if (obstacle := missing()) is not None:
         return obstacle
     if capability is not None and capability != COMPUTE_CAPABILITY:
-        return f"they need compute capability {COMPUTE_CAPABILITY} (Hopper), not {capability}"
+        return (
+            f"the kernels need compute capability {COMPUTE_CAPABILITY} (Hopper), not {capability}"
+        )
     if rows.dtype != matrices.dtype:
-        return f"rows are {rows.dtype} and weights {matrices.dtype}; they take one dtype"
+        return f"rows are {rows.dtype} and weights {matrices.dtype}; the kernels take one dtype"
     if rows.dtype not in (DTYPES + (jnp.float32,) * interpret):
-        return f"they take bfloat16 and float16, not {rows.dtype}"
+        return f"the kernels take bfloat16 and float16, not {rows.dtype}"
     for size in matrices.shape[1:]:
         if size % STEP:
-            return f"they take widths that are multiples of {STEP}, not {size}"
+            return f"the kernels take widths that are multiples of {STEP}, not {size}"
     return None
 
 
 def reference_product(rows: jax.Array, matrices: jax.Array, segments: Segments) -> jax.Array:
-    """Computes the same in plain `jax.numpy`, every matrix on every row; 0 for rows of no group."""
+    """Computes `grouped_product` by all matrices times all rows; 0 for rows of no group."""
     total = jnp.zeros(
         (rows.shape[0], matrices.shape[2]), jnp.promote_types(rows.dtype, jnp.float32)
     )
@@ -160,9 +164,12 @@ def grouped_product(
     """
     why = None if impl == "loop" else why_not(rows, matrices, interpret=impl == "interpret")
     if why is not None:
-        raise KernelUnavailable(f"grouped products by Mosaic GPU: {why}")
+        raise KernelUnavailable(f"grouped products by Mosaic GPU: {why}; use impl='loop'")
     if rows.shape[0] % STEP:
-        raise ValueError(f"grouped products take a multiple of {STEP} rows, not {rows.shape[0]}")
+        raise ValueError(
+            f"grouped products take a multiple of {STEP} rows, not {rows.shape[0]}; add rows of "
+            "zeros at the end"
+        )
     return _product(impl, rows, matrices, segments)
 
 
@@ -170,7 +177,7 @@ def grouped_product(
 
 
 def row_tile(rows: int, segments: int) -> int:
-    """Returns the rows of a tile of `row_products`."""
+    """Returns the number of rows in a tile of `row_products`, large for long segments."""
     large = rows >= ROWS_FOR_LARGE * segments and rows % LARGE_TILE == 0
     return LARGE_TILE if large else SMALL_TILE
 
@@ -229,7 +236,7 @@ _product.defvjp(_forward, _backward)
 def _rows_in_a_loop(
     tile: int, rows: jax.Array, matrices: jax.Array, visits: Visits, transposed: bool
 ) -> jax.Array:
-    """Computes `grouped_kernel.row_products` in a loop."""
+    """Computes `grouped_kernel.row_products` by XLA, in a loop over visits."""
 
     def one(visit: Any, out: jax.Array) -> jax.Array:
         top = visits.tile[visit] * tile
@@ -247,7 +254,7 @@ def _rows_in_a_loop(
 
 
 def _matrices_in_a_loop(rows: jax.Array, slopes: jax.Array, visits: Visits) -> jax.Array:
-    """Computes `grouped_kernel.matrix_products` in a loop."""
+    """Computes `grouped_kernel.matrix_products` by XLA, in a loop over visits."""
 
     def one(visit: Any, total: jax.Array) -> jax.Array:
         top, mine = visits.tile[visit] * STEP, _mine(visits, visit, STEP)
@@ -265,7 +272,7 @@ def _tile_at(array: jax.Array, top: Any, tile: int) -> jax.Array:
 
 
 def _mine(visits: Visits, visit: Any, tile: int) -> jax.Array:
-    """Returns bool [tile, 1]: the rows of a visit."""
+    """Returns bool [tile, 1]: True for the rows of a tile that one visit multiplies."""
     row = jnp.arange(tile)
     return ((row >= visits.first[visit]) & (row < visits.last[visit]))[:, None]
 

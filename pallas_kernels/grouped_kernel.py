@@ -27,13 +27,13 @@ BUFFERS = 3
 
 
 class Visits(NamedTuple):
-    """The rows of tiles that belong to groups; visits of one group are consecutive.
+    """Visits of a kernel: pairs of a tile and a group in it; those of a group are consecutive.
 
     Attributes:
       group, tile: int32 [visits]; 0 for unused visits.
       first, last: int32 [visits], the rows in the tile, from `first` to before `last`; equal for
         unused visits.
-      begin: int32 [groups + 1], the first visit of each group, and the number of all.
+      begin: int32 [groups + 1], the first visit of each group, then the number of all visits.
     """
 
     group: jax.Array
@@ -45,7 +45,7 @@ class Visits(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """The static description of a call.
+    """Static description of a call of a grouped product: sizes of its tiles.
 
     Attributes:
       rows: of a tile.
@@ -63,7 +63,7 @@ class Form:
 def row_products(
     form: Form, rows: jax.Array, matrices: jax.Array, visits: Visits, *, interpret: bool
 ) -> jax.Array:
-    """Returns [M, out] in the dtype of `rows`: each row times its group's matrix, float32 sums.
+    """Multiplies each row by its group's matrix: [M, out] in the dtype of `rows`, float32 sums.
 
     Rows of no group are not written and remain undefined.
 
@@ -95,7 +95,9 @@ def row_products(
 def matrix_products(
     form: Form, rows: jax.Array, slopes: jax.Array, visits: Visits, *, interpret: bool
 ) -> jax.Array:
-    """Returns [groups, in, out] in the dtype of `rows`: sums over a group's rows of row x slope.
+    """Sums the outer products row x slope over each group's rows, to [groups, in, out].
+
+    The sums are float32, the result is in the dtype of `rows`.
 
     Args:
       rows: [M, in], slopes: [M, out], of one dtype; M is a multiple of 64, both widths of
@@ -158,7 +160,7 @@ def _run(
 
 
 def _row_body(form: Form, steps: int, *refs: Any) -> None:
-    """Computes one visit's rows of one tile of columns."""
+    """Computes, as a kernel's body, one visit's rows in one tile of the result's columns."""
     from jax.experimental import pallas as pl
 
     group, tile, first, last, rows, matrices, out, lefts, rights, barrier, result = refs
@@ -186,7 +188,7 @@ def _row_body(form: Form, steps: int, *refs: Any) -> None:
 
 
 def _matrix_body(form: Form, *refs: Any) -> None:
-    """Computes one tile of one group's matrix: the sum over the group's visits."""
+    """Computes, as a kernel's body, one tile of a group's matrix: the sum over its visits."""
     from jax.experimental import pallas as pl
 
     begin, tile, first, last, rows, slopes, out, lefts, rights, barrier, result = refs
@@ -286,7 +288,7 @@ def _keep_rows(tile: Any, first: Any, last: Any) -> None:
 
 
 def _parts(total: Any, result: Any) -> Iterator[int]:
-    """Writes 64 columns of a sum at a time into shared memory; yields the first of them."""
+    """Writes a sum into shared memory, 64 columns at a time; yields each time the first's index."""
     for part in range(0, total.shape[1], STEP):
         result[...] = total[:, part : part + STEP].astype(result.dtype)
         _plgpu().commit_smem()

@@ -38,7 +38,7 @@ def update_many(
     block: int = mosaic.BLOCK,
     by_row: Sequence[bool] = (),
 ) -> Updated:
-    """Updates all leaves of trees with as few kernels as possible.
+    """Updates all leaves of trees by a rule, with as few kernels as possible.
 
     A leaf whose size (or row size, if updated by rows) is not a multiple of 128 is updated
     separately, as by `update`. Arrays change in place inside a `jax.jit` that donates them, too.
@@ -151,7 +151,7 @@ def _entries(
     by_row: Sequence[bool],
     block: int,
 ) -> list[Entry]:
-    """Returns the leaves that go into tables: those without a tail."""
+    """Returns the leaves that one kernel can update together: those without a tail."""
     entries = []
     for leaf, row in enumerate(rows):
         cut = {"block": block, "loops": rule.num_sums > 0}

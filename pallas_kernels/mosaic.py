@@ -107,7 +107,7 @@ def at_tile(ref: Any, row: Any, tiles: Tiles) -> Any:
 
 
 def load_tile(ref: Any, row: Any, tiles: Tiles) -> Any:
-    """Loads that tile as a float32 block."""
+    """Loads tile number `row` of a leaf's Ref as a float32 block."""
     return load_block(at_tile(ref, row, tiles), tiles.block).astype(jnp.float32)
 
 
@@ -223,7 +223,7 @@ def _update_tail(
 
 
 def tails_of(tree: Any, start: int) -> Any:
-    """Reads Refs and arrays from `start` on, before any of it is written.
+    """Reads the elements from `start` on of Refs and arrays, before the kernel writes to them.
 
     Otherwise XLA copies a whole leaf to keep its tail.
     """
@@ -231,7 +231,7 @@ def tails_of(tree: Any, start: int) -> Any:
 
 
 def before_tail(tail: jax.Array, tiles: Tiles) -> Any:
-    """Returns a new Ref for an output of the kernel that ends with these values.
+    """Returns a new Ref for an output of the kernel, with `tail` as its last elements.
 
     The other elements are filled in vain, which costs a leaf with a tail one more write of this
     output.
@@ -287,7 +287,7 @@ def update_tile(
     scalars: Any,
     seed: tuple[Any, Any] | None,
 ) -> tuple[Any, ...]:
-    """Updates tile number `row` of one leaf; inside a kernel.
+    """Updates tile number `row` of one leaf; called inside a kernel.
 
     Args:
       refs: (updated, read, outputs) of the leaf, in the view that `tiles` requires.
@@ -319,7 +319,7 @@ def update_tile(
 def update_tiles(
     rule: Rule, tiles: Tiles, program: Any, refs: Any, *, scalars: Any, seed: Any
 ) -> tuple[Any, ...]:
-    """Updates the tiles of one leaf that belong to program number `program`; inside a kernel.
+    """Updates the tiles of one leaf that program number `program` owns; called inside a kernel.
 
     Arguments are as in `update_tile`. Returns one number for each of the rule's sums.
     """

@@ -14,7 +14,7 @@ from pallas_kernels.optimizers import new_moments, unless_skipped
 
 
 class MomentumScalars(NamedTuple):
-    """Numbers of a step of the momentum, float32, (); make them with `momentum_scalars`."""
+    """Scalars of an update of Muon's momentum, float32 []; make them with `momentum_scalars`."""
 
     beta: Any
     rest: Any
@@ -25,7 +25,7 @@ class MomentumScalars(NamedTuple):
 
 
 class DescentScalars(NamedTuple):
-    """Numbers of a step along orthogonal matrices. All float32, shape ().
+    """Scalars of an update of parameters by their orthogonalized momentum, all float32 [].
 
     Attributes:
       learning_rate: of this update.
@@ -41,7 +41,7 @@ class DescentScalars(NamedTuple):
 
 
 class NesterovAdamScalars(NamedTuple):
-    """Numbers of a step of Adam with Nesterov momentum; make them with `nesterov_adam_scalars`."""
+    """Scalars of an Adam update with Nesterov momentum; make them with `nesterov_adam_scalars`."""
 
     learning_rate: Any
     b1: Any
@@ -60,10 +60,10 @@ class NesterovAdamScalars(NamedTuple):
 def momentum_scalars(
     beta: float, *, count: Any, nesterov: bool, gradient_scale: Any = 1.0, skip: Any = False
 ) -> MomentumScalars:
-    """Returns the numbers of Muon's momentum.
+    """Returns the scalars of one update of Muon's momentum.
 
     Args:
-      beta: its decay, a Python float.
+      beta: decay of the momentum, a Python float.
       count: int32; the number of this update, from 1.
       nesterov: whether the direction looks one step ahead.
       gradient_scale, skip: as in `optimizers.adam_scalars`.
@@ -90,7 +90,7 @@ def nesterov_adam_scalars(
     gradient_scale: Any = 1.0,
     skip: Any = False,
 ) -> NesterovAdamScalars:
-    """Returns the numbers of Muon's Adam; arguments as in `momentum_scalars` and `adam_scalars`."""
+    """Returns the scalars of Muon's Adam; arguments as in `momentum_scalars` and `adam_scalars`."""
     of_momentum, of_gradient = _ahead(b1, count, nesterov)
     return NesterovAdamScalars(
         *_float32(learning_rate, b1, 1 - b1, b2, 1 - b2, eps, weight_decay),
@@ -103,7 +103,7 @@ def nesterov_adam_scalars(
 
 
 def _ahead(beta: float, count: Any, nesterov: bool) -> tuple[Any, Any]:
-    """Returns the factors of moment and gradient in a direction."""
+    """Returns the factors of the new moment and of the gradient, whose sum is the direction."""
     if not nesterov:
         return _float32(1 / _correction(beta, count), 0.0)
     now, later = _correction(beta, count), _correction(beta, count + 1)
@@ -119,7 +119,7 @@ def _float32(*values: Any) -> tuple[Any, ...]:
 
 
 def momentum(updated: Any, read: Any, s: MomentumScalars) -> Values:
-    """Updates (mu,) from (grad,); the output is the direction that is made orthogonal."""
+    """Updates (mu,) from (grad,); the output is the direction, still to be orthogonalized."""
     (mu,), grad = updated, read[0] * s.gradient_scale
     new = s.rest * grad + s.beta * mu
     direction = s.of_momentum * new + s.of_gradient * grad
@@ -127,7 +127,7 @@ def momentum(updated: Any, read: Any, s: MomentumScalars) -> Values:
 
 
 def descent(updated: Any, read: Any, s: DescentScalars) -> Values:
-    """Updates (param,) from (orthogonal,); the output is the new parameter."""
+    """Updates (param,) from (orthogonalized direction,); the output is the new parameter."""
     (param,), (orthogonal,) = updated, read
     step = s.matrix_scale * orthogonal + s.weight_decay * param
     (new,) = unless_skipped(s.skip, updated, (param - s.learning_rate * step,))

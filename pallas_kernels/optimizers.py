@@ -22,7 +22,7 @@ from pallas_kernels.elementwise import Rule, Values
 
 
 class AdamScalars(NamedTuple):
-    """Numbers of one AdamW or LAMB step; make them with `adam_scalars`. All float32, shape ()."""
+    """Scalars of one AdamW or LAMB update, all float32 []; make them with `adam_scalars`."""
 
     learning_rate: Any
     b1: Any
@@ -38,7 +38,7 @@ class AdamScalars(NamedTuple):
 
 
 class LambScalars(NamedTuple):
-    """Numbers of LAMB's second half; make them with `lamb_scalars`. All float32, shape ()."""
+    """Scalars of LAMB's second half, all float32 []; make them with `lamb_scalars`."""
 
     learning_rate: Any
     eps: Any
@@ -50,7 +50,7 @@ class LambScalars(NamedTuple):
 
 
 class LionScalars(NamedTuple):
-    """Numbers of one Lion step; make them with `lion_scalars`. All float32, shape ()."""
+    """Scalars of one Lion update, all float32 []; make them with `lion_scalars`."""
 
     learning_rate: Any
     b1: Any
@@ -63,7 +63,7 @@ class LionScalars(NamedTuple):
 
 
 class SgdScalars(NamedTuple):
-    """Numbers of one SGD step. All float32, shape ().
+    """Scalars of one SGD update, all float32 [].
 
     Attributes:
       learning_rate: of this update.
@@ -92,7 +92,7 @@ def adam_scalars(
     gradient_scale: Any = 1.0,
     skip: Any = False,
 ) -> AdamScalars:
-    """Returns the numbers of one AdamW step (arXiv:1711.05101), or of LAMB's first half.
+    """Returns the scalars of one AdamW update (arXiv:1711.05101), or of LAMB's first half.
 
     Args:
       learning_rate: of this update; may be traced, like all but b2.
@@ -115,7 +115,7 @@ def adam_scalars(
 
 
 def lamb_scalars(scalars: AdamScalars, *, trust_ratio: Any) -> LambScalars:
-    """Returns the numbers of LAMB's second half (arXiv:1904.00962).
+    """Returns the scalars of LAMB's second half (arXiv:1904.00962).
 
     Args:
       scalars: those of the first half.
@@ -126,7 +126,7 @@ def lamb_scalars(scalars: AdamScalars, *, trust_ratio: Any) -> LambScalars:
 
 
 def trust_ratio_of(param_norm: Any, update_norm: Any) -> jax.Array:
-    """Returns float32, the factor of a leaf's update: 1 if one of its norms is 0.
+    """Returns LAMB's trust ratio, param_norm / update_norm in float32; 1 if one of them is 0.
 
     Args:
       param_norm, update_norm: Euclidean norms over the whole leaf, on all devices that hold parts
@@ -146,7 +146,7 @@ def lion_scalars(
     gradient_scale: Any = 1.0,
     skip: Any = False,
 ) -> LionScalars:
-    """Returns the numbers of one Lion step (arXiv:2302.06675); arguments as in `adam_scalars`."""
+    """Returns the scalars of one Lion update (arXiv:2302.06675); arguments as in `adam_scalars`."""
     return LionScalars(
         *_float32(learning_rate, b1, 1 - b1, b2, 1 - b2, weight_decay, gradient_scale, skip)
     )
@@ -161,12 +161,12 @@ def _correction(decay: Any, count: Any) -> jax.Array:
 
 
 def new_moments(mu: Any, nu: Any, grad: Any, s: Any) -> tuple[Any, Any]:
-    """Returns Adam's moments after a gradient that is already scaled; `s` has both decays."""
+    """Returns Adam's new (mu, nu) from the old ones and an already scaled gradient."""
     return s.rest1 * grad + s.b1 * mu, s.rest2 * (grad * grad) + s.b2 * nu
 
 
 def adam_direction(param: Any, mu: Any, nu: Any, s: AdamScalars | LambScalars) -> Any:
-    """Returns what Adam with decoupled weight decay subtracts, before the learning rate."""
+    """Returns AdamW's step, which times the learning rate is subtracted from `param`."""
     # Products with reciprocals: XLA turns (a / b) / c, with a scalar b, into a / (b * c) in one
     # program and into a * (1 / b) / c in another. Slices would not have the bits of a whole update.
     root = jnp.sqrt(nu * (1 / s.correction2))
@@ -227,14 +227,17 @@ def lion(updated: Any, read: Any, s: LionScalars) -> Values:
 
 
 def sgd(updated: Any, read: Any, s: SgdScalars) -> Values:
-    """Updates (param, trace) from (grad,): SGD with momentum; the output is the new parameter."""
+    """Updates (param, trace) from (grad,) by SGD with momentum; the output is the new parameter."""
     param, trace = updated
     (kept,) = unless_skipped(s.skip, (trace,), (_decayed(param, read[0], s) + s.momentum * trace,))
     return _descend(param, kept, kept, s)
 
 
 def sgd_nesterov(updated: Any, read: Any, s: SgdScalars) -> Values:
-    """Updates (param, trace) from (grad,): SGD with Nesterov momentum; outputs the parameter."""
+    """Updates (param, trace) from (grad,) by SGD with Nesterov momentum.
+
+    The output is the new parameter.
+    """
     param, trace = updated
     grad = _decayed(param, read[0], s)
     (kept,) = unless_skipped(s.skip, (trace,), (grad + s.momentum * trace,))
@@ -242,7 +245,7 @@ def sgd_nesterov(updated: Any, read: Any, s: SgdScalars) -> Values:
 
 
 def sgd_plain(updated: Any, read: Any, s: SgdScalars) -> Values:
-    """Updates (param,) from (grad,): SGD without momentum; the output is the new parameter."""
+    """Updates (param,) from (grad,) by SGD without momentum; the output is the new parameter."""
     (param,) = updated
     new = param - s.learning_rate * _decayed(param, read[0], s)
     (new,) = unless_skipped(s.skip, updated, (new,))

@@ -18,7 +18,7 @@ Bits = Callable[[int], Any]
 
 
 def seed_of(key: jax.Array) -> jax.Array:
-    """Returns uint32[2] for the kernels, from a key of `jax.random`.
+    """Returns a kernel's seed for random bits, uint32[2], from a key of `jax.random`.
 
     One seed gives every element of an array its own bits, but the same bits to every array: fold
     the number of the leaf, of the step and, under `shard_map`, of the shard into the key.
@@ -27,7 +27,7 @@ def seed_of(key: jax.Array) -> jax.Array:
 
 
 def bits_at(index: Any, seed: tuple[Any, Any]) -> Bits:
-    """Returns random bits of elements.
+    """Returns a function from a stream's number to random bits of each element.
 
     Args:
       index: uint32 block; the position of each element in its leaf, modulo 2^32.
@@ -51,7 +51,7 @@ def bits_at(index: Any, seed: tuple[Any, Any]) -> Bits:
 
 
 def round_to_bfloat16(x: Any, bits: Any) -> Any:
-    """Rounds float32 up or down to a bfloat16 value (as float32), so that the mean is `x`.
+    """Rounds float32 stochastically to bfloat16 values (as float32), equal to `x` on average.
 
     Args:
       x: float32; values that bfloat16 represents exactly, infinities and NaN stay as they are.

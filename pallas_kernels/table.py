@@ -27,7 +27,7 @@ BRANCHES = 16
 
 @dataclasses.dataclass(frozen=True)
 class ScalarsAt:
-    """The position of a leaf's scalars among the rows of an array of scalars.
+    """Position of a leaf's scalars in the array [rows of scalars, fields] of a kernel.
 
     Attributes:
       first: index of its row, or of the first one.
@@ -40,7 +40,7 @@ class ScalarsAt:
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One leaf of a kernel's table.
+    """Leaf that a kernel updates together with others, as listed in its table.
 
     Attributes:
       leaf: its index in the call.
@@ -69,7 +69,7 @@ Table = tuple[Entry, ...]
 
 
 def tables_of(entries: Sequence[Entry], *, arrays: int) -> list[Table]:
-    """Divides entries into few tables, ordered by block size and by set of scalars.
+    """Divides entries into few tables, one per kernel, ordered by block size and set of scalars.
 
     Args:
       entries: of any leaves, in any order.
@@ -90,7 +90,7 @@ def _numbered(entries: Sequence[Entry]) -> Table:
 def pack_scalars(
     of_leaves: Sequence[Any], rows: Sequence[int]
 ) -> tuple[jax.Array, tuple[ScalarsAt, ...]]:
-    """Returns (float32 [rows of scalars, fields], the position of each leaf's).
+    """Packs scalars of leaves: (float32 [rows of scalars, fields], each leaf's position in it).
 
     Args:
       of_leaves: for each leaf a NamedTuple of its scalars; a field is a number, or [rows] with one
@@ -110,7 +110,7 @@ def pack_scalars(
 
 
 def _column(values: Sequence[Any], sizes: Sequence[int]) -> jax.Array:
-    """Returns one field of all sets; a single broadcast if all have the same array."""
+    """Returns one field of all sets of scalars; a single broadcast if all have the same value."""
     if jnp.ndim(values[0]) == 0 and all(x is values[0] for x in values):
         return jnp.full((sum(sizes),), values[0], jnp.float32)
     arrays = [jnp.asarray(x, jnp.float32) for x in values]
@@ -120,7 +120,7 @@ def _column(values: Sequence[Any], sizes: Sequence[int]) -> jax.Array:
 
 
 def row_of_scalars(table: Table, program: Any) -> Any:
-    """Returns the index of the row of scalars for a program, int32; inside a kernel.
+    """Returns the row of scalars of a program's leaf, int32 index; called inside a kernel.
 
     It uses a separate branch, before the one that computes, so that the same code reads the numbers
     of all leaves.
@@ -142,7 +142,7 @@ def row_of_scalars(table: Table, program: Any) -> Any:
 
 
 def find_leaf(table: Table, program: Any, run: Callable[[int, Any], Any], share: Any) -> Any:
-    """Calls `run` for the leaf to which a program belongs; inside a kernel.
+    """Calls `run` for the leaf that a program updates; called inside a kernel.
 
     Args:
       run: (index in the table, shared values) -> result.

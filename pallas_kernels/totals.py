@@ -37,14 +37,14 @@ class Part(NamedTuple):
 
 
 def width_of(programs: int) -> int:
-    """Returns the length of the array of partial sums of one sum."""
+    """Returns the number of partial sums stored for one sum: one per program, and padding."""
     return programs + STRIDE
 
 
 def total(
     partial: Sequence[jax.Array], parts: Sequence[Part], num_sums: int, *, interpret: bool
 ) -> tuple[jax.Array, ...]:
-    """Returns, for each sum, float32 [parts].
+    """Adds up partial sums: returns for each sum its total in each part, float32 [parts].
 
     Args:
       partial: partial sums of each kernel: float32 [sums * width], for each sum one number of each

@@ -25,7 +25,9 @@ def update(
     block: int = BLOCK,
     by_row: bool = False,
 ) -> Updated:
-    """Updates one leaf. Inside a `jax.jit` that donates them, the arrays change in place.
+    """Updates one leaf by a rule.
+
+    Inside a `jax.jit` that donates the arrays, they change in place.
 
     Args:
       rule: such as `optimizers.ADAMW`.
@@ -100,7 +102,7 @@ def _update(
 def update_trees(
     update_leaf: Callable[..., Updated], updated: Sequence[Any], read: Sequence[Any], *more: Any
 ) -> Updated:
-    """Updates all leaves and returns whole trees, in the order of the inputs.
+    """Applies `update_leaf` to all leaves; returns trees, with arrays in the order of the inputs.
 
     Order matters: JAX pairs donated buffers with outputs of the same shape in order. Results
     gathered leaf by leaf pair a parameter with another's moment (measured: 213 copies and 298 MB

@@ -208,8 +208,13 @@ def refused(words, **options):
 
 
 def test_a_plan_refuses_what_its_gpus_cannot_in_one_sentence():
-    refused(r"'grouped' of experts: they need .* 9.0 \(Hopper\), not 8.0; use .*", gpu="a100-80gb")
-    refused("they take bfloat16 and float16, not float32; use .*moe.products", precision="fp32")
+    refused(
+        r"'grouped' of experts: the kernels need .* 9.0 \(Hopper\), not 8.0; use .*",
+        gpu="a100-80gb",
+    )
+    refused(
+        "the kernels take bfloat16 and float16, not float32; use .*moe.products", precision="fp32"
+    )
     refused("widths that are multiples of 64, not 12", hidden=12)
     refused("split over the 2 devices of tensor parallelism", sizes={"data": 4, "model": 2})
 

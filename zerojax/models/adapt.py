@@ -158,7 +158,7 @@ def default_loss(model: Model, batch: Any = None) -> Loss:
 
 
 def _example(batch: Any, function: str | None = None) -> str:
-    """Returns the source text of a loss argument for batches with these keys.
+    """Returns the source text of an example `loss=` for batches with the keys of `batch`.
 
     Args:
       function: full name of a function of (predictions, targets); None: chosen from the keys.

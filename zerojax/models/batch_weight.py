@@ -76,7 +76,7 @@ def find_batch_weight(trace: ModelTrace, num_before: int) -> BatchWeight | None:
 
 
 def _draws(program: Any) -> bool:
-    """Returns whether a program uses random numbers; their key differs in each step and piece."""
+    """Returns whether a program draws random numbers, which differ in each step and piece."""
     atoms = [*program.constvars, *(atom for eqn in program.eqns for atom in eqn.invars)]
     if any(jax.dtypes.issubdtype(atom.aval.dtype, jax.dtypes.prng_key) for atom in atoms):
         return True

@@ -24,7 +24,7 @@ def _is_key(value: Any) -> bool:
 
 @functools.cache
 def _key_impl(dtype: Any) -> str:
-    """Returns the generator's name for a key dtype; `jax.random.key_impl` needs concrete keys."""
+    """Returns the name of the generator of keys with this dtype, such as "threefry2x32"."""
     names = ("threefry2x32", "rbg", "unsafe_rbg")
     for name in names:
         if jax.eval_shape(functools.partial(jax.random.key, 0, impl=name)).dtype == dtype:
@@ -91,7 +91,7 @@ class _ReadThrough:
 
 
 def _opened(variable: Any) -> nnx.Variable:
-    """Returns a variable of the user's own class that holds the result of reading.
+    """Returns a variable of the user's own class that holds the value as the model reads it.
 
     A `get_value` or a hook of that class therefore still applies, to the whole value.
     """
@@ -267,7 +267,7 @@ class NnxModel:
         train: bool = True,
         on_read: OnRead | None = None,
     ) -> tuple[Any, Arrays]:
-        """Runs `function`; see `Model.run`. Writes to parameters last for this call only."""
+        """Calls `function(model)` as `Model.run`; writes to parameters last for this call only."""
         module = self._bind(params, extras, jax.random.bits(key, dtype=jnp.uint32), on_read or {})
         if not train:
             module.eval()

@@ -68,7 +68,7 @@ BUILT_IN_PREFIXES = ("memory_", "spent_")
 
 
 class LossParts(NamedTuple):
-    """Parts of a loss's result.
+    """What a loss returned, in its parts.
 
     Attributes:
       loss: the sum, or the mean if there is no weight.
@@ -109,7 +109,7 @@ def as_sums(result: Any) -> dict[str, Any]:
 
 
 def no_sums(metrics: Sequence[str]) -> dict[str, Any]:
-    """Returns the sums of zero pieces, in the form of `as_sums`, with metrics of these names."""
+    """Returns sums of 0 to start adding the results of `as_sums`, with metrics of these names."""
     sums: dict[str, Any] = {"loss": jnp.float32(0), "weight": jnp.float32(0)}
     if metrics:
         zero = {"sum": jnp.float32(0), "weight": jnp.float32(0)}

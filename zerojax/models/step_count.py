@@ -57,7 +57,7 @@ class StepCount(nnx.Variable):
 
 
 def find_step_rules(variables: Mapping[Any, Any], extra_paths: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns {name of a `StepCount`: its `StepRule`} for a module.
+    """Finds the `StepCount`s in a module: {name of the count: its `StepRule`}.
 
     Args:
       variables: {path: variable or array} of the module's whole state.
@@ -87,7 +87,7 @@ def find_step_rules(variables: Mapping[Any, Any], extra_paths: Mapping[str, Any]
 
 
 def after_step(extras: Arrays, rules: Mapping[str, StepRule]) -> Arrays:
-    """Returns the extras after an optimizer step: rules applied, counts reset to 0.
+    """Returns the extras (state of the model) after a step: rules applied, counts reset to 0.
 
     Args:
       extras: unsharded arrays; counts are summed over the whole batch.

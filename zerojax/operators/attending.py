@@ -132,7 +132,9 @@ _IN_FORCE = contextvars.ContextVar("layout in force", default=None)
 
 @contextlib.contextmanager
 def layout_in_force(layout: BlockLayout) -> Iterator[list[BlockTable]]:
-    """Applies a layout to the calls of `attention` inside this context; cached traces make none.
+    """Applies a layout to the calls of `attention` inside this context.
+
+    A cached trace makes no calls, so no layout applies to it.
 
     Yields:
       The block tables that calls have used so far.
@@ -484,9 +486,9 @@ def check_implementation(option: str, name: str) -> None:
 def _in_float32_on_cpus(
     run: Callable[..., jax.Array], query: jax.Array, key: jax.Array, value: jax.Array
 ) -> jax.Array:
-    """Computes float16 attention in float32 on CPUs.
+    """Runs `run` on float16 inputs in float32 on CPUs, else as it is.
 
-    XLA:CPU does not compile float16 products with float32 accumulation, which both implementations
+    XLA:CPU does not compile float16 products with float32 accumulation, which "xla" and "chunked"
     use; seen with jax 0.10.2 and 0.12.
     """
     if query.dtype != jnp.float16:

@@ -183,7 +183,7 @@ def choose(
     given: Collection[str],
     table: BlockTable | None = None,
 ) -> tuple[Implementation, str]:
-    """Returns (implementation, reason).
+    """Chooses the implementation of a call of `attention`; returns (implementation, reason).
 
     Args:
       implementation: argument of the call.

@@ -523,7 +523,7 @@ def _at(array: jax.Array, places: jax.Array) -> jax.Array:
 
 
 def _added(cut: _Cut, tile: _Tile) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Returns the transpose of `_taken`.
+    """Returns a function that adds to a tile's blocks of keys: the transpose of `_taken`.
 
     It adds [batch, kv_heads, keys, ...] to the tile's blocks of keys.
     """

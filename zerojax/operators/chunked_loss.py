@@ -202,7 +202,7 @@ def _sums_of_chunks(
     targets: jax.Array,
     counted: jax.Array,
 ) -> dict[str, jax.Array]:
-    """Computes the loss and the needed gradients.
+    """Computes the loss and the needed gradients in a loop over chunks.
 
     Returns:
       "loss" f32[]; if needed "hidden" f32[tokens, width], "head" f32 in the shape of `head`,

@@ -110,7 +110,7 @@ def _attend(mask: _Mask, query: jax.Array, key: jax.Array, value: jax.Array) -> 
 def part_forward(
     query: jax.Array, key: jax.Array, value: jax.Array, *, visibility: Visibility, scale: float
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (out, log-sum-exp of the scores), without a derivative.
+    """Computes attention without a derivative; returns (out, log-sum-exp of the scores).
 
     The log-sum-exp is float32 [batch, queries, heads].
 
@@ -133,7 +133,7 @@ def part_backward(
     visibility: Visibility,
     scale: float,
 ) -> tuple[jax.Array, ...]:
-    """Returns the gradients of query, key and value.
+    """Returns cuDNN's gradients of query, key and value.
 
     Args:
       query, key, value, visibility, scale: see `cudnn_attention`.

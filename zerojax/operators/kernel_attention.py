@@ -46,7 +46,7 @@ def obstacle(
     if table is None:
         return None
     if table.block % KERNEL_BLOCK:
-        return f"they need layout blocks of a multiple of 16 tokens, not of {table.block}"
+        return f"the kernels need layout blocks of a multiple of 16 tokens, not of {table.block}"
     if split > 1 and len(table.seen) > 1:
         return f"each head has its own layout, but heads are split over {split} devices"
     return None
@@ -109,7 +109,7 @@ def part_forward(
     scale: float,
     table: BlockTable | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (out, log-sum-exp of the scores), without a derivative.
+    """Computes attention without a derivative; returns (out, log-sum-exp of the scores).
 
     The log-sum-exp is float32 [batch, queries, heads].
     """

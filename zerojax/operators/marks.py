@@ -111,7 +111,7 @@ def mark_expert_weights(value: jax.Array) -> jax.Array:
 
 
 def expert_weights_ndim(equation: Any) -> int | None:
-    """Returns the dimensions that the model sees of marked expert weights; None without a mark.
+    """Returns `ndim` of marked expert weights, as the model sees them; None without a mark.
 
     Under `jax.vmap` the value in the program has more dimensions.
     """

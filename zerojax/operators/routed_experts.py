@@ -296,7 +296,7 @@ def _is_kept(primitive: Any, *_: Any, **params: Any) -> bool:
 def _one_round(
     call: _Call, routes: Routes, begin: Any, rows: jax.Array, gates: jax.Array, weights: Any
 ) -> jax.Array:
-    """Returns the contribution of a round, [T, D_out] in `call.wide`.
+    """Returns what one round adds to the outputs of `experts`, [T, D_out] in `call.wide`.
 
     A round takes `call.capacity` rows of each expert, from rank `begin` on.
     """
@@ -431,7 +431,7 @@ def _with_stand_in(apply: Apply, weights: Any, rows: jax.Array) -> jax.Array:
 
 
 def _check(x: Any, gates: Any, ids: Any, weights: Any, slack: float, devices: int) -> int:
-    """Returns the number of experts of all `devices`; `weights` has those of one device.
+    """Checks the arguments of `experts`; returns the number of experts of all devices.
 
     Raises:
       TypeError, ValueError: see `experts`.

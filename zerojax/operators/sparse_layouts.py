@@ -75,7 +75,7 @@ class BlockTable:
         return float(self.seen.mean()) if self.seen.size else 0.0
 
     def cut(self, queries: int, keys: int) -> BlockTable:
-        """Returns the table of the first tokens.
+        """Cuts the table to the first `queries` and `keys` tokens.
 
         Args:
           queries, keys: numbers of tokens; the last block may be partial.

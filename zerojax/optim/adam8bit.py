@@ -286,8 +286,7 @@ def _update_whole(
 
 
 def _clipping(grads: Tree, norm: Any, limit: float | None) -> jax.Array:
-    """Returns the clipping factor of gradients, float32 []; `norm`: their norm, or None to compute
-    it."""
+    """Returns the factor that clips gradients to `limit`, float32 []; `norm`: theirs, if known."""
     if limit is None:
         return jnp.ones((), jnp.float32)
     norm = optax.tree.norm(grads) if norm is None else norm

@@ -26,9 +26,9 @@ from zerojax.tracing import trees
 Tree = Any
 
 SMALLEST_CODED = 4096
-"""Elements. Smaller parameters keep float32 moments, as in bitsandbytes (`min_8bit_size`): norms
-and biases cost little memory. The size of the whole parameter counts, not of a shard, so the result
-does not depend on the mesh."""
+"""Elements of the smallest parameter with 8-bit moments. Smaller ones keep float32 moments, as in
+bitsandbytes (`min_8bit_size`): norms and biases cost little memory. The size of the whole parameter
+counts, not of a shard, so the result does not depend on the mesh."""
 
 
 class ScaleByAdam8bitState(NamedTuple):
@@ -50,7 +50,7 @@ class ScaleByAdam8bitState(NamedTuple):
 
 
 def abstract_state(portable: Tree, params: Tree, sizes: Mapping[str, int]) -> Tree:
-    """Returns the state as structs, each with the sharding of its parameter.
+    """Returns a state with 8-bit moments as structs, each with the sharding of its parameter.
 
     Args:
       portable: optax's state, as structs.
@@ -118,7 +118,7 @@ def new_state(structs: Tree) -> Tree:
 
 
 def to_portable_state(state: Tree) -> Tree:
-    """Converts to optax's state with float32 moments; for one shard or whole arrays."""
+    """Decodes to optax's state with float32 moments, from one shard or from whole arrays."""
 
     def decoded(part: ScaleByAdam8bitState) -> optax.ScaleByAdamState:
         def leaf(*moments: Any) -> tuple[jax.Array, jax.Array]:
@@ -132,7 +132,7 @@ def to_portable_state(state: Tree) -> Tree:
 
 
 def from_portable_state(portable: Tree, structs: Tree) -> Tree:
-    """Converts from optax's state (inverse of `to_portable_state`); `structs` tells the codes."""
+    """Encodes the moments of optax's state where `structs`, from `abstract_state`, has codes."""
     target = part_of(structs)
     none: Any = optax.MaskedNode()
 
@@ -175,7 +175,7 @@ def _map_leaves(
 
 
 def part_of(state: Tree) -> ScaleByAdam8bitState:
-    """Returns the part of the state that holds the moments."""
+    """Returns the only `ScaleByAdam8bitState` in an optimizer's state."""
     (part,) = (x for x in jax.tree.leaves(state, is_leaf=_is_coded) if _is_coded(x))
     return part
 
@@ -201,7 +201,7 @@ def paired(state: Tree) -> Tree:
 
 
 def unpaired(state: Tree) -> Tree:
-    """Converts back from `paired`."""
+    """Reverses `paired`."""
 
     def split(part: Any) -> ScaleByAdam8bitState:
         (mu, mu_scale), (nu, nu_scale) = part.mu, part.nu

@@ -45,7 +45,7 @@ class BuiltOptimizer:
     reasons: tuple[str, ...] = ()
 
     def on_tree_of(self, model: Model) -> BuiltOptimizer:
-        """Returns the optimizer for parameters by name; it gets them in the model's own tree."""
+        """Adapts the optimizer to parameters by name; optax and masks see the model's tree."""
         tree = ParameterTree(model.parameter_names())
         if tree.is_flat:
             return self
@@ -137,10 +137,9 @@ def _not_taken(optimizer: Any) -> str:
 def fit_optimizer(
     tx: optax.GradientTransformation, precision: Precision
 ) -> optax.GradientTransformation:
-    """Returns the optimizer with the requested moments dtype, working without master weights if
-    asked.
+    """Returns the optimizer with moments in `precision.moments_dtype`; it can do without masters.
 
-    bfloat16 arrays are rounded stochastically.
+    bfloat16 parameters (no master weights) and moments are rounded stochastically.
 
     Raises:
       ValueError: an optax transformation supports neither.
@@ -160,7 +159,7 @@ def fit_optimizer(
 def choose_update(
     tx: optax.GradientTransformation, mesh: Mesh | AbstractMesh, kernels: Impl = "auto"
 ) -> Mapping[str, Choice]:
-    """Chooses the implementation of each computation: {computation: choice with its reason}.
+    """Chooses XLA or a kernel for "update" and for "statistics" of gradients: {name: choice}.
 
     Args:
       tx: the optimizer; its own `impl`, unless "auto", takes precedence over `kernels`.

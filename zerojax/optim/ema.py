@@ -99,7 +99,7 @@ def new_ema_state(inner: Tree, params: Tree) -> EmaState:
 
 
 def as_average(param: jax.Array) -> jax.Array:
-    """Copies to float32: a step donates parameter and average, so they must not share memory."""
+    """Copies a parameter to float32: a step donates both, so they must not share memory."""
     return jnp.array(param, jnp.float32, copy=True)
 
 
@@ -135,8 +135,7 @@ def check_weights(weights: Any) -> None:
 def around(
     init: Callable[..., Tree], update: Callable[..., tuple[Tree, Tree]], ema: Ema | None
 ) -> tuple[Callable[..., Tree], Callable[..., tuple[Tree, Tree]]]:
-    """Adds an average to the state of an `init` and `update` pair; with None, returns them
-    unchanged."""
+    """Adds an average of the parameters to an `init` and `update` pair; None: adds nothing."""
     if ema is None:
         return init, update
 

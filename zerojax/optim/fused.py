@@ -59,7 +59,7 @@ class Numbers:
         read: tuple[Arrays, ...],
         **more: Any,
     ) -> tuple[Arrays, ...]:
-        """Returns (parameters, *others) after one pass of a rule that updates them.
+        """Runs one pass of a rule; returns the new (parameters, *others).
 
         The average, if there is one, is last in `others` and updated in the same pass.
         """
@@ -70,7 +70,7 @@ class Numbers:
         return numbers.update(rule, (params, *others), read, **more).updated
 
     def with_rate(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns scalars for an `averaging` rule; scalars shared by parameters stay shared."""
+        """Adds `average_rate` to scalars, for an `averaging` rule; shared scalars stay shared."""
         rate = self.average_rate
         made = {id(one): averaging_scalars(type(one))(*one, rate) for one in scalars.values()}
         return {name: made[id(one)] for name, one in scalars.items()}
@@ -123,8 +123,7 @@ class Numbers:
         return self.stochastic and any(tree[name].dtype == jnp.bfloat16 for tree in updated)
 
     def _is_for_one_kernel(self, names: Sequence[str]) -> bool:
-        """Returns True if leaves share a kernel: one launch each costs more than a branch in one
-        kernel."""
+        """Returns True if one kernel is to update all leaves: faster than a kernel for each."""
         context = self.context
         return context.choice.implementation != "xla" and context.piece is None and len(names) > 1
 
@@ -158,7 +157,7 @@ class Numbers:
 
 
 def _by_name(sums: jax.Array, rows: Mapping[str, int]) -> Arrays:
-    """Splits concatenated sums: {name: float32 [] where `rows` is 0, else [rows]}."""
+    """Splits the joined sums of leaves: {name: float32 [] where `rows` is 0, else [rows]}."""
     ends = itertools.accumulate(max(1, count) for count in rows.values())
     return {
         name: sums[end - count : end] if count else sums[end - 1]
@@ -175,10 +174,10 @@ If `numbers` has an `average_rate`, the average of the parameters comes after th
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Method:
-    """Optimizer as parts of optax and as a fused rule.
+    """Definition of an optimizer: its parts of optax, and the equal fused rule.
 
     Attributes:
-      kernel: its name.
+      kernel: name of the kernel.
       chain: (decay, learning rate) -> the optax transformation built from these two parts.
       moments: fields of optax's state that hold moments, in the order of the rule.
       scalars: (learning_rate, weight_decay=, count=, gradient_scale=, skip=) -> the rule's scalars.
@@ -323,7 +322,7 @@ def _transformation(method: Method, options: Options) -> Any:
 
 
 def _grouped_decay(plain: Any, decay: Decay) -> optax.GradientTransformation:
-    """Adds each parameter times its own decay, with the state of the ungrouped transformation."""
+    """Builds a weight decay with a factor for each parameter; its state is that of `plain`."""
 
     def add(updates: Tree, state: Tree, params: Tree = None) -> tuple[Tree, Tree]:
         if params is None:
@@ -335,7 +334,7 @@ def _grouped_decay(plain: Any, decay: Decay) -> optax.GradientTransformation:
 
 
 def _factors_after(rate: Any, decay: Decay) -> optax.GradientTransformation:
-    """Scales by the common learning rate and then by each parameter's factor."""
+    """Builds a transformation that scales by `rate`, then by each parameter's own factor."""
 
     def scale(updates: Tree, state: Tree, params: Tree = None) -> tuple[Tree, Tree]:
         settings = decay.settings(updates)

@@ -50,7 +50,7 @@ class LeafSettings(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decay:
-    """Weight decay and learning rate of every parameter.
+    """Rules that give each parameter its weight decay and learning rate.
 
     Attributes:
       weight_decay: of parameters whose group sets no other.
@@ -69,13 +69,13 @@ class Decay:
 
     @property
     def stored_mask(self) -> Any:
-        """The mask for parameters as they are stored, in stacks."""
+        """Mask of weight decay for stored parameters, where layers are stacks."""
         if not self.stacks or self.mask is None:
             return self.mask
         return lambda params: _of_stored(params, self._decaying(self._as_rows(params)), self.stacks)
 
     def settings(self, params: Tree) -> dict[str, LeafSettings]:
-        """Returns {name: settings} for a tree of arrays or of structs with their shapes.
+        """Returns {name: `LeafSettings`} for a tree of parameters, arrays or structs.
 
         Raises:
           ValueError: a mask that does not fit the parameters, or a group that changes none.
@@ -135,7 +135,7 @@ class Decay:
 def _of_stored(
     params: Mapping[str, Any], of_rows: Mapping[str, Any], stacks: Mapping[str, tuple[str, ...]]
 ) -> dict[str, Any]:
-    """Returns {stored name, in sorted order: the value of its first row}."""
+    """Converts values by row to values by stored name, sorted; a stack has its first row's."""
     return {name: of_rows[stacks.get(name, (name,))[0]] for name in sorted(params)}
 
 
@@ -161,7 +161,7 @@ def as_groups(groups: Mapping[str, Any] | Iterable[tuple[str, Any]] | None) -> G
 
 
 def assign_groups(names: Iterable[str], patterns: Iterable[str]) -> dict[str, str]:
-    """Returns {name: pattern} for names that a pattern matches (`re.search`); the first one wins.
+    """Returns {name: first pattern that matches it (`re.search`)}, without unmatched names.
 
     Raises:
       ValueError: a pattern matches nothing, or only names that an earlier pattern already took.

@@ -27,7 +27,7 @@ State = dict[str, jax.Array]
 
 
 def init(config: LossScale) -> State:
-    """Returns the state before the first step.
+    """Returns the state of the loss scale before the first step.
 
     Returns:
       "scale" float32 []; "good_steps" int32 [], finite steps since the last overflow; "hysteresis"
@@ -42,7 +42,7 @@ def init(config: LossScale) -> State:
 
 
 def update(config: LossScale, state: State, finite: Any) -> tuple[State, jax.Array]:
-    """Returns the state after a step; call it once per step, skipped or not. Works under `jax.jit`.
+    """Updates the state of the loss scale after a step, skipped or not. Works under `jax.jit`.
 
     Args:
       state: from `init` or `update`; its scale is the one that the step's loss was multiplied by.

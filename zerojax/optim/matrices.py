@@ -110,7 +110,7 @@ def as_stack(shape: Sequence[int], dims: Dims, matrix: MuonDimensionNumbers) -> 
 
 
 def classes_of(stacks: Mapping[str, MatrixStack]) -> list[list[str]]:
-    """Returns the names of the stacks of each class, classes in order of their first stack."""
+    """Groups names of stacks by `MatrixStack.kind`, groups in order of their first stack."""
     found: dict[tuple[Any, ...], list[str]] = {}
     for name, stack in stacks.items():
         found.setdefault(stack.kind, []).append(name)
@@ -119,7 +119,7 @@ def classes_of(stacks: Mapping[str, MatrixStack]) -> list[list[str]]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MatrixExchange:
-    """Communication of a class for one of its splits, the same in both directions.
+    """All-to-all that gathers the matrices of a class along one split side, or splits them again.
 
     Attributes:
       axes: mesh axes of the devices that take part.
@@ -135,7 +135,7 @@ class MatrixExchange:
 def exchanges_of(
     stacks: Sequence[MatrixStack], axis_sizes: Mapping[str, int]
 ) -> tuple[list[MatrixExchange], int]:
-    """Returns (the exchanges of a class, number of matrices that one device computes).
+    """Returns (the all-to-alls of a class, number of whole matrices that one device computes).
 
     Args:
       stacks: of one class.

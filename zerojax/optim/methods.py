@@ -216,7 +216,7 @@ def scale_by_adam(b1: float | Schedule, b2: float, eps: float) -> optax.Gradient
 
 
 def adam_scalars(b1: float | Schedule, b2: float, eps: float) -> Callable[..., Any]:
-    """Returns `Method.scalars` of AdamW and LAMB."""
+    """Returns the function `Method.scalars` of AdamW and LAMB."""
 
     def scalars(rate: Any, *, count: Any, **step: Any) -> optimizers.AdamScalars:
         now = _at(b1, count)
@@ -270,8 +270,7 @@ def lamb_passes(
     *,
     taken: Callable[[Arrays], Arrays] = lambda ratios: ratios,
 ) -> tuple[Arrays, tuple[Arrays, ...]]:
-    """Updates moments and norms first, then the parameters with norms of whole parameters or
-    layers.
+    """Runs LAMB's two passes: new moments and their norms, then new parameters.
 
     Args:
       params, moments, grads, numbers: as in `Run`.
@@ -298,7 +297,7 @@ def lamb_passes(
 def trust_ratios(
     sums: tuple[Arrays, ...], context: UpdateContext, layers: Mapping[str, tuple[str, ...]]
 ) -> dict[str, jax.Array]:
-    """Returns {name: float32 [], or [layers of this shard]}: ratios from sums over all shards.
+    """Returns LAMB's trust ratios over all shards, {name: float32 [] or [layers of this shard]}.
 
     Uses one collective for all leaves with the same sharding. Sums of layers are over the shards of
     these layers.
@@ -364,8 +363,10 @@ _RANGES["ns_eps"] = _RANGES["eps"]
 
 
 def check_numbers(**numbers: Any) -> None:
-    """Raises if a number is out of range; arrays, as from `optax.inject_hyperparams`, are not
-    checked."""
+    """Raises if a hyperparameter is out of its range; does not check arrays.
+
+    `optax.inject_hyperparams` passes arrays.
+    """
     for name, value in numbers.items():
         holds, limit = _RANGES[name]
         if not isinstance(value, int | float):

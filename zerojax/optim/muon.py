@@ -36,7 +36,7 @@ _LATE = 2**30
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Options:
-    """The arguments of `muon`, and four more.
+    """The arguments of `muon`, and four further settings.
 
     Attributes:
       rule: `rule_of` the argument `dimensions`.
@@ -219,7 +219,7 @@ def _make(options: _Options) -> Optimizer:
 
 
 def _with_uses(options: _Options, uses: Uses) -> Optimizer:
-    """Returns the optimizer with the matrices that its rule finds by the uses of parameters."""
+    """Returns Muon for the matrices that its rule chooses by the uses of parameters in a loss."""
     if options.rule is None:
         return _make(options)
     chosen, stated = options.rule(uses), options.dimensions
@@ -233,7 +233,7 @@ def _with_uses(options: _Options, uses: Uses) -> Optimizer:
 
 
 def _plain(options: _Options) -> Any:
-    """Builds the optax transformation."""
+    """Builds Muon as an optax transformation, without an update in place."""
     core = _as_optax_has_it(options, options.eps, options.nesterov)
     changed = (options.ns_eps, options.adam_nesterov) != (options.eps, options.nesterov)
     if changed or not options.bias_correction:
@@ -244,8 +244,7 @@ def _plain(options: _Options) -> Any:
 
 
 def _apart(options: _Options) -> optax.GradientTransformation:
-    """Combines two optax transformations with equal state updates: the first updates matrices, the
-    second all other parameters."""
+    """Combines two of optax's Muons with different settings: for matrices, and for the rest."""
     of_matrices = _as_optax_has_it(options, options.ns_eps, options.nesterov)
     of_others = _as_optax_has_it(options, options.eps, options.adam_nesterov)
 

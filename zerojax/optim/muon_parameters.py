@@ -25,9 +25,9 @@ Uses = Mapping[str, ParameterUse]
 Dimensions = dict[str, MuonDimensionNumbers | None]
 
 LAYER_KERNELS = r"^blocks/.*kernel$"
-"""The matrices of the layers of zerojax's models."""
+"""Regular expression on the names of layers' matrices in zerojax's models."""
 _EXPERTS = r"^blocks/.*experts/(gate|up|down)$"
-"""The matrices of the experts of zerojax's models, [layers, experts, inputs, outputs]."""
+"""Regular expression on the names of experts, [layers, experts, inputs, outputs]."""
 _ROUTERS = r"(^|/)router/kernel$"
 _JOINS_HEADS = ("output", "out")
 
@@ -132,7 +132,7 @@ Rule = Callable[[Uses], Dimensions]
 
 
 def rule_of(dimensions: Any) -> Rule | None:
-    """Returns the rule that reads a traced loss in place of names and shapes.
+    """Returns the rule that chooses Muon's matrices by a traced loss; None to keep `dimensions`.
 
     Args:
       dimensions: the argument of `muon`.
@@ -152,7 +152,7 @@ def rule_of(dimensions: Any) -> Rule | None:
 
 
 def _by_use(uses: Uses, *, kernels: str) -> Dimensions:
-    """Chooses experts by their products, and other matrices by `kernels` if it matches any.
+    """Chooses Muon's matrices: experts by their products, others by name if `kernels` matches any.
 
     If it matches none, as in a user's own model, the matrices are the parameters that the loss
     only multiplies, except routers and heads.
@@ -322,7 +322,7 @@ def _describe_mixtures(taken: Collection[str], uses: Uses) -> list[str]:
 
 
 def _agree(use: ParameterUse, stated: MuonDimensionNumbers) -> bool:
-    """Returns False if a product has other matrices; which side is rows does not matter."""
+    """Returns whether the product in the loss has the stated matrices, or their transposes."""
     if use.product is None:
         return True
     axes = (stated.reduction_axis, stated.output_axis)

@@ -247,7 +247,7 @@ def check_one_bit_numbers(maker: str, *, freeze_step: Any, b1: Any) -> None:
             "moment to divide by; a few times 1 / (1 - b2) is usual"
         )
     if callable(b1):
-        raise TypeError(f"{maker}: b1 is a function and has to be a number")
+        raise TypeError(f"{maker}: b1 is a function and has to be a number, such as 0.9")
 
 
 def scalars_with(corrected: Callable[..., Any], bias_correction: bool) -> Callable[..., Any]:

@@ -54,7 +54,7 @@ fresh: the reconstructed second moment, a shard like the frozen one."""
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OneBitLamb(OneBit):
-    """The part of 1-bit LAMB that a step needs.
+    """Settings of 1-bit LAMB, and its updates during and after the warm-up.
 
     Attributes:
       b2: decay of the second moment, and of the reconstructed one.
@@ -97,8 +97,7 @@ class OneBitLamb(OneBit):
         return new, begun.end(after), unless(context.skip, averages, coefficients)
 
     def _average(self, old: jax.Array, ratio: jax.Array) -> jax.Array:
-        """Returns the new average. It starts at the first ratio; a ratio of 1 (zero norms) is
-        ignored."""
+        """Averages trust ratios: starts at the first one, and ignores those of 1 (zero norms)."""
         mean = self.coeff_beta * old + (1 - self.coeff_beta) * ratio
         return jnp.where(ratio == 1, old, jnp.where(old == 0, ratio, mean))
 
@@ -109,7 +108,7 @@ class OneBitLamb(OneBit):
         frozen_at: jax.Array,
         layers: Layers,
     ) -> dict[str, Arrays]:
-        """Returns the per-layer state at the first step with signs, or at a restart of it.
+        """Returns the values per layer before the first step that sends signs, or after a restart.
 
         A layer without an average uses the current trust ratio. A second moment that has to be
         reconstructed again starts at the size given by its layer's factor.
@@ -176,7 +175,7 @@ class OneBitLamb(OneBit):
     def _factors(
         self, squares: tuple[Arrays, Arrays], largest: Arrays, last: Arrays, context: UpdateContext
     ) -> Arrays:
-        """Returns {name: factor of this step}.
+        """Returns the factors of the trust ratios in this step, {name: [] or [layers]}.
 
         Args:
           squares: sums of squares of this shard: of updates without weight decay, and with it.
@@ -203,12 +202,12 @@ class OneBitLamb(OneBit):
 def over_layers(
     operation: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array, of_layers: jax.Array
 ) -> jax.Array:
-    """Returns operation(x, y), with y for all of x or for each layer: shape [] or [layers]."""
+    """Applies an operation to `x` and `of_layers`, which has one value, or one for each layer."""
     return operation(x, of_layers.reshape(*of_layers.shape, *(1,) * (x.ndim - of_layers.ndim)))
 
 
 def _of_layers(reduce: Callable[..., jax.Array], x: jax.Array, like: jax.Array) -> jax.Array:
-    """Reduces all of x, or each layer of it: [] or [layers], as `like`."""
+    """Reduces `x` to the shape of `like`: [], or [layers] for each layer separately."""
     return reduce(x, axis=tuple(range(like.ndim, x.ndim)))
 
 
@@ -260,7 +259,7 @@ def _joined(arrays: Arrays, names: list[str]) -> jax.Array:
 
 
 def _apart(joined: jax.Array, names: list[str], like: Arrays) -> Arrays:
-    """Splits an array made by `_joined`."""
+    """Splits an array from `_joined` into {name: array with the shape of `like[name]`}."""
     found, start = {}, 0
     for name in names:
         end = start + like[name].size
@@ -269,12 +268,12 @@ def _apart(joined: jax.Array, names: list[str], like: Arrays) -> Arrays:
 
 
 def _bounded(ratios: Arrays, bounds: tuple[float, float]) -> Arrays:
-    """Clips ratios to bounds, except ratios of 1 (an array or update of zeros)."""
+    """Clips trust ratios to bounds, except ratios of 1 (an array or update of zeros)."""
     return {name: jnp.where(x == 1, x, jnp.clip(x, *bounds)) for name, x in ratios.items()}
 
 
 def _bounded_run(bounds: tuple[float, float], seen: Arrays | None = None) -> Any:
-    """Returns LAMB's `Run` with clipped ratios, and writes them to `seen`."""
+    """Returns LAMB's `Run` with clipped trust ratios, which it writes to `seen`."""
 
     def taken(ratios: Arrays) -> Arrays:
         found = _bounded(ratios, bounds)

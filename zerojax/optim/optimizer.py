@@ -56,7 +56,7 @@ class StateCoding:
 
 
 def coding_around(coding: StateCoding, ema: Ema | None) -> StateCoding:
-    """Returns a coding for a state with an average of the parameters, equal in both forms."""
+    """Extends a coding to a state with an average of the parameters, which it does not convert."""
     if ema is None:
         return coding
 

@@ -81,7 +81,7 @@ def why_padding_shows(
     stays_zero: bool = False,
     traced: ClosedJaxpr | None = None,
 ) -> str | None:
-    """Returns None if the update of padded arrays provably equals that of arrays of true shapes.
+    """Returns why an optimizer's update may depend on padding; None if it provably does not.
 
     Args:
       tx: the optimizer.
@@ -92,8 +92,8 @@ def why_padding_shows(
       traced: `trace_update` on the true shapes, if already computed.
 
     Returns:
-      Otherwise the operation that prevents the proof, as a short phrase such as "reduce_max of
-      padded arrays".
+      None if the update of padded arrays equals that of arrays of true shapes. Otherwise the
+      operation that prevents the proof, as a short phrase such as "reduce_max of padded arrays".
     """
     try:
         _Proof(tx, (true, stored), dims, layers, traced).run(stays_zero=stays_zero)
@@ -312,7 +312,7 @@ def _of_cond(one: Any, other: Any, operands: list[_Value]) -> list[_Value]:
 
 
 def _choose(values: list[_Value]) -> _Value:
-    """Returns the facts that hold for any of several values."""
+    """Returns the facts that hold for each of several values, of which a branch returns one."""
     dims = _join([value.dims for value in values])
     known = [value.padding for value in values]
     same = all(x is not None and x == known[0] for x in known)
@@ -486,7 +486,7 @@ class OnTrueShapes(optax.GradientTransformationExtraArgs):
         cut: Convert,
         pad: Convert,
     ) -> OnTrueShapes:
-        """Wraps a transformation.
+        """Wraps a transformation of true shapes for arrays of stored shapes.
 
         Args:
           tx: the transformation.

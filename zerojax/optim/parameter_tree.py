@@ -35,7 +35,7 @@ class ParameterTree:
         return isinstance(arrays, Mapping) and bool(arrays) and arrays.keys() <= self._all
 
     def nest(self, by_name: Mapping[str, Any]) -> Tree:
-        """Returns the user's tree of values by name.
+        """Converts values by name to the user's tree.
 
         Parameters missing from `by_name`, such as frozen ones, are left out of dicts; in other
         containers `optax.MaskedNode` replaces them.
@@ -43,7 +43,7 @@ class ParameterTree:
         return {} if (tree := _nest(self.names, by_name)) is _MISSING else tree
 
     def by_name(self, tree: Tree, names: Collection[str]) -> dict[str, Any]:
-        """Returns {name: value} for a tree like `nest`'s, or a prefix of one.
+        """Converts a tree of values like the user's, or a prefix of it, to {name: value}.
 
         A value above several parameters, as in a mask `{"backbone": True}`, applies to each of
         them.
@@ -55,7 +55,7 @@ class ParameterTree:
         return {name: values[name] for name in names}
 
     def choice_by_name(self, choice: Any) -> Any:
-        """Converts an argument for the user's tree to a function of parameters by name.
+        """Converts a mask, or other choice, of the user's tree to a function of parameters by name.
 
         Args:
           choice: a function of the user's tree that returns one, such as a mask; such a tree; or
@@ -209,7 +209,10 @@ def _values(tree: Any, node: Any) -> Iterator[tuple[str, Any]]:
         for pair in _pairs(tree, node):
             yield from _values(*pair)
     elif isinstance(tree, Mapping | list | tuple) and not hasattr(tree, "_fields"):
-        raise ValueError(f"{tree!r:.100} is not a part of the tree of the parameters {node!r:.100}")
+        raise ValueError(
+            f"{tree!r:.100} is not a part of the tree of the parameters {node!r:.100}; give it the "
+            "same containers and keys, or one value in place of a whole subtree"
+        )
     else:
         for name in _names(node):
             yield name, tree

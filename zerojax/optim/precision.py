@@ -83,7 +83,8 @@ class Precision:
         if self.loss_scale is not None and not is_scaled:
             raise ValueError(
                 f"Precision.loss_scale is set, but compute_dtype={self.compute_dtype.name}: only "
-                "float16 needs a loss scale, bfloat16 has float32's range; drop it or use float16"
+                "float16 needs a loss scale, bfloat16 has float32's range; leave loss_scale out, "
+                "or use float16"
             )
 
     @property

@@ -92,7 +92,7 @@ class LRRangeTest:
     rate."""
     lr_range_test_step_rate: float = 1.0
     lr_range_test_staircase: bool = False
-    """Whether the rate grows in one step at the end of these updates instead of continuously."""
+    """Whether the rate grows after every `lr_range_test_step_size` updates, not continuously."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
@@ -125,7 +125,7 @@ class OneCycle:
     cycle_first_stair_count: int = 0
     """Number of stair steps in the rising half; 0 changes the rate at every update."""
     cycle_second_stair_count: int | None = None
-    """The same for the falling half; None: as in the rising half."""
+    """Number of stair steps in the falling half; None: as in the rising half."""
     decay_step_size: int = 0
     """Updates per decay interval after the cycle; 0: no decay."""
     cycle_momentum: bool = True
@@ -335,7 +335,8 @@ def build_deepspeed_schedule(
     if kind not in DEEPSPEED_SCHEDULES:
         known = ", ".join(DEEPSPEED_SCHEDULES)
         raise ConfigError(
-            f"{kind!r} is not one of DeepSpeed's own schedules ({known}); for another one pass "
+            f"{kind!r} is not one of DeepSpeed's own schedules ({known}); for another one, take "
+            "the sections scheduler and optimizer out of the file and pass "
             "optimizer=optax.adamw(schedule), with any function of the number of updates as "
             "schedule",
             ("type",),
@@ -370,8 +371,9 @@ def _single(name: str, value: Any) -> Any:
         return value[0]
     raise ConfigError(
         f"{list(value)!r} has a value for each torch parameter group, but zerojax has one group; "
-        "give one number, and set different rates with optimizer=zerojax.adamw(..., "
-        f"groups={{'regex': {{'learning_rate_factor': 0.1}}}})",
+        "give one number; for different rates take the sections scheduler and optimizer out of the "
+        "file and pass optimizer=zerojax.adamw(schedule, "
+        "groups={'regex': {'learning_rate_factor': 0.1}})",
         (name,),
     )
 

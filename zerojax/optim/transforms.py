@@ -17,7 +17,7 @@ EXTRA_ARGUMENTS = ("value", "grad", "grad_norm", "layers")
 
 
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
-    """Returns `optax.clip_by_global_norm` that uses the norm computed by the step.
+    """Returns `optax.clip_by_global_norm`, which uses the norm that the step has computed.
 
     It has to be first in a chain, because the step passes the norm of the gradients. In other
     places use optax's own.

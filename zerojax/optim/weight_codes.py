@@ -172,7 +172,7 @@ class CodedArray:
 
     Attributes:
       shape, dtype: of the whole array of codes, uint8.
-      is_stacked: as of the values.
+      is_stacked: as of the `LazyArray` of values.
     """
 
     def __init__(self, values: LazyArray, codes: WeightCodes) -> None:

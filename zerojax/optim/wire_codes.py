@@ -40,7 +40,7 @@ class GradientCodes:
         return -(-elements // block) * block
 
     def num_bytes(self, elements: int) -> int:
-        """Returns the bytes of a row of values, with its scales.
+        """Returns the bytes of `elements` values after encoding, with their scales.
 
         >>> GradientCodes(8).num_bytes(1000), GradientCodes(4).num_bytes(128)
         (1032, 68)
@@ -124,7 +124,7 @@ def _as_bytes(codes: jax.Array, bits: int) -> jax.Array:
 
 
 def _from_bytes(sent: jax.Array, bits: int) -> jax.Array:
-    """Unpacks to int8."""
+    """Unpacks the result of `_as_bytes` to int8 [..., block]."""
     if bits == 8:
         return lax.bitcast_convert_type(sent, jnp.int8)
     halves = (sent & 15, sent >> 4)

@@ -46,7 +46,7 @@ _REMEDY = (
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LayerScan:
-    """Loop over layers.
+    """Loop over layers in a traced loss: a `scan` that slices stacked parameters.
 
     Attributes:
       equation: the `scan`.
@@ -62,7 +62,7 @@ class LayerScan:
 
     @property
     def waiting(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Offloaded inputs of each layer."""
+        """Shapes of the inputs of one layer that wait on the host for the backward pass."""
         num_consts, num_carry = split_scan(self.equation)
         carried = self.equation.invars[num_consts : num_consts + num_carry]
         return tuple(
@@ -73,12 +73,12 @@ class LayerScan:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the offloaded inputs of all layers."""
+        """Bytes of the inputs on the host, over all layers."""
         return self.num_layers * sum(x.size * x.dtype.itemsize for x in self.waiting)
 
 
 def find_layer_scans(closed: ClosedJaxpr, parameters: Sequence[bool]) -> list[LayerScan]:
-    """Returns the loops over layers of a traced loss.
+    """Returns the loops over layers in a traced loss whose layers' inputs can be offloaded.
 
     Args:
       closed: the loss.
@@ -295,7 +295,7 @@ def _run_layers(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
 
 
 def _dissolve(equation: Any) -> _Run | None:
-    """Returns a function without the checkpoint of an equation; None if it is to stay as it is.
+    """Returns the function of a checkpoint, or of a call with one, without it; None for others.
 
     Checkpoints inside loops of the layer stay.
     """

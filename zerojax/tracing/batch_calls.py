@@ -19,10 +19,10 @@ _OF_BATCH, _OF_MODEL, _OF_TRAINED = 1, 2, 4
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchSum:
-    """Call of a reduction over the batch, as a step runs it.
+    """Call of `zerojax.batch_sum` or a similar reduction over the batch in a traced loss.
 
     Attributes:
-      kind: of the call.
+      kind: of the reduction.
       num_bytes: of its array in the dtype of the sum: at least 4 for each floating-point number.
       times: number of runs in one forward pass of a microbatch; in loops one for each iteration.
       passes: number of sums in one step for each of these runs: one in the forward pass, one in the
@@ -39,7 +39,7 @@ class BatchSum:
 
 
 def find_batch_sums(program: Jaxpr, *, trained: Sequence[bool], num_extras: int) -> list[BatchSum]:
-    """Returns all calls in a traced loss, in order.
+    """Returns all reductions over the batch in a traced loss, in order.
 
     Args:
       program: its inputs are parameters, state and leaves of the batch.
@@ -55,7 +55,7 @@ def find_batch_sums(program: Jaxpr, *, trained: Sequence[bool], num_extras: int)
 
 
 class _CallMarks(Follow):
-    """Walk that records the marks of the operand of each call."""
+    """Walk that records the marks of the operand of each reduction over the batch."""
 
     def __init__(self) -> None:
         super().__init__(frozenset())

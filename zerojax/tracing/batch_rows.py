@@ -231,7 +231,7 @@ class _Follow:
     def _while(self, equation: Any, operands: list[Dependence]) -> Sequence[Dependence]:
         """Follows the body of a loop until the carry is stable.
 
-        If the trip count depends on rows, the result is other.
+        If the trip count depends on rows, the result is `OTHER`.
         """
         conditions, bodies = (equation.params[f"{part}_nconsts"] for part in ("cond", "body"))
         operands = [plain(operand) for operand in operands]
@@ -368,7 +368,7 @@ def _added(first: Dependence, second: Dependence, *, commutes: bool) -> Dependen
 
 
 def _raised(kind: str, operands: Sequence[Dependence]) -> Raised | None:
-    """Returns an input, or a `Raised`, plus one more term that is other; None for other sums."""
+    """Returns the `Raised` of a sum of an input and an `Other` term; None if it is no such sum."""
     if kind not in ("add", "add_any"):
         return None
     for base, added in (operands, operands[::-1]):
@@ -384,13 +384,13 @@ def _raised(kind: str, operands: Sequence[Dependence]) -> Raised | None:
 def _joined_carry(before: Dependence, after: Dependence) -> Dependence:
     """Joins the dependence of a carry before and after an iteration.
 
-    A sum that has gained a product as a term keeps it, and other stays other.
+    A sum that has gained a product as a term keeps it, and `OTHER` stays `OTHER`.
     """
     return after if after == _PRODUCT and before != OTHER else join([before, after])
 
 
 def _linear(equation: Any, operands: Sequence[Dependence]) -> Other:
-    """Returns affine if the equation keeps sums of totals affine, else other."""
+    """Returns `AFFINE` if the equation keeps sums of totals affine, else `OTHER`."""
     kind, is_fixed = equation.primitive.name, [isinstance(operand, Fixed) for operand in operands]
     if not all(map(is_affine, operands)):
         return OTHER

@@ -175,7 +175,7 @@ class _RuleMarks(Follow):
 
 
 def union(marks: Sequence[Marks]) -> Marks:
-    """Returns the union of marks."""
+    """Returns the union of several sets of marks."""
     result = 0
     for mark in marks:
         result |= mark

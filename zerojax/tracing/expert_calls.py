@@ -45,7 +45,7 @@ class ExpertCalls:
 
 
 def find_expert_calls(program: Jaxpr, names: Sequence[str]) -> ExpertCalls:
-    """Follows parameters through a traced loss.
+    """Finds the parameters that calls of `zerojax.experts` take as weights in a traced loss.
 
     Args:
       program: traced loss; its first inputs are the parameters `names`, in this order.
@@ -205,10 +205,11 @@ class RowsOfCall:
 
     @property
     def first_round(self) -> int:
-        """Bytes of all slots in one step, over all transfers, without the factor (n - 1) / n.
+        """Bytes of all slots that the first round sends in a step, before the factor (n - 1) / n.
 
-        Rows, gates and results are sent in the forward pass, and their gradients in the backward
-        pass; a recomputation sends rows and gates once more.
+        On n devices, each keeps 1 / n of the slots. Rows, gates and results are sent in the forward
+        pass, and their gradients in the backward pass; a recomputation sends rows and gates once
+        more.
         """
         inputs = self.row_bytes + self.gate_bytes
         sent = (3 if self.again else 2) * inputs + 2 * self.result_bytes
@@ -216,14 +217,14 @@ class RowsOfCall:
 
     @property
     def further_round(self) -> int:
-        """Bytes of one round after the first, which always recomputes; see `first_round`."""
+        """Bytes that one round after the first sends in a step; it always recomputes."""
         slots = self.num_experts * slots_of_further_rounds(self.capacity)
         sent = 3 * (self.row_bytes + self.gate_bytes) + 2 * self.result_bytes
         return self.times * slots * sent
 
 
 def find_rows(program: Jaxpr, times: int = 1, again: bool = False) -> Iterator[RowsOfCall]:
-    """Yields all calls in a traced loss, in order.
+    """Yields the rows of each call of `zerojax.experts` in a traced loss, in order.
 
     Args:
       program: traced loss.

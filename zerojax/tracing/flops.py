@@ -96,7 +96,8 @@ def without_waste(program: core.ClosedJaxpr) -> core.Jaxpr:
 
 
 TRAINING_FACTOR = 3
-"""FLOPs of both passes over forward pass: a product y = x w has two more, dx and dw."""
+"""FLOPs of forward and backward pass, divided by those of the forward pass: a product y = x w has
+two more, dx and dw."""
 
 
 def _jaxpr_flops(jaxpr: core.Jaxpr) -> int:
@@ -146,7 +147,7 @@ def products(program: core.Jaxpr) -> Iterator[tuple[core.JaxprEqn, int]]:
 
 
 def flops_without_gradient(program: core.ClosedJaxpr, is_trained: Sequence[bool]) -> float:
-    """Returns the FLOPs of products that the backward pass of a forward pass does not compute.
+    """Returns the FLOPs of gradients that a backward pass leaves out: those of untrained operands.
 
     A product y = x w has two more in a backward pass, one for the gradient of each operand. An
     operand that depends on no trained parameter has no gradient.

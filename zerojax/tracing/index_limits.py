@@ -64,7 +64,7 @@ _OTHER_SHAPE = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transp
 def find_index_limits(
     program: Jaxpr, batch: Sequence[tuple[str, Any] | None]
 ) -> dict[str, tuple[IndexLimit, ...]]:
-    """Returns {name of a leaf of the batch: limits of its values}.
+    """Finds the valid indices in a batch: {name of a leaf of the batch: limits of its values}.
 
     Args:
       program: traced with a mark at every read of a parameter (`operators.marks.mark_read`).

@@ -199,8 +199,7 @@ def _pieces(
 
     Yields:
       (equations of a piece, its results that later pieces need, whether the piece is a single
-        equation
-      with another implementation).
+      equation with another implementation).
     """
     pieces: list[tuple[list[Any], bool]] = []
     for equation in program.eqns:

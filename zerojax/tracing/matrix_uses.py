@@ -71,7 +71,7 @@ class ParameterUse:
 
     @property
     def role(self) -> Role:
-        """What the parameter is in the program; "other" if no product shows its matrices."""
+        """Role of the parameter in the loss; "other" if no single product shows its matrices."""
         if self.expert_dim is not None:
             return "expert"
         if self.is_router:
@@ -84,7 +84,7 @@ class ParameterUse:
 
     @property
     def product(self) -> MatrixDims | None:
-        """The only product, if the parameter enters nothing else; None if matrices are unclear.
+        """Dimensions of the parameter's matrices in its only product; None if they are unclear.
 
         Vectors, and arrays of which one side has a single element, have none.
         """
@@ -98,7 +98,7 @@ class ParameterUse:
 def find_matrix_uses(
     program: Jaxpr, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, ParameterUse]:
-    """Follows parameters through a traced loss.
+    """Finds how a traced loss uses each parameter as matrices: {name: its uses}.
 
     Args:
       program: traced loss; its first inputs are the parameters, sorted by name, and its first
@@ -209,7 +209,7 @@ class _Walk:
             use.is_router |= numbers is not None and numbers[1] in sizes
 
     def _note(self, equation: Any, held: _Held) -> frozenset[str]:
-        """Notes a use that is no product; returns the parameter if its rows are looked up."""
+        """Records a use other than a product; returns the parameter if its rows are looked up."""
         use = self.uses[held.name]
         if equation.primitive.name in ("gather", "take"):
             use.is_table = True
@@ -255,7 +255,7 @@ class _Walk:
             carry = after
 
     def _moved(self, equation: Any, held: _Held) -> _Held | None:
-        """Returns the parameter after an operation that only moves its elements; None: another."""
+        """Returns the parameter after an operation that only moves elements; None for others."""
         name, dims = held
         kind, params = equation.primitive.name, equation.params
         if kind == "transpose":

@@ -21,7 +21,7 @@ Rule = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class StepRule(NamedTuple):
-    """Update of an extra from a count, once per step.
+    """Update of an extra (state of the model) from a count, once per optimizer step.
 
     Attributes:
       target: name of the extra that is updated.
@@ -59,7 +59,7 @@ class LazyArray(Protocol):
     is_stacked: bool
 
     def read(self, index: Sequence[tuple[int, int]]) -> np.ndarray:
-        """Returns the box with the range [first, end) in each dimension, in new memory."""
+        """Reads the part given by a range [first, end) for each dimension, into new memory."""
         ...
 
 
@@ -135,5 +135,5 @@ class Model(Protocol):
         ...
 
     def to_source(self, params: Arrays, extras: Arrays) -> Any:
-        """Returns the user's kind of object with these arrays."""
+        """Returns a model of the user's own kind that holds these arrays."""
         ...

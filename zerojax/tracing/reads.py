@@ -61,7 +61,7 @@ def in_eight_bits(history: jax.Array) -> Iterator[EightBits]:
 
 
 def asked_eight_bits() -> EightBits | None:
-    """Returns the current read if the model uses only 8 bits of it; else None."""
+    """Returns the `EightBits` of the enclosing `in_eight_bits`; None outside of it."""
     return _ASKED.get(None)
 
 
@@ -99,7 +99,7 @@ class Reads:
 
 
 def find_reads(jaxpr: Jaxpr, inputs: Sequence[str | None]) -> Reads:
-    """Follows parameters from the inputs of a program to their reads.
+    """Finds how a traced program reads each parameter: shapes, obstacles, precision.
 
     Args:
       jaxpr: traced with `MarkRead` at every read.

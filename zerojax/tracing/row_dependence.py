@@ -36,7 +36,7 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True)
 class Total:
-    """Sum over rows, times `scale`.
+    """Sum over the rows of the batch, times `scale`.
 
     Attributes:
       scale: constant factor; None if it is not a constant of the program.
@@ -91,7 +91,7 @@ def _counts_rows(number: float, num_rows: int) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Count:
-    """Input plus a total."""
+    """Input of the program plus a `Total`, as in a counter."""
 
     input: int
     total: Total
@@ -99,7 +99,7 @@ class Count:
 
 @dataclasses.dataclass(frozen=True)
 class Raised:
-    """Input plus a value that is other; for `is_affine` see `Other`."""
+    """Input of the program plus an `Other`; for `is_affine` see `Other`."""
 
     input: int
     is_affine: bool = False
@@ -159,7 +159,7 @@ def join(several: Sequence[Dependence]) -> Dependence:
 
 
 def plain(value: Dependence) -> Dependence:
-    """Returns the dependence without the input and the scales of terms, which a loop may change."""
+    """Drops `input` and `scales` of a dependence, which may differ between iterations of a loop."""
     if isinstance(value, Raised):
         return AFFINE if value.is_affine else OTHER
     if isinstance(value, Total | Other):

@@ -46,7 +46,7 @@ class Asked:
 
 @dataclasses.dataclass
 class RowLookups:
-    """Uses of tables in a program.
+    """Gathers of whole rows from parameters in a program, and their other uses.
 
     Attributes:
       asked: {parameter with a gather of rows: number of rows}.
@@ -74,7 +74,7 @@ def takes_rows(equation: Any) -> bool:
 
 
 def find_row_lookups(program: Jaxpr, names: Sequence[str]) -> RowLookups:
-    """Follows parameters through a traced loss.
+    """Finds the parameters from which a traced loss gathers whole rows.
 
     Args:
       program: traced loss; its first inputs are the parameters `names`, in this order.

@@ -98,7 +98,7 @@ def _along_a_dim(equation: Any, operands: list[Dependence]) -> Dependence:
 
 
 def _reshape(equation: Any, operands: list[Dependence], num_rows: int) -> Dependence:
-    """Returns rows if the reshape keeps each row as one block, else other.
+    """Returns `Rows` if the reshape keeps each row as one block, else `Other`.
 
     The sizes of the dimensions before the rows must keep their product.
     """
@@ -115,7 +115,7 @@ def _reshape(equation: Any, operands: list[Dependence], num_rows: int) -> Depend
 
 
 def _reduce(equation: Any, operands: list[Dependence]) -> Dependence:
-    """Returns rows if a reduction with a custom function stays within each row, else other."""
+    """Returns `Rows` if a reduction with a custom function stays within each row, else `Other`."""
     rows, *rest = operands
     removed = equation.params["dimensions"]
     fixed = all(isinstance(operand, Fixed) for operand in rest)
@@ -125,7 +125,7 @@ def _reduce(equation: Any, operands: list[Dependence]) -> Dependence:
 
 
 def _window(equation: Any, operands: list[Dependence]) -> Dependence:
-    """Returns rows if windows stay within each row, as in pooling, else other."""
+    """Returns `Rows` if windows stay within each row, as in pooling, else `Other`."""
     rows, *rest = operands
     if not isinstance(rows, Rows) or any(not isinstance(operand, Fixed) for operand in rest):
         return OTHER
@@ -162,7 +162,7 @@ def _fft(equation: Any, operands: list[Dependence]) -> Dependence:
 
 
 def _scatter(equation: Any, operands: list[Dependence]) -> Dependence:
-    """Returns rows if each row of the updates is written to the same row, else other."""
+    """Returns `Rows` if each row of the updates is written to the same row, else `Other`."""
     (array, index, updates), numbers = operands, equation.params["dimension_numbers"]
     rows = array if isinstance(array, Rows) else None
     own = numbers.operand_batching_dims, numbers.scatter_indices_batching_dims
@@ -230,7 +230,7 @@ def _top_k(equation: Any, operands: list[Dependence]) -> Dependence:
 
 
 def _keeping(equation: Any, operands: list[Dependence]) -> Dependence:
-    """Returns rows if the operation keeps the size of the rows' dimension, else other."""
+    """Returns `Rows` if the operation keeps the size of the rows' dimension, else `Other`."""
     rows, *rest = operands
     if not isinstance(rows, Rows) or any(not isinstance(operand, Fixed) for operand in rest):
         return OTHER
@@ -239,7 +239,7 @@ def _keeping(equation: Any, operands: list[Dependence]) -> Dependence:
 
 
 def _dynamic_update_slice(equation: Any, operands: list[Dependence]) -> Dependence:
-    """Returns rows if the update covers all rows, else other."""
+    """Returns `Rows` if the update covers all rows, else `Other`."""
     rows, *places = (
         join([operand for operand in operands[:2] if not isinstance(operand, Fixed)]),
         *operands[2:],
@@ -283,7 +283,7 @@ def _conv_general_dilated(equation: Any, operands: list[Dependence]) -> Dependen
 
 
 def _gather(equation: Any, operands: list[Dependence]) -> Dependence:
-    """Returns rows for a lookup by the indices of each row; for other gathers see `_take`."""
+    """Returns `Rows` for a lookup by the indices of each row; for other gathers see `_take`."""
     numbers = equation.params["dimension_numbers"]
     table, index = operands
     if not isinstance(index, Rows):
@@ -298,7 +298,7 @@ def _gather(equation: Any, operands: list[Dependence]) -> Dependence:
 
 
 def _take(equation: Any, table: Dependence) -> Dependence:
-    """Returns rows if a gather takes the same places of every row, else other."""
+    """Returns `Rows` if a gather takes the same places of every row, else `Other`."""
     numbers, shape = equation.params["dimension_numbers"], equation.invars[0].aval.shape
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     kept = [dim for dim in range(len(shape)) if dim not in gone]

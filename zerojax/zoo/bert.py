@@ -97,7 +97,7 @@ class BertConfig:
 
 
 class Encoded(NamedTuple):
-    """Carry between encoder layers."""
+    """Value that goes from layer to layer: hidden states and the mask of padding."""
 
     hidden: jax.Array
     """[batch, seq, embed]."""

@@ -56,7 +56,7 @@ class KVCache(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """Carry between layers, if rows hold several texts or a part of one, or experts are counted."""
+    """Value that goes from layer to layer, if it is more than hidden states."""
 
     hidden: jax.Array
     """[batch, seq, embed]."""

@@ -157,7 +157,7 @@ class DecoderConfig:
 
     @property
     def kind_of_layer(self) -> tuple[int, ...]:
-        """Returns `pattern`, or zeros if there is one kind of layer."""
+        """Returns the index of each layer's kind: `pattern`, or zeros if there is one kind."""
         return (0,) * self.num_layers if self.pattern is None else self.pattern
 
     @property

@@ -55,7 +55,10 @@ def check_matmul_dtype(name: str | None) -> None:
 
 
 def init_history(kernel: jax.Array) -> nnx.Variable[jax.Array]:
-    """Returns a new layer's history, float32 [3, HISTORY_LENGTH]; only the kernel's row is set."""
+    """Returns a new kernel's history of largest magnitudes, with one entry: the kernel's own.
+
+    It is float32 [3, HISTORY_LENGTH].
+    """
     history = jnp.zeros((3, HISTORY_LENGTH), jnp.float32)
     return Overwritten(history.at[KERNEL, 0].set(largest_magnitude(kernel)))
 

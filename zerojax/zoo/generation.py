@@ -22,11 +22,11 @@ from zerojax.zoo.sampling import Controls, DrawnRows, Sampling
 from zerojax.zoo.t5 import T5
 
 PROMPT_MULTIPLE = 32
-"""Prompts are padded to a multiple, so that many lengths share a program."""
+"""Prompts are padded to a multiple of this length, so that many lengths share a program."""
 _HEADS_AXIS = "model"
 """Mesh axis of the heads in `MEGATRON_RULES`."""
 CACHE_MULTIPLE = 128
-"""The cache is as long as prompt and new tokens, rounded up to a multiple."""
+"""The cache is as long as prompt and new tokens, rounded up to a multiple of this."""
 
 Prompts = jax.Array | np.ndarray | Sequence[Any]
 
@@ -432,10 +432,10 @@ def generate_from_source(
 
 
 def _as_sources(tokens: Any) -> np.ndarray:
-    """Returns sources as an array.
+    """Returns the sources of `generate_from_source` as one array [batch, source].
 
     Raises:
-      ValueError: they have different lengths.
+      ValueError: the sources have different lengths.
     """
     if not hasattr(tokens, "dtype"):
         lengths = sorted({np.size(row) for row in tokens})

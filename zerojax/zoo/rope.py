@@ -102,7 +102,7 @@ class RopeScaling:
 
     @property
     def magnitude(self) -> float:
-        """Returns the factor of cosine and sine."""
+        """Returns the factor of cosine and sine: `attention_factor`, its default, or 1."""
         if self.kind not in ("yarn", "longrope"):
             return 1.0
         if self.attention_factor is not None:
@@ -247,7 +247,7 @@ def frequencies_of_kinds(
 
 
 def _growth(half: int, scaling: RopeScaling, seq_len: int | jax.Array) -> Any:
-    """Returns the factor of the base at this text length, or at each of [batch] lengths.
+    """Returns the factor of the base at length `seq_len` ("dynamic" scaling), a scalar or [batch].
 
     It is 1 up to the original length.
     """

@@ -20,7 +20,7 @@ from jax import lax
 PRNG = "threefry2x32"
 """Its numbers do not depend on how many keys are drawn from together, unlike those of "rbg"."""
 END_SLOTS = 8
-"""End tokens are padded to a multiple, so that their number does not decide the program."""
+"""End tokens are padded to a multiple of this number, so that most counts share one program."""
 
 
 class Controls(NamedTuple):
@@ -156,7 +156,7 @@ class DrawnRows(NamedTuple):
     def start(
         cls, tokens: jax.Array, lengths: jax.Array, room: int, *, vocab_size: int, pad: jax.Array
     ) -> DrawnRows:
-        """Returns the progress of rows without a drawn token.
+        """Returns the state of rows before the first token is drawn.
 
         Args:
           tokens: int32 [batch, prompt].
@@ -178,7 +178,7 @@ class DrawnRows(NamedTuple):
         )
 
     def goes_on(self) -> jax.Array:
-        """Returns bool []: a row has not ended."""
+        """Returns whether any row has not ended, bool []."""
         return ~jnp.all(self.has_ended)
 
     def draw(
@@ -189,7 +189,7 @@ class DrawnRows(NamedTuple):
         rows: jax.Array,
         controls: Controls,
     ) -> DrawnRows:
-        """Returns the progress with one more token of each row.
+        """Draws one more token for each row; returns the new state.
 
         Args:
           logits: [batch, vocab], of the next token.

@@ -239,7 +239,7 @@ class Attention(nnx.Module):
     def _project(
         self, x: jax.Array, positions: jax.Array, seq_len: int | jax.Array, kind: jax.Array | None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Computes query, key and value.
+        """Computes query, key and value, normalized, clipped and rotated as configured.
 
         Args:
           seq_len: length of the whole text in tokens, or of each row's, int32 [batch].

@@ -77,7 +77,7 @@ class Stages(nnx.Module):
         self.remat = remat
 
     def __call__(self, *inputs: Any) -> Any:
-        """Computes the model's result."""
+        """Computes `head(blocks(embed(*inputs)))`."""
         return self.head(scan_blocks(self.blocks, self.embed(*inputs), remat=self.remat))
 
 

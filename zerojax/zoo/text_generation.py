@@ -15,7 +15,7 @@ from zerojax.zoo.sampling import Sampling
 
 DEFAULT_NUM_TOKENS = 200
 BATCH_SIZE = 32
-"""Prompts that are continued together."""
+"""Default number of prompts that are continued together."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ Order = Literal["contiguous", "zigzag"]
 
 
 def parts_of(order: Order, devices: int) -> int:
-    """Returns the number of equal parts of a sequence."""
+    """Returns the number of equal parts into which an order divides a sequence."""
     return 2 * devices if order == "zigzag" else devices
 
 

@@ -30,10 +30,10 @@ _ROW_BY_ROW = frozenset(["convert_element_type", "copy", "name"])
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stack:
-    """Parameter, or one of the arrays that form it, as the loop slices it.
+    """Stacked parameter, or one of its arrays, with the steps from it to the loop.
 
     Attributes:
-      input: its position among the inputs of the program.
+      input: position of the parameter among the inputs of the program.
       steps: equations between it and the loop, in order; each acts on each row separately.
     """
 
@@ -41,7 +41,7 @@ class Stack:
     steps: tuple[Any, ...]
 
     def apply(self, rows: jax.Array) -> jax.Array:
-        """Returns the values that the loop slices, for some rows [n, ...] of the input."""
+        """Applies the steps to some rows [n, ...] of the input: returns what the loop slices."""
         for step in self.steps:
             rows = step.primitive.bind(rows, **step.params)
         return rows
@@ -90,7 +90,7 @@ class LayerLoop:
 
     @property
     def embed(self) -> ClosedJaxpr:
-        """Program of the inputs of the first layer."""
+        """Program that computes the inputs of the first layer."""
         return self.embed_piece.closed
 
     @property
@@ -105,7 +105,7 @@ class LayerLoop:
 
     @property
     def head(self) -> ClosedJaxpr:
-        """Program of all outputs, from the results of the last layer."""
+        """Program that computes all outputs of the loss from the results of the last layer."""
         return self.cut_after(self.program.jaxpr.outvars).closed
 
     @cached_property

@@ -213,7 +213,7 @@ class LossPieces:
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Returns (values that every layer takes whole, values with a row for each layer).
 
-        These are inputs of layers beside parameters (keys, masks, tables of positions), for a
+        These are the inputs of layers beside parameters (keys, masks, tables of positions), for a
         caller that runs layers one by one with `layer`.
         """
         around = self._around((), self._inputs(outer, extras, key, batch))
@@ -374,8 +374,7 @@ def _mask_gradient(value: jax.Array, present: jax.Array) -> jax.Array:
     `present` has one bool for each leading row.
 
     This is a derivative rule, and not a selection between `value` and a copy without gradient,
-    because
-    the result is `value` itself: a backward pass does not save it twice.
+    because the result is `value` itself: a backward pass does not save it twice.
     """
     return value
 

@@ -12,7 +12,7 @@ from zerojax.tracing.loops.detection import LayerLoop
 
 
 class Writers(NamedTuple):
-    """Extras that a loss writes, by the piece that writes them.
+    """Extras (state of the model) that a loss writes, by the piece that writes them.
 
     Attributes:
       counters: {name: value of the program}, computed only from counters and unwritten extras.
@@ -27,7 +27,7 @@ class Writers(NamedTuple):
 
 
 def sort_extras(loop: LayerLoop, written: Mapping[str, Any], places: Mapping[str, int]) -> Writers:
-    """Sorts the extras by the piece that writes them.
+    """Sorts the extras that a loss writes by the piece of the loss that writes them.
 
     Args:
       loop: over the layers.
@@ -61,7 +61,7 @@ def sort_extras(loop: LayerLoop, written: Mapping[str, Any], places: Mapping[str
 def _counters(
     loop: LayerLoop, free: Mapping[str, Any], written: Mapping[str, Any], places: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Returns those extras that depend only on counters and on extras that are not written."""
+    """Returns the extras among `free` that depend only on each other and on unwritten extras."""
     reads = {name: set(cut_piece(loop.program, [atom]).inputs) for name, atom in free.items()}
     counters = dict(free)
     while True:
@@ -75,10 +75,10 @@ def _counters(
 def check_readers(
     writers: Writers, places: Mapping[str, int], *, embed: Piece, around: Piece, head: Piece
 ) -> None:
-    """Refuses an extra that one pipeline stage writes and another reads.
+    """Raises if one pipeline stage writes an extra that another stage reads.
 
     Args:
-      writers: of the extras.
+      writers: the written extras.
       places: {name: position among the inputs}, of all extras.
       embed: computes the inputs of the first layer.
       around: computes the other inputs of the loop.
@@ -103,7 +103,7 @@ def check_readers(
 class Overwritten(NamedTuple):
     """Extras that are overwritten with their gradient, by the piece that reads them.
 
-    Those of the layers have one row for each layer, which only that layer reads.
+    Each extra of `layers` has one row for each layer, which only that layer reads.
     """
 
     embed: frozenset[str] = frozenset()
@@ -112,7 +112,7 @@ class Overwritten(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """All of them, sorted."""
+        """Names of all overwritten extras, sorted."""
         return sorted(self.embed | self.layers | self.head)
 
 
@@ -132,7 +132,7 @@ def sort_overwritten(
 
     Args:
       loop: over the layers.
-      names: of these extras.
+      names: of the overwritten extras.
       places, embed, around, head: see `check_readers`.
 
     Raises:
@@ -156,7 +156,7 @@ def sort_overwritten(
 
 
 def _check_rows(loop: LayerLoop, name: str, place: int) -> None:
-    """Refuses an overwritten extra of the layers that is not exactly one row for each layer."""
+    """Raises unless the layers read an overwritten extra only as one row for each layer."""
     variable = loop.program.jaxpr.invars[place]
     rest = [atom for atom in loop.others if atom is not variable]
     if place in cut_piece(loop.program, [*loop.consts, *rest]).inputs:

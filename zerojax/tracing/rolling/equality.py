@@ -63,11 +63,9 @@ class Equality:
         self._compared: dict[tuple[int, int], tuple[Any, Any, set[Hole] | None]] = {}
 
     def holes(self, first: Any, second: Any) -> set[Hole] | None:
-        """Compares two equations, regardless of their operands.
+        """Returns the literals in which two equations differ; None if they differ otherwise.
 
-        Returns:
-          None if they differ; else the literals within the program of a checkpoint that differ, and
-          are the only difference.
+        Their operands are not compared. Only literals in the program of a checkpoint may differ.
         """
         key = id(first), id(second)
         known = self._compared.get(key)

@@ -35,7 +35,7 @@ Run = tuple[int, int, int]
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """List of layers, or a run of it, as one loop.
+    """Consecutive layers of a list that run as one loop.
 
     Attributes:
       layers: the list.
@@ -120,7 +120,7 @@ class NamedProgram:
 def find_loops(
     trace: ModelTrace, params: Mapping[str, Any], kind_of: Callable[[str], Any] = lambda name: ()
 ) -> FoundLoops:
-    """Returns the loops over layers that a Python loop called.
+    """Finds the layers that a Python loop calls, as loops that compute the same.
 
     Args:
       trace: of the loss, with a mark at every read.
@@ -238,7 +238,7 @@ class _Runs:
             yield start, period, count
 
     def split(self, run: Run, iteration: int | None) -> None:
-        """Adds the parts of a run that is not a loop.
+        """Splits a run of layers that form no loop; adds its parts to the runs to try.
 
         Args:
           run: the run.
@@ -285,7 +285,7 @@ def _kinds(
 
 
 def roll_program(named: NamedProgram, loop: Loop) -> NamedProgram:
-    """Returns the program with one of its lists of layers as this loop.
+    """Returns the program with the layers of `loop` as one loop.
 
     Raises:
       Mismatch: the layers of this program do not form that loop.

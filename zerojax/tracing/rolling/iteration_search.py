@@ -230,7 +230,7 @@ def _check(rolled: Rolled) -> None:
 def _slice(
     program: LayerProgram, needed: Sequence[Any], is_known: Callable[[Any], bool]
 ) -> tuple[list[Any], list[Any]]:
-    """Returns (the equations that compute these variables, the known variables at which that ends).
+    """Returns (equations that compute `needed`, known variables that they start from).
 
     Args:
       program: flat program.

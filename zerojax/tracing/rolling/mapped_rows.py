@@ -24,7 +24,7 @@ Shape = tuple[Any, ...]
 
 @dataclasses.dataclass(eq=False)
 class _Kind:
-    """One result of equations that differ only in the row.
+    """One result of equations that are equal but for the row of the stacks.
 
     Attributes:
       size: number of rows of the stacks.
@@ -39,16 +39,16 @@ class _Kind:
         return len(self.members) == self.size
 
     def places(self) -> dict[Any, tuple[_Kind, int]]:
-        """Returns {variable: (this kind, its row)}."""
+        """Returns {variable of a row: (this kind, the row)}."""
         return {variable: (self, row) for row, variable in self.members.items()}
 
 
 @dataclasses.dataclass(eq=False)
 class _Group:
-    """Equations with equal operands, one for each row.
+    """Equations that are equal but for the row of the stacks, one for each row.
 
     Attributes:
-      first: the first of them, in order of the program.
+      first: the first of these equations, in order of the program.
       results: one kind for each result.
     """
 
@@ -58,7 +58,7 @@ class _Group:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MappedRows:
-    """Program as a function of stacks.
+    """Program over rows as a function of stacks: equal equations of all rows run as one.
 
     Attributes:
       closed: the flat program over rows.
@@ -78,7 +78,7 @@ class MappedRows:
     def __call__(
         self, stacked: Sequence[jax.Array], others: Mapping[int, Any]
     ) -> tuple[list[jax.Array], dict[int, Any]]:
-        """Runs the program.
+        """Runs the program on stacks.
 
         Args:
           stacked: one array [rows, ...] for each of `groups`.
@@ -96,7 +96,7 @@ class MappedRows:
 
 
 class _Run:
-    """Values of one run."""
+    """Values of one call of a `MappedRows`."""
 
     def __init__(
         self, mapped: MappedRows, stacked: Sequence[jax.Array], others: Mapping[int, Any]
@@ -155,7 +155,7 @@ def map_rows(
     Args:
       closed: a program over unstacked arrays.
       groups: for each stack the positions of its rows among the inputs.
-      outputs: the same among the outputs.
+      outputs: for each stack of results the positions of its rows among the outputs.
     """
     flat = _without_repeats(open_calls(closed))
     kind_of: dict[Any, tuple[_Kind, int]] = {}
@@ -231,7 +231,7 @@ def _grouped(
 
 
 def _levels(equations: Sequence[Any]) -> Iterable[list[tuple[int, Any]]]:
-    """Returns lists of (index, equation) by depth.
+    """Groups equations by depth, from the inputs on: lists of (index, equation).
 
     The depth is the length of the longest chain of equations up to the equation.
     """

@@ -59,7 +59,7 @@ class Node:
 
     Attributes:
       equations: the equation of each iteration.
-      operands: its operands, then the values of its holes.
+      operands: operands of the equation, then the values of its holes.
       holes: literals in its program that differ between iterations.
     """
 
@@ -93,7 +93,7 @@ _Step = Generator[Values, Operand, Operand]
 
 
 class Matcher:
-    """Matching of values of several iterations.
+    """Matches values of several iterations, and builds the equations of the loop's body.
 
     Attributes:
       nodes: the equations of the body.
@@ -161,7 +161,7 @@ class Matcher:
             return self._stack(values)  # computed before the loop, a row for each iteration
 
     def _simple(self, values: Values) -> Operand | None:
-        """Matches values without a look at their equations; None if that is not possible.
+        """Matches values without comparing their equations; None if these have to be compared.
 
         Raises:
           Mismatch: the values cannot be matched.

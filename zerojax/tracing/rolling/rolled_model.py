@@ -67,7 +67,7 @@ class RolledModel:
         return self.inner.step_rules
 
     def parameter_names(self) -> Any:
-        """Returns the tree of the model that is not rolled."""
+        """Returns the tree of names of the user's model, whose layers are not stacked."""
         return self.inner.parameter_names()
 
     def init(self, key: jax.Array, batch: Any, loss: Loss) -> tuple[Arrays, Arrays]:
@@ -151,7 +151,7 @@ class RolledModel:
         return named
 
     def _reads_of(self, reads: OnRead) -> dict[str, Callable[[Any], jax.Array]]:
-        """Returns the reads by the names in marks, which are those of rows."""
+        """Returns the reads by the names of rows, which the marks in the program have."""
         stored = {name: self._stored(name) for name in self._order}
         return {name: reads[holder] for name, holder in stored.items() if holder in reads}
 
@@ -195,7 +195,10 @@ def stack_rows(rows: Sequence[Any]) -> Any:
     if all(missing):
         return jax.ShapeDtypeStruct((len(rows), *rows[0].shape), rows[0].dtype)
     if any(missing):
-        raise ValueError("some layers have initial weights and others do not")
+        raise ValueError(
+            "some layers have initial weights and others do not; give weights to all of them, or "
+            "to none"
+        )
     return StackedRows(rows)
 
 

@@ -60,7 +60,7 @@ class DimGroup:
 
 @dataclasses.dataclass
 class _Role:
-    """Uses of parameters that have a group."""
+    """Uses of the parameters that have a dimension in one group, see `DimGroup`."""
 
     columns: set[str] = dataclasses.field(default_factory=set)
     rows: set[str] = dataclasses.field(default_factory=set)
@@ -69,7 +69,7 @@ class _Role:
 
 
 class DimGroups:
-    """The groups of one program.
+    """Groups of dimensions of one program that can only be split together.
 
     Args:
       program: traced.
@@ -116,7 +116,7 @@ class DimGroups:
         return next(iter(self._groups(self._weights[name][dim])), None)
 
     def sums_over(self, factor: int) -> tuple[Sum, ...]:
-        """Returns the operations whose result lacks a group, by its number."""
+        """Returns the operations that sum over group number `factor`."""
         return tuple(self._sums.get(factor, ()))
 
     def totals(self, factors: Collection[int], *, added_first: bool) -> list[tuple[int, Sum]]:

@@ -26,11 +26,11 @@ class Factors:
         self._parts: dict[int, tuple[int, int]] = {}
 
     def new_dim(self, size: int) -> Dim:
-        """Returns a dimension that no other value has."""
+        """Returns a new dimension of this size, equal to no other."""
         return () if size == 1 else (self._new(size),)
 
     def new_dims(self, shape: Sequence[int]) -> Dims:
-        """Returns the dimensions of a value that shares none with other values."""
+        """Returns new dimensions of these sizes, equal to no others."""
         return tuple(map(self.new_dim, shape))
 
     def size(self, factor: int) -> int:
@@ -38,7 +38,7 @@ class Factors:
         return self._sizes[factor]
 
     def leaves(self, dim: Iterable[int]) -> Dim:
-        """Returns the dimension in its present, finest factors."""
+        """Returns a dimension as its finest factors known so far."""
         found: list[int] = []
         for factor in dim:
             root = self._root(factor)
@@ -47,7 +47,7 @@ class Factors:
         return tuple(found)
 
     def unify(self, first: Dim, second: Dim) -> bool:
-        """Makes two dimensions of one size the same.
+        """Records that two dimensions of equal size are the same dimension.
 
         Returns:
           Whether their factors nest; 6 as 2 x 3 and as 3 x 2 do not, and stay apart.
@@ -103,7 +103,7 @@ class Factors:
         return factor
 
     def _join(self, first: int, second: int) -> None:
-        """Makes two leaves of one size the same."""
+        """Records that two factors of equal size, neither of them cut, are the same."""
         self._parents[self._root(second)] = self._root(first)
 
     def _cut(self, leaf: int, outer: int) -> None:

@@ -14,7 +14,7 @@ NOT_OF_WEIGHTS = None
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-    """A value of a program.
+    """Value of a traced program, with its dimensions.
 
     Attributes:
       dims: its dimensions.
@@ -89,7 +89,7 @@ class Record:
         self.times: float = 1.0
 
     def unify(self, first: Dim, second: Dim) -> None:
-        """Makes two dimensions the same, or obstacles if their factors do not nest."""
+        """Records that two dimensions are the same; makes both obstacles if factors do not nest."""
         if self.factors.total(first) != self.factors.total(second):
             return  # one of them is 1: broadcast
         if not self.factors.unify(first, second):

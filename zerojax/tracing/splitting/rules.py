@@ -199,7 +199,7 @@ def _transpose(record: Record, equation: Any, operands: Sequence[Value]) -> Sequ
 
 
 def _part(record: Record, equation: Any, operands: Sequence[Value]) -> Sequence[Dims]:
-    """Slices and padding: a dimension of another size is a part of the operand's."""
+    """Handles slices and padding: a dimension of another size is a part of the operand's."""
     kind, value = equation.primitive.name, operands[0]
     shape = _shape(equation.outvars[0])
     padding = equation.params.get("padding_config", [(0, 0, 0)] * len(shape))
@@ -217,7 +217,7 @@ def _rev(record: Record, equation: Any, operands: Sequence[Value]) -> Sequence[D
 
 
 def _along(record: Record, equation: Any, operands: Sequence[Value]) -> Sequence[Dims]:
-    """Operations along one dimension, which need all of it; the others are element by element."""
+    """Handles operations that need all of one dimension, and keep all other dimensions."""
     kind = equation.primitive.name
     axis = equation.params[_ALONG[kind]]
     arrays = [value.dims for value in operands]
@@ -277,7 +277,7 @@ def _dynamic_update_slice(
 
 
 def _gather(record: Record, equation: Any, operands: Sequence[Value]) -> Sequence[Dims]:
-    """Lookups of rows by an index; other dimensions of the table are taken whole."""
+    """Handles lookups of rows by an index; other dimensions of the table are taken whole."""
     numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
     table, index = operands[:2]
     variable = equation.outvars[0]
@@ -312,7 +312,7 @@ def _gather(record: Record, equation: Any, operands: Sequence[Value]) -> Sequenc
 
 
 def _scatter(record: Record, equation: Any, operands: Sequence[Value]) -> Sequence[Dims]:
-    """The derivative of a lookup: rows are added where the index says."""
+    """Handles the derivative of a lookup, which adds rows at the places of an index."""
     numbers = equation.params["dimension_numbers"]
     array, index, updates = (value.dims for value in operands[:3])
     gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}

@@ -51,7 +51,7 @@ def follow_dims(record: Record, program: Jaxpr, inputs: Sequence[Value]) -> list
     )
 
     def operand(atom: Any) -> Value:
-        """Returns an operand; a result of a sum that others use too cannot be added before it."""
+        """Returns an operand's value, without `total` if other equations use it as well."""
         value = read(atom)
         if isinstance(atom, Literal) or uses[atom] == 1 or value.total is None:
             return value
@@ -84,7 +84,7 @@ def _after(record: Record, equation: Any, operands: list[Value]) -> Sequence[Val
 
 
 def _total(record: Record, kind: str, operands: list[Value], before: int) -> int | None:
-    """Returns the number of the sum whose result an equation gives, in `record.totals`.
+    """Returns the index in `record.totals` of the sum that an equation returns; None if none.
 
     Args:
       before: number of sums before the equation.

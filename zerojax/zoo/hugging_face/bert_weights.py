@@ -20,7 +20,7 @@ _EXACT_GELU = {"gelu": True, "gelu_new": False, "gelu_pytorch_tanh": False}
 
 
 def leaves(config: BertConfig) -> list[Leaf]:
-    """Returns all arrays of a model; without an MLM head, tensor names lack the prefix "bert."."""
+    """Lists a model's parameters and tensors; without an MLM head, names lack "bert."."""
     prefix = _PREFIX if config.has_mlm_head else ""
     layer, block = prefix + "encoder.layer.{layer}.", "blocks/"
     embeddings = f"{prefix}embeddings."

@@ -206,18 +206,21 @@ class ConfigReading:
         return self.get(key) is not None
 
     def needed(self, key: str) -> Any:
-        """Returns a required value.
+        """Returns the value of a key that must exist.
 
         Raises:
           UnsupportedError: the key is missing or null, or a number is not above 0.
         """
         if self.get(key) is None:
-            raise UnsupportedError(f"{self.where} has no {key!r}, which the model requires")
+            raise UnsupportedError(
+                f"{self.where} has no {key!r}, which the model requires; add it with the value "
+                "that the model was trained with"
+            )
         value = self.values[key]
         return self.positive(key) if isinstance(value, int | float) else value
 
     def positive(self, key: str, default: float | None = None) -> Any:
-        """Returns a number.
+        """Returns the value of a key that must be a number above 0.
 
         Raises:
           UnsupportedError: the number is null or not above 0.
@@ -243,7 +246,7 @@ class ConfigReading:
         return ConfigReading(value or {}, f"{self.where}: {key}")
 
     def require(self, why: str, **allowed: tuple[Any, ...]) -> None:
-        """Checks values that zerojax's model supports only in part.
+        """Checks keys of which zerojax's model supports only some values.
 
         Args:
           why: a clause that says what zerojax's model does.

@@ -106,7 +106,7 @@ def read_layer_types(config: ConfigReading, default: Sequence[str]) -> list[str]
 
 
 def read_period(config: ConfigReading, key: str, default: int) -> int:
-    """Reads the period of full layers, which has no effect beside layer_types.
+    """Reads n, if each n-th layer is full; it has no effect beside layer_types.
 
     Raises:
       UnsupportedError: the period is needed and not above 0.
@@ -134,7 +134,8 @@ def window_of(config: ConfigReading, types: Sequence[str], window: int | None) -
     """
     if SLIDING in types and window is None:
         raise UnsupportedError(
-            f"{config.where}: layer_types has {SLIDING}, but there is no sliding_window"
+            f"{config.where}: layer_types has {SLIDING}, but there is no sliding_window; add it, "
+            "in tokens, with the value that the model was trained with"
         )
     return window
 

@@ -35,7 +35,7 @@ _EXPERTS_OF_MIXTRAL = ("block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w
 
 
 def leaves(config: DecoderConfig) -> list[Leaf]:
-    """Returns all arrays of a model, each stored in tensors of its own.
+    """Lists a model's parameters and their tensors; no two parameters share a tensor.
 
     Each expert of a layer has its own tensors.
     """
@@ -43,12 +43,12 @@ def leaves(config: DecoderConfig) -> list[Leaf]:
 
 
 def mixtral_leaves(config: DecoderConfig) -> list[Leaf]:
-    """Returns all arrays as `leaves` does, with Mixtral's names of experts."""
+    """Lists a model's parameters as `leaves` does, with Mixtral's names of experts."""
     return _leaves(config, joined=False, experts=_EXPERTS_OF_MIXTRAL)
 
 
 def joined_leaves(config: DecoderConfig) -> list[Leaf]:
-    """Returns all arrays with query, key and value in one tensor, and gate and up (Phi-3)."""
+    """Lists a model's parameters; one tensor has query, key and value, one gate and up (Phi-3)."""
     return _leaves(config, joined=True)
 
 

@@ -79,7 +79,7 @@ def plain_rope(config: ConfigReading, longest: int, theta: float = 10000.0) -> R
 
 
 def uniform(config: DecoderConfig) -> Keys:
-    """Returns sizes, rotary positions and activation, as most families write them."""
+    """Returns config.json's keys of sizes, rotary positions and activation in most families."""
     return {
         **write_sizes(config),
         **write_rope(one_rope(config), config.max_seq_len),

@@ -10,7 +10,7 @@ from zerojax.zoo.hugging_face.layouts import Architecture, Leaf
 
 
 def leaves(config: GPT2Config) -> list[Leaf]:
-    """Returns all arrays of a model."""
+    """Lists a model's parameters and the tensors that hold them."""
     layer, block = "transformer.h.{layer}.", "blocks/"
     qkv = ("query", "key", "value")
     entries = [
@@ -43,7 +43,7 @@ def leaves(config: GPT2Config) -> list[Leaf]:
 
 
 def read_config(config: ConfigReading) -> dict[str, Any]:
-    """Reads config.json, with the key names of the original GPT-2."""
+    """Reads config.json, whose keys have the names of the original GPT-2."""
     config.require(
         "this model uses the tanh form of GELU",
         activation_function=("gelu_new", "gelu_pytorch_tanh"),

@@ -210,7 +210,7 @@ class Leaf:
         return self.tensor.replace(LAYER, str(layer)).replace(EXPERT, str(expert))
 
     def numbers(self, shape: Sequence[int]) -> list[tuple[int, int]]:
-        """Returns (layer, expert) of each tensor, in order; 0 without such a dimension.
+        """Returns (layer, expert) of each tensor of the parameter; 0 without such a dimension.
 
         Args:
           shape: shape of the whole parameter.

@@ -13,7 +13,7 @@ from zerojax.zoo.rope import Rope
 
 
 def leaves(config: LlamaConfig) -> list[Leaf]:
-    """Returns all arrays of a model."""
+    """Lists a model's parameters and the tensors that hold them."""
     return decoder_leaves.leaves(config.as_decoder())
 
 

@@ -78,7 +78,7 @@ class StoredArray:
 
     @property
     def tensors(self) -> Sequence[str]:
-        """Returns the names in the files, ordered by layer, then by expert."""
+        """Returns the names of the parameter's tensors in the files, by layer, then by expert."""
         return self._names
 
     @property
@@ -362,7 +362,7 @@ def _places(folder: Folder, row: Architecture) -> dict[str, str]:
 
 
 def _place_of(folder: Folder, row: Architecture) -> Callable[[str], str]:
-    """Returns a function from a tensor's name in `leaves` to its name in the files."""
+    """Returns a function from a tensor's name in `row.leaves` to its name in the folder's files."""
     places = _places(folder, row)
 
     def place_of(name: str) -> str:

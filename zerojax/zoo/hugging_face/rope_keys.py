@@ -24,7 +24,7 @@ def read_rope(
     longest: int,
     interleaved: bool = False,
 ) -> Rope:
-    """Reads the rotary positions of a model whose layers all have the same.
+    """Reads the rotary positions of a model in which all layers have the same ones.
 
     Args:
       theta: default of the base.

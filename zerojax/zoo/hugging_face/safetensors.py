@@ -63,7 +63,7 @@ class SafetensorsError(ValueError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tensor:
-    """Entry of an array in a file.
+    """Array's entry in the table of a safetensors file.
 
     Attributes:
       name, shape, dtype: of the array.

@@ -14,7 +14,7 @@ _OUT_OF_HEADS = "embed (heads head_dim) -> heads head_dim embed"
 
 
 def leaves(config: T5Config) -> list[Leaf]:
-    """Returns all arrays of a model."""
+    """Lists a model's parameters and the tensors that hold them."""
     entries = [
         Leaf("token_embedding/embedding", "shared.weight", "vocab embed"),
         *_stack("encoder", ["SelfAttention"], config),

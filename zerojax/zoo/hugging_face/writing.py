@@ -64,7 +64,7 @@ class Description:
         return {**kept, **written, **({} if dtype is None else {"torch_dtype": dtype.name})}
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns a JSON object for `from_dict`, without settings that config.json lacks."""
+        """Returns a JSON object for `from_dict`, without settings that config.json cannot hold."""
         return {
             "config": self.config_json(),
             "scales": dict(self.scales),
