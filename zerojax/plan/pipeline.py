@@ -213,7 +213,7 @@ def partition_layers(
 
 
 def _check_list(layers: tuple[int, ...], num_layers: int, num_parts: int) -> tuple[int, ...]:
-    """Returns the user's own numbers, if they fit."""
+    """Returns `layers`, the user's number of layers of each part, after checking them."""
     example = ""
     if num_parts <= num_layers:
         example = f", such as {list(_even(num_layers, num_parts))}"

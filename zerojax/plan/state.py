@@ -34,7 +34,8 @@ Tree = Any
 ONE_BIT = "one_bit"
 """Key of the signed-momentum data in a state and in checkpoint names."""
 COPIES = "copies"
-"""Key of the weight copies of `wire.weights=delta_int8` and `delta_int4` in both."""
+"""Key of the weight copies of `wire.weights=delta_int8` and `delta_int4` in a state and in
+checkpoint names."""
 
 
 class TrainState(TypedDict):
@@ -420,7 +421,9 @@ def _working(
 
 
 def portable_on_host(portable: TrainState, layout: OffloadLayout) -> TrainState:
-    """Returns the portable form with all arrays on the host that do not all fit on the device.
+    """Returns a portable state with offloaded arrays in host memory.
+
+    These are the parameters and moments of which `layout` has slices off the device.
 
     Args:
       portable: that of any layout; layout: under the user's names.
