@@ -227,7 +227,7 @@ def build_averaging_update(plan: Plan) -> Callable[..., dict[str, Any]]:
 def _agree(
     made: Arrays, left_before: Arrays, parts: Mapping[str, _Parts], limit: int
 ) -> tuple[Arrays, Arrays, Arrays, Arrays]:
-    """Exchanges momentum as signs.
+    """Averages momentum over devices, which send its signs.
 
     Args:
       made: {name: float32 [devices, row]} of this device.
