@@ -87,7 +87,7 @@ class ScheduleSum:
 
 
 class Product(NamedTuple):
-    """One matrix product: its FLOPs, and whether both of its operands are 8-bit floats."""
+    """One matrix product: its FLOPs, and whether both operands are 8-bit floats."""
 
     flops: int
     is_eight_bit: bool
@@ -284,7 +284,10 @@ class HbmTraffic:
         return reads + _bytes(_without_workspace(instruction))
 
     def _of_done(self, where: Computation, done: Instruction) -> int:
-        """Returns 0 if the start wraps a computation, where the bytes were counted."""
+        """Returns the bytes that the done of an asynchronous operation writes.
+
+        These are 0 if its start wraps a computation, in which they are counted.
+        """
         start = done.operands[0]
         while start in where and where[start].opcode.endswith("-update"):
             start = where[start].operands[0]
@@ -335,12 +338,15 @@ def _of_slice(where: Computation, instruction: Instruction) -> int:
 
 
 def _operand_bytes(where: Computation, instruction: Instruction) -> int:
-    """Returns the bytes of all operands but the first: indices and updates."""
+    """Returns the bytes of all operands of an instruction but the first: indices and updates."""
     return sum(_bytes(operand.arrays) for operand in where.operands_of(instruction)[1:])
 
 
 def _update_bytes(where: Computation, update: Instruction) -> int:
-    """Returns the bytes of its first operand that an update writes; a scatter also reads them."""
+    """Returns the bytes that an update or scatter writes in its first operand.
+
+    A scatter also reads these bytes, so they count twice.
+    """
     is_scatter = update.opcode == "scatter"
     return (2 if is_scatter else 1) * _bytes(_update_operand(where, update).arrays)
 
