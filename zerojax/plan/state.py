@@ -329,8 +329,10 @@ def abstract(tree: Tree) -> Tree:
 
 
 def slice_batch(batch: Tree, parts: int, precision: Precision) -> Tree:
-    """Returns 1/parts of the rows of a batch, in the dtypes in which a step gives them to the
-    loss."""
+    """Returns the structs of a piece of a batch as a step passes it to the loss.
+
+    A piece has 1/`parts` of the rows; floating-point arrays are in the dtype of the computation.
+    """
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(
             (x.shape[0] // parts, *x.shape[1:]), _dtype_read(x, precision)
