@@ -237,7 +237,7 @@ def check_disk(plan: Plan) -> None:
 
 
 def _taken(folder: Path) -> int:
-    """Returns the bytes of the files in an existing folder, which its next store replaces."""
+    """Returns the bytes of an earlier run's state files in a folder, which a new run replaces."""
     if not folder.is_dir():
         return 0
     files = (path.stat() for path in folder.glob("buckets*.bin"))

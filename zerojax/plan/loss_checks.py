@@ -210,7 +210,7 @@ def trace_pieces(
     batch: Any,
     model: Model,
 ) -> BatchPieces:
-    """Returns how the trace of a piece depends on its rows.
+    """Finds out from a traced loss how it depends on the rows of a piece of the batch.
 
     Args:
       trace: of the loss; params, extras, batch: the traced arguments; model: its model.
@@ -421,7 +421,7 @@ def check_step_counts(
 
 
 def check_pieces(pieces: BatchPieces, num_shards: int, num_microbatches: int) -> None:
-    """Raises if the result certainly depends on the number of pieces; warns if it may.
+    """Raises if a loss certainly depends on the number of pieces of a batch; warns if it may.
 
     A warning is given where the result depends on that number only if pieces differ.
 
@@ -485,7 +485,10 @@ def check_pieces(pieces: BatchPieces, num_shards: int, num_microbatches: int) ->
 
 
 def describe_pieces(pieces: BatchPieces) -> list[str]:
-    """Describes sums in the loss, and with one piece also what would be refused with more."""
+    """Describes terms of the loss, its metrics and state that depend on the number of pieces.
+
+    With one piece these are also terms that would be refused with more pieces.
+    """
     lines = [
         f"the metric {name!r} is a sum over the rows of one microbatch on one data shard, and the "
         "reported value is the mean of these sums; with a divisor it is divided once, over the "

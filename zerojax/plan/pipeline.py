@@ -250,7 +250,7 @@ def _even(num_layers: int, num_parts: int) -> tuple[int, ...]:
 def _balance(
     num_layers: int, num_parts: int, layer: float, embed: float, head: float
 ) -> tuple[int, ...]:
-    """Implements `partition_layers` for costs.
+    """Divides layers into parts so that the most expensive part costs least.
 
     All parts between the first and the last are alike, so the search covers only the numbers of
     layers of these two; the others are as equal as possible.

@@ -118,7 +118,7 @@ def place_parameters(
     layer_rows: Mapping[str, tuple[int, ...]] | None = None,
     eight_bits: Collection[str] = (),
 ) -> Placement:
-    """Makes the placement table.
+    """Makes the placement table: decides for each parameter how it is sharded and read.
 
     The ZeRO dimension of a parameter is the largest one that its shards divide, among those that
     neither a layer scan slices nor tensor parallelism splits (both on one dimension would permute

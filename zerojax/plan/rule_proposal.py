@@ -203,7 +203,7 @@ def propose_for(inputs: PlanInputs, mesh: Mesh | AbstractMesh) -> RuleProposal:
 
 
 def _mesh_of(config: MeshConfig) -> Mesh | AbstractMesh:
-    """Returns the mesh of these sizes: of this machine's devices if it has as many."""
+    """Makes a mesh of `config`: of this machine's devices if it has as many, else abstract."""
     sizes = [getattr(config, axis) for axis in AXES]
     if -1 in sizes or math.prod(sizes) == jax.device_count():
         return make_mesh(config)
@@ -349,7 +349,7 @@ def _sized(count: int) -> str:
 
 
 def _reasons(parts: Sequence[ProposedSplit]) -> list[str]:
-    """Returns one line for each reason, with some of the patterns that share it."""
+    """Returns one line for each reason of a split, with some of the patterns that share it."""
     shared: dict[str, list[str]] = {}
     for part in parts:
         shared.setdefault(part.why, []).append(_readable(part.pattern))
