@@ -58,12 +58,12 @@ class DiskLeaf:
 
     @property
     def num_buckets(self) -> int:
-        """Number of its slices that are stored in files."""
+        """Number of the parameter's slices in files, each of which is one bucket."""
         return self.leaf.counts[NVME]
 
     @property
     def bucket_bytes(self) -> int:
-        """Bytes of one of its buckets."""
+        """Bytes of one bucket of the parameter."""
         return sum(self._array_bytes(dtype) for dtype in self.dtypes.values())
 
     def views(self, bucket: np.ndarray) -> dict[str, np.ndarray]:

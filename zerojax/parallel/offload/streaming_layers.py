@@ -188,11 +188,11 @@ class Updates(Protocol):
     """
 
     def start(self, totals: Any, sums: Arrays) -> Any:
-        """Returns the totals before the backward pass; `sums`: of loss and weight."""
+        """Prepares the totals for the backward pass; `sums`: of loss and weight."""
         ...
 
     def load(self, totals: Any, index: Any) -> Arrays:
-        """Returns the whole rows of a layer that has not been updated."""
+        """Loads the weights of a layer that has not been updated, gathered: {name: row}."""
         ...
 
     def receive(self, totals: Any, index: Any, grads: Arrays) -> tuple[Any, Any]:

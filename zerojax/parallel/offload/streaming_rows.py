@@ -212,7 +212,7 @@ class LayerRows:
         return jnp.zeros(self.config.mesh.shape[MODEL] if split else 1, jnp.float32)
 
     def sum_squares(self, squares: Arrays) -> Arrays:
-        """Returns {name: float32 []} of the whole parameters, from the sums of all rows."""
+        """Adds up the squares of all rows on all devices: {parameter: float32 []}."""
         totals = {name: jnp.sum(parts) for name, parts in squares.items()}
         names: dict[tuple[str, ...], list[str]] = {}
         for name in squares:
@@ -292,7 +292,7 @@ class GradientSink(Protocol):
     """The receiver of the layers' gradients in a backward pass, one layer after the other."""
 
     def start(self, totals: Any, sums: Arrays) -> Any:
-        """Returns the totals before the backward pass of a microbatch.
+        """Prepares the totals for the backward pass of a microbatch.
 
         Args:
           sums: sums of loss and weight of the microbatch, on this data shard.
@@ -300,7 +300,7 @@ class GradientSink(Protocol):
         ...
 
     def take(self, totals: Any, index: Any, grads: Arrays) -> Any:
-        """Returns the totals after a layer.
+        """Adds the gradients of one layer to the totals, and returns these.
 
         Args:
           grads: {name: gradient of its trained row, whole and not reduced}.

@@ -197,7 +197,10 @@ class LayerUpdates:
         )
 
     def load_state(self, totals: Arrays, index: Any) -> Arrays:
-        """Returns {name: [row of the weights if they are the masters, slices of each array]}."""
+        """Loads the state that a layer's update needs to the device.
+
+        It is {name: [row of the weights if they are the masters, slices of each array]}.
+        """
 
         def local(weights: Arrays, slices: Arrays, index: Any) -> Any:
             return {

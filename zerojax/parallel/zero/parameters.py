@@ -168,7 +168,10 @@ def values_to_read(config: PassConfig, inputs: Arrays, constants: Arrays, frozen
 
 
 def build_reads(config: PassConfig, frozen: Arrays) -> dict[str, Any]:
-    """Returns {name: function called on each read}, for reads that are not plain accesses."""
+    """Returns {parameter: function that runs where the model reads it}, for special reads.
+
+    These gather, decode or look up the value, or scatter its gradient.
+    """
     leaves = config.placement.leaves
     on_use = _of_access(config, leaves, Access.GATHER_ON_USE)
     early = _of_access(config, leaves, Access.GATHER_ONCE_SCATTER_EARLY)
