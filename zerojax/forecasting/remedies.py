@@ -57,7 +57,7 @@ SMALL = 0.01
 
 @dataclasses.dataclass(frozen=True)
 class Remedy:
-    """One setting that takes less memory.
+    """A setting with which a step takes less memory.
 
     Attributes:
       words: the setting, as it is typed.
@@ -91,7 +91,7 @@ def largest_role(memory: Memory, needed: int) -> str:
 def find_remedies(
     plan: Plan, gpu: Gpu, memory: Memory, *, excess: int, fraction: float
 ) -> list[str]:
-    """Returns one line for each remedy.
+    """Lists remedies for a step that does not fit on a GPU, one line each.
 
     Order: more devices, a higher stage, microbatches, a pipeline's buffers, remat, offload, tensor
     parallelism, more pipeline stages, and a larger share of the card. Savings are computed from the

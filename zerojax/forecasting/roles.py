@@ -187,7 +187,7 @@ class Roles:
         return self._role(value, origin)
 
     def _only_update_reads(self, value: Value) -> bool:
-        """Returns whether only the update reads a constant, such as a factor of each element."""
+        """Returns whether the optimizer's update alone reads a constant, such as a decay factor."""
         readers = {
             target
             for found in self._walk(value)

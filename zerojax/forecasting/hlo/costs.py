@@ -254,7 +254,7 @@ def hbm_bytes(program: Program) -> int:
 
 
 class HbmTraffic:
-    """Bytes of device memory per instruction."""
+    """Counts the bytes of device memory that a program's instructions read and write."""
 
     def __init__(self, program: Program):
         self._program = program
@@ -264,7 +264,9 @@ class HbmTraffic:
         return ScheduleSum(self._program, self.of_kernel)
 
     def of_kernel(self, where: Computation, instruction: Instruction) -> int:
-        """Returns the bytes of one execution of an instruction that is not control flow.
+        """Returns the bytes that one execution of an instruction reads and writes.
+
+        The instruction is not control flow.
 
         For an asynchronous operation the start reads and the done writes, but a fusion does both at
         its start.
