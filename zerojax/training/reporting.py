@@ -251,9 +251,9 @@ class Reports:
         return values
 
     def nothing_trained(self, plan: Plan, steps: int, log: RunLog | None) -> None:
-        """Handles a run that has skipped all of its steps.
+        """Raises if a run has skipped all of its steps, unless its loss scale is dynamic.
 
-        Logs a line if the loss scale is dynamic, whose search takes a few steps.
+        A dynamic scale takes a few steps to find; then a line is logged.
 
         Raises:
           FloatingPointError: the loss scale is not dynamic.

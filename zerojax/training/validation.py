@@ -279,7 +279,7 @@ class Filler:
         self._why = functools.cache(functools.partial(_why_refused, plan))  # tracing takes a while
 
     def fill(self, batch: Any) -> FilledBatch:
-        """Returns a host batch with all of its rows.
+        """Fills missing rows of a short host batch with copies of one row.
 
         Args:
           batch: one of `each_batch`.
