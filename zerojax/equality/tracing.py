@@ -245,7 +245,10 @@ class _Walk:
         return self.values[run][self.number[atom]]
 
     def origin(self, output: int) -> str | None:
-        """Returns the line of the earliest equation that has the relation of an output."""
+        """Returns the user's line that first gave a value the relation of an output.
+
+        It is found by following the output back through values with the same relation.
+        """
         atom = self.first.jaxpr.outvars[output]
         relation, where = self.relation(atom), None
         while not isinstance(atom, Literal) and atom in self.maker:
