@@ -224,7 +224,7 @@ def _environment(devices: int) -> dict[str, str]:
 
 
 def _batches(batch: Any, devices: int, steps: int) -> tuple[list[Any], int, tuple[str, ...]]:
-    """Returns (a batch for each step, devices, notes), with rows that divide evenly.
+    """Returns (a batch for each step, number of devices, notes); devices divide the rows evenly.
 
     Raises:
       ValueError: too few rows, or leaves with different numbers of rows.

@@ -212,7 +212,7 @@ class _Check:
             )
 
     def _reference_of(self, configuration: Configuration) -> tuple[RunOutcome, str]:
-        """Returns (reference of a run, its name).
+        """Returns (the run that a run is compared with, its name).
 
         A sum over the batch (`zerojax.batch_mean`) covers one microbatch. So a run with several
         microbatches is compared with plain JAX that accumulates gradients of the same microbatches.
@@ -252,7 +252,7 @@ class _Check:
         self._errors = [*getattr(self, "_errors", []), (configuration, error)]
 
     def _refused(self) -> None:
-        """Adds a reason for each error message of refused runs, ignoring numbers in it."""
+        """Adds one reason for each error message of refused runs, ignoring numbers in it."""
         seen: dict[str, list[tuple[Configuration, Exception]]] = {}
         for configuration, error in getattr(self, "_errors", []):
             alike = re.sub(r"\d[\d.,e+-]*", "#", _sentence(error))
@@ -278,7 +278,7 @@ class _Check:
         return [name for name in names if name not in self.given.model.overwritten]
 
     def _refused_state(self) -> list[str]:
-        """Returns the names of the model's integer arrays that a refusal names."""
+        """Returns the names of the model's own integer arrays that a refusal's message contains."""
         sentences = [run.refusal for run in self.compared if run.refusal is not None]
         return [
             name
@@ -363,7 +363,10 @@ class _Check:
         return passes_reason(names)
 
     def _optimizer(self, *, train: bool) -> Reason | None:
-        """Returns a reason if gradients agree, but updates do not."""
+        """Returns a reason if the user's optimizer alone makes runs differ.
+
+        Then runs on one and on several devices agree with SGD.
+        """
         differing = [
             configuration
             for configuration, run in self.runs.items()
@@ -395,7 +398,7 @@ class _Check:
         return compare(run, reference, self.given.before, noise=self.noise).agrees
 
     def _control(self, experiments: Experiments, *, possible: bool) -> None:
-        """Compares runs in evaluation mode, and the stages with each other."""
+        """Runs controls: each ZeRO stage against stage 0, and training in evaluation mode."""
         self._stages_agree()
         if not possible:
             self.notes.append(
@@ -466,7 +469,7 @@ class _Check:
                 self.reasons.append(self._unknown(found))
 
     def _unknown(self, run: ComparedRun | None = None) -> Reason:
-        """Returns the reason "unknown".
+        """Returns the reason of a difference for which no experiment found a cause.
 
         Args:
           run: the differing run; None: the first differing run.

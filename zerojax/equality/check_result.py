@@ -100,7 +100,7 @@ class CheckResult:
         return f"<check: {word}, {len(self.runs)} runs{': ' + kinds if kinds else ''}>"
 
     def require(self) -> None:
-        """Raises if the runs do not agree.
+        """Raises `DisagreementError` if the runs of the check do not agree.
 
         Raises:
           DisagreementError: with the table and the reasons.

@@ -56,7 +56,7 @@ _EXTREMES = ("reduce_max", "reduce_min", "argmax", "argmin", "sort", "cumsum", "
 
 @dataclasses.dataclass(frozen=True)
 class Forward:
-    """How the forward pass of a batch relates to that of its pieces.
+    """The relation of a batch's forward pass to the forward passes of its pieces.
 
     Attributes:
       reason: why the loss of the pieces differs from that of the batch; None if it does not.
@@ -111,7 +111,7 @@ class Experiments:
         return self.losses(train=train, number=0) != self.losses(train=train, number=1)
 
     def forward(self, *, train: bool) -> Forward:
-        """Compares the batch with its pieces, equation by equation."""
+        """Compares the forward pass of a batch with those of its pieces, equation by equation."""
         plain, key = self.plain, self.plain.key(0)
         has_weight = []
 
@@ -180,7 +180,10 @@ class Experiments:
         return found
 
     def backward(self, *, train: bool) -> Reason | None:
-        """Returns a reason if an eighth of the cotangent does not give an eighth of gradients."""
+        """Returns a reason if the backward pass is not linear in its cotangent.
+
+        An eighth of the cotangent has to give an eighth of the gradients.
+        """
         plain, key = self.plain, self.plain.key(0)
 
         def mean(params: Any) -> Any:
@@ -271,7 +274,10 @@ def _of_pair(found: Comparison, numbers: str) -> Reason:
 
 
 def _of_break(found: Break | None, numbers: str) -> Reason:
-    """Returns the reason from the first equation that mixes rows."""
+    """Returns the reason for a loss that depends on the number of pieces.
+
+    The reason follows from `found`, the first equation that mixes rows.
+    """
     if found is None:
         return Reason(
             "coupled_rows",

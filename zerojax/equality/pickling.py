@@ -77,7 +77,7 @@ def is_importable(module: str | None) -> bool:
 
 
 def _found_by_name(thing: Any) -> bool:
-    """Returns whether `module.qualname` is this object, also in another process."""
+    """Returns whether another process can import this function or class by its name."""
     module = getattr(thing, "__module__", None)
     target = sys.modules.get(module or "")
     for part in thing.__qualname__.split("."):
@@ -91,7 +91,7 @@ class _Pickler(pickle.Pickler):
         self.sources: dict[str, str] = {}
 
     def reducer_override(self, obj: Any) -> Any:
-        """Returns how to pickle objects that pickle cannot write or that cannot be imported."""
+        """Returns how to rebuild an object that cannot be imported by name, else NotImplemented."""
         kind = type(obj)
         if kind.__name__ == "PjitFunction":  # it would hold this process's compiled programs
             return NotImplemented if _found_by_name(obj) else (_same, (obj.__wrapped__,))

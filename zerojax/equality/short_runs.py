@@ -178,7 +178,7 @@ def run_zerojax(
     prepared: Prepared | None = None,
     steps: int | None = None,
 ) -> RunOutcome:
-    """Takes a step for each batch with zerojax.
+    """Trains on the batches of a check with zerojax, one step each.
 
     Args:
       given: the inputs of the check.
@@ -202,7 +202,7 @@ def run_zerojax(
 
 
 class PlainRun:
-    """The same training in plain JAX: `jax.value_and_grad` of the loss, then optax.
+    """The reference training of a check in plain JAX: `jax.value_and_grad`, then optax.
 
     Attributes:
       params, frozen, extras: initial values, on one device.
@@ -308,7 +308,7 @@ class PlainRun:
         move: Callable[[Arrays], Arrays] = lambda params: params,
         cut: Callable[[Any], Sequence[Any]] = lambda batch: [batch],
     ) -> RunOutcome:
-        """Takes a step for each batch.
+        """Trains on the batches of a check in plain JAX, one step each.
 
         Args:
           reorder: may reorder a batch's rows.
@@ -391,7 +391,7 @@ GPT-2 of two layers on 4 devices differs by 1.1e-7, 1.7e-5 and 1.3e-3."""
 
 
 def with_eight_bits(noise: Noise) -> Noise:
-    """Returns the noise, raised to at least that of 8-bit products."""
+    """Returns `noise`, raised where it is below the noise of 8-bit products (`EIGHT_BITS`)."""
     loss, norm, params = EIGHT_BITS
     return Noise(
         max(noise.loss, loss),

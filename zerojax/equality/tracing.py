@@ -245,7 +245,10 @@ class _Walk:
         return self.values[run][self.number[atom]]
 
     def origin(self, output: int) -> str | None:
-        """Returns the line of the earliest equation that has the relation of an output."""
+        """Returns the user's line that first gave a value the relation of an output.
+
+        It is found by following the output back through values with the same relation.
+        """
         atom = self.first.jaxpr.outvars[output]
         relation, where = self.relation(atom), None
         while not isinstance(atom, Literal) and atom in self.maker:
@@ -291,7 +294,10 @@ def _all_values(closed: ClosedJaxpr, inputs: Sequence[Sequence[Any]]) -> list[li
 
 
 def _run_together(closed: ClosedJaxpr, inputs: Sequence[Sequence[Any]]) -> list[Sequence[Any]]:
-    """Returns a program's outputs for each set of inputs; sums over pieces are over all."""
+    """Runs a program on all sets of inputs together, and returns the outputs of each.
+
+    Sums over the batch (`zerojax.batch_sum`) are sums over all sets.
+    """
     function, options = jaxpr_as_fun(closed), quick_options()
     if not holds_collectives(closed):
         run = jax.jit(function, compiler_options=options)
@@ -371,7 +377,7 @@ def _close(first: np.ndarray, second: np.ndarray, limit: float) -> bool:
 
 
 def _written_by_user(equation: Any) -> bool:
-    """Returns whether lines inside an equation are useful.
+    """Returns whether the lines inside an equation with a subprogram are the user's.
 
     A jitted library function is traced at its first call, so its lines may belong to another call.
     """

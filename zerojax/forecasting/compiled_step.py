@@ -60,7 +60,8 @@ from zerojax.tracing.flops import count_program_flops
 from zerojax.tracing.trees import format_bytes
 
 FACTS_VERSION = 10
-"""Increase it when the readers find something else in the same program, so that caches expire."""
+"""Version of `Facts` in cache keys. Increase it when the readers of programs change, so that
+cached results expire."""
 
 Facts = dict[str, Any]
 """The facts read from a compiled step: plain values that JSON can store."""
@@ -194,7 +195,10 @@ def _make_forecast(
 
 
 def cache_key(plan: Plan, gpu: Gpu, fast: bool, *, program: str) -> str:
-    """Returns a key of all that the facts depend on; the program's text has no options or nodes."""
+    """Returns the cache key of a compiled step's facts: a hash of all that they depend on.
+
+    The program's text contains neither compiler options nor nodes, so these are added.
+    """
     options = {**plan.program.options, **(compile_client.FAST_OPTIONS if fast else {})}
     mesh = {str(name): size for name, size in plan.mesh.shape.items()}
     return forecast_cache.key_of(
@@ -360,7 +364,7 @@ def _assemble(
 
 
 def _of_wide_products(plan: Plan) -> Iterator[str]:
-    """Yields the plan's reason about float32 products that were to be in 16 bits."""
+    """Yields a remark on products that take float32 operands despite a 16-bit compute dtype."""
     computed = np.dtype(plan.precision.compute_dtype).name
     for reason in plan.reasons:
         if reason.startswith(WIDE_PRODUCTS):
@@ -385,7 +389,7 @@ def _of_eight_bits(plan: Plan, gpu: Gpu) -> Iterator[str]:
 
 
 def _unmeasured(plan: Plan, gpu: Gpu) -> tuple[str, ...]:
-    """Returns remarks on unknown rates, which make times lower bounds."""
+    """Returns a remark if the disk's rate is unknown, so that times are lower bounds."""
     found = None if plan.offload is None else hiding(plan, gpu)
     if found is None or found.disk_seconds is not None:
         return ()
@@ -396,7 +400,7 @@ def _unmeasured(plan: Plan, gpu: Gpu) -> tuple[str, ...]:
 
 
 def _remarks(facts: Facts) -> Iterator[str]:
-    """Yields remarks on what the compiled program does not contain."""
+    """Yields remarks on differences between the compiled program and a run on GPUs."""
     if facts["by_cublas"]:
         yield (
             "products are compiled for cuBLAS, because Triton has no kernel for one of them; the "
@@ -459,7 +463,7 @@ def _roles(
     formula: Mapping[str, int],
     batch: int,
 ) -> tuple[RoleBytes, ...]:
-    """Returns rows that add up to the peak, with the formula's bytes if there are any.
+    """Returns one `RoleBytes` for each role; their compiled bytes add up to the peak.
 
     Without the compiler's report of live buffers, temporaries are one row. The compiler counts a
     pipeline's buffers as activations.

@@ -109,7 +109,7 @@ def _digest(value: Any) -> str:
 
 
 def _shrink(folder: Path, keep: Path) -> None:
-    """Removes the least recently used entries above `MAX_BYTES`, and files of crashed writers."""
+    """Deletes the least recently used entries above `MAX_BYTES`, and files of crashed writers."""
     found = []
     for path in folder.iterdir():
         if path.suffix in (".json", ".partial"):

@@ -34,7 +34,7 @@ class RoleBytes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes per device. None if nothing was compiled.
+    """Memory of one device in a step, in bytes; None where nothing was compiled.
 
     Attributes:
       state: bytes of the training state between steps, exact.

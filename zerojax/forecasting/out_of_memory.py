@@ -101,7 +101,10 @@ def explain(error: BaseException, asked: MemoryRequest, now: RunNow, folder: Pat
 
 
 def find_activity(error: BaseException, asked: MemoryRequest) -> str:
-    """Returns the activity of the run: the block of `allocating_for` that raised the error."""
+    """Returns what a run was doing when memory ran out, such as "making the first state".
+
+    It is the text of the innermost `allocating_for` block, or compiling.
+    """
     purpose = purpose_of(error)
     if purpose in (TRAINING_STEP, None) and (asked.by_compiler or _left_the_compiler(error)):
         return COMPILING
@@ -153,7 +156,7 @@ def _excess(asked: MemoryRequest, free: int | None) -> int | None:
 
 
 def cheapest_remedies(plan: Plan, sizes: Mapping[str, int], excess: int | None) -> list[Remedy]:
-    """Returns the three settings that cost the least time; those that suffice alone come first."""
+    """Returns the three remedies that cost the least time; those that suffice alone come first."""
     needed = sum(sizes.values())
     found: dict[str, Remedy] = {}
     for remedy in all_remedies(plan, gpu_of_device(device_kind()), dict(sizes)):
@@ -310,7 +313,7 @@ def device_now() -> DeviceMemory:
 
 
 def largest_arrays(state: Any, count: int = 5) -> list[LiveArray]:
-    """Returns the arrays that take most of a device now, largest first.
+    """Returns the living arrays that take most memory of a device now, largest first.
 
     Args:
       state: a tree whose leaves have names; None: no names.

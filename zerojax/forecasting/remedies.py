@@ -57,7 +57,7 @@ SMALL = 0.01
 
 @dataclasses.dataclass(frozen=True)
 class Remedy:
-    """One setting that takes less memory.
+    """A setting with which a step takes less memory.
 
     Attributes:
       words: the setting, as it is typed.
@@ -80,7 +80,7 @@ def role_sizes(memory: Memory) -> dict[str, int]:
 
 
 def largest_role(memory: Memory, needed: int) -> str:
-    """Returns one line that names the role with the most bytes."""
+    """Describes in one line which role takes the most bytes, and its share of `needed`."""
     sizes = role_sizes(memory)
     if not sizes:
         return "the roles of these bytes are not known"
@@ -91,7 +91,7 @@ def largest_role(memory: Memory, needed: int) -> str:
 def find_remedies(
     plan: Plan, gpu: Gpu, memory: Memory, *, excess: int, fraction: float
 ) -> list[str]:
-    """Returns one line for each remedy.
+    """Lists remedies for a step that does not fit on a GPU, one line each.
 
     Order: more devices, a higher stage, microbatches, a pipeline's buffers, remat, offload, tensor
     parallelism, more pipeline stages, and a larger share of the card. Savings are computed from the
@@ -226,9 +226,9 @@ def _microbatches(plan: Plan, sizes: dict[str, int]) -> Iterator[Remedy]:
 
 
 def accumulation_bytes(plan: Plan) -> int:
-    """Returns the bytes per device by which a second microbatch adds to the gradients: their sum.
+    """Returns the bytes per device that accumulating gradients over microbatches adds.
 
-    Scattered gradients are added to it as they arrive; whole ones are in memory in addition.
+    Scattered gradients are added to the sum as they arrive; whole ones are in memory beside it.
     """
     placement = plan.placement
     early = (Access.GATHER_ON_USE, Access.GATHER_ONCE_SCATTER_EARLY, Access.LOOK_UP)
@@ -246,7 +246,7 @@ def accumulation_bytes(plan: Plan) -> int:
 
 
 def _pipeline(plan: Plan) -> Iterator[Remedy]:
-    """Yields settings by which a pipeline's stages keep less."""
+    """Yields remedies by which the stages of a pipeline store less for the backward pass."""
     layout = plan.pipeline
     if layout is None:
         return

@@ -120,7 +120,7 @@ def unescape(op_name: str) -> str:
 
 
 class _Origin(enum.Flag):
-    """The origin of a value's numbers, if they were only moved."""
+    """The kinds of arguments from which a value's numbers were moved, without a computation."""
 
     NONE = 0
     PARAMETER = enum.auto()
@@ -187,7 +187,7 @@ class Roles:
         return self._role(value, origin)
 
     def _only_update_reads(self, value: Value) -> bool:
-        """Returns whether only the update reads a constant, such as a factor of each element."""
+        """Returns whether the optimizer's update alone reads a constant, such as a decay factor."""
         readers = {
             target
             for found in self._walk(value)
@@ -210,7 +210,7 @@ class Roles:
         return GRADIENTS if _Origin.COMPUTED in origin else OTHER
 
     def _first_with_origin(self, value: Value) -> Value:
-        """Returns the first value with an origin that `value` becomes.
+        """Follows `value` to the first value with a known origin that it becomes.
 
         A constant, such as the start of an accumulator, has the role of that value.
         """
@@ -253,7 +253,7 @@ class Roles:
         return origins
 
     def _computes(self, value: Value) -> bool:
-        """Returns whether its numbers differ from its inputs'."""
+        """Returns whether a value's numbers are computed, not moved from its inputs."""
         links = [link for _, link in self._flow.sources(value)]
         return bool(links) and Edge.SAME not in links
 

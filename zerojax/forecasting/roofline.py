@@ -31,7 +31,7 @@ TIGHT = 0.03
 
 
 def members_per_node(mesh: Mapping[str, int], axis: str, node_devices: int) -> int:
-    """Returns the number of devices of one group in the first node.
+    """Returns how many devices of one group of a collective are in the group's first node.
 
     Args:
       mesh: axis -> size, outermost first, as devices are numbered.
@@ -117,8 +117,7 @@ def estimate(
 
       compute = flops / peak; memory = hbm_bytes / bandwidth; wire = sum of wire_bytes / link
       exposed = wire time that the schedule does not hide behind matrix products, and the part of
-      the
-                rest that exceeds max(compute, memory), behind which it would have to hide
+                the rest that exceeds max(compute, memory), behind which it would have to hide
       offload = the update's link or disk, and the part of the other transfers that exceeds
                 max(compute, memory)
       step    = max(compute, memory) + exposed + offload

@@ -61,7 +61,8 @@ SKETCH_OPTIONS: Mapping[str, Any] = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
 }
-"""The least work, for reading collectives only: they are the same to the byte, memory is not."""
+"""Compiles with the least work, for reading collectives only: their bytes are exact, those of
+memory are not."""
 
 
 _NO_KERNEL = "No supported config found for HLO"
@@ -157,7 +158,11 @@ def missing() -> str | None:
 
 
 def compiler_version(*, fast: bool = False) -> str:
-    """Returns what determines the program: packages, XLA's flags, and `FAST_OPTIONS` if `fast`."""
+    """Returns a text of all that determines a compiled program: versions, XLA's flags, options.
+
+    Args:
+      fast: whether `FAST_OPTIONS` are used.
+    """
     found = {name: _version(name) for name in _PACKAGES}
     parts = [f"{name} {version}" for name, version in found.items() if version]
     flags = os.environ.get("XLA_FLAGS", "").split()
@@ -168,7 +173,7 @@ def compiler_version(*, fast: bool = False) -> str:
 
 
 def gpu_devices(gpu: gpus.Gpu, count: int) -> Sequence[Any]:
-    """Returns devices for a mesh and for compiling; no array can be placed on them.
+    """Returns absent GPUs as devices, for a mesh and for compiling; they hold no arrays.
 
     Args:
       gpu: the kind of GPU.
@@ -215,7 +220,7 @@ def is_cuda(mesh: Any) -> bool:
 
 
 def keep_known_options(mesh: Mesh, options: Mapping[str, Any]) -> tuple[dict, dict[str, str]]:
-    """Tries each compiler option on a tiny program.
+    """Tries each compiler option on a tiny program, and keeps those that the compiler knows.
 
     Args:
       mesh: mesh of the devices to compile for.

@@ -159,7 +159,7 @@ def measure_link(*, num_bytes: int = 2**30, repeats: int = 5, device: Any = None
 
 
 def _best_seconds(move: Callable[[], Sequence[jax.Array]], repeats: int) -> float:
-    """Returns the least time from the call until the arrays are ready; frees them in between."""
+    """Returns the least seconds of several calls of `move`, each until its arrays are ready."""
     jax.block_until_ready(move())
     best = float("inf")
     for _ in range(repeats):

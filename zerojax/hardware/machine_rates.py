@@ -72,12 +72,15 @@ def keep_rates(rates: MeasuredLink | MeasuredDisk) -> Path | None:
 
 
 def measured_links() -> list[MeasuredLink]:
-    """Returns the rates of this machine's measured devices."""
+    """Returns all stored rates between this machine's devices and host memory."""
     return [MeasuredLink(**entry) for entry in _entries("links", MeasuredLink)]
 
 
 def measured_disk(folder: str | os.PathLike[str]) -> MeasuredDisk | None:
-    """Returns the rates of the disk of a folder, which may not exist yet; None if not measured."""
+    """Returns the stored rates of the disk of a folder; None if not measured.
+
+    The folder itself need not exist yet.
+    """
     name = disk_name(folder)
     found = [MeasuredDisk(**entry) for entry in _entries("disks", MeasuredDisk)]
     return next((disk for disk in found if disk.disk == name), None)
@@ -102,7 +105,7 @@ def disk_name(folder: str | os.PathLike[str]) -> str:
 
 
 def _entries(part: str, kind: type) -> list[dict[str, Any]]:
-    """Returns the entries of this machine that have the fields of `kind`."""
+    """Returns the stored entries in section `part` that have the fields of `kind`."""
     path = _path()
     if path is None:
         return []

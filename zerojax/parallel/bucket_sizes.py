@@ -26,11 +26,11 @@ ONCE = {
     REDUCE: (Access.WHOLE, Access.GATHER_ONCE),
     GATHER: (Access.GATHER_ONCE, Access.GATHER_ONCE_SCATTER_EARLY),
 }
-"""Option -> access of the parameters whose once-per-step collectives it divides into buckets."""
+"""Bucket option -> ways of access of the parameters whose once-per-step collectives it divides."""
 
 
 def other_bucket_sizes(plan: Plan) -> list[tuple[str, int]]:
-    """Returns [(mesh option, elements)]: sizes that lead to other collectives than the plan's own.
+    """Returns [(bucket option, elements)] that would change which parameters share a collective.
 
     Two kinds of candidates:
     - smaller buckets, so that one layer takes several gathers or reductions: the compiler can hide

@@ -147,7 +147,7 @@ class LeafCollectives:
         return fp8.from_bits(sent, self.compute_dtype) if self.eight_bits else sent
 
     def from_sent(self, rows: jax.Array, shard_shape: Sequence[int]) -> jax.Array:
-        """Returns the whole, unpadded value in `compute_dtype` from the rows of all devices.
+        """Decodes a parameter as received from all devices: whole, unpadded, `compute_dtype`.
 
         Args:
           rows: [num_shards, ...], each row as `encode` returns it.
@@ -188,7 +188,7 @@ class LeafCollectives:
         return over_auto_axes(local, spec, spec)(whole)
 
     def scatter_rows(self, rows: jax.Array) -> jax.Array:
-        """Returns this device's row of the sum of `rows` [num_shards, elements]."""
+        """Sums `rows` [num_shards, elements] over the devices; returns this device's row."""
         return lax.psum_scatter(rows, self.over, scatter_dimension=0, axis_index_groups=self.groups)
 
     def keep_apart(self, value: Any) -> Any:
@@ -198,7 +198,10 @@ class LeafCollectives:
         return values_in_barriers(self.barrier, jax.tree.leaves(value)[0], value)
 
     def from_rows(self, rows: jax.Array, shard_shape: Sequence[int]) -> jax.Array:
-        """Returns the whole, unpadded value from `rows` [num_shards, elements of a shard]."""
+        """Joins `rows`, the shards of all devices, to the whole, unpadded value.
+
+        `rows` is [num_shards, elements of a shard].
+        """
         dim = len(shard_shape) + self.zero_dim
         before, after = shard_shape[:dim], shard_shape[dim + 1 :]
         run = shard_shape[dim] // self.runs
@@ -208,7 +211,7 @@ class LeafCollectives:
         return lax.slice_in_dim(stacked.reshape(shape), 0, self.size, axis=dim)
 
     def split_rows(self, whole: jax.Array) -> jax.Array:
-        """Cuts a whole value into the devices' shards: [num_shards, elements of a shard]."""
+        """Cuts a whole value into the shards of all devices: [num_shards, elements of a shard]."""
         dim = whole.ndim + self.zero_dim
         padded = pad_dim(whole, dim, self.padded_size)
         run = self.padded_size // self.num_shards // self.runs
@@ -291,7 +294,7 @@ def inside_nodes(leaf: LeafCollectives, members: int) -> LeafCollectives:
 def between_nodes(leaf: LeafCollectives, members: int) -> LeafCollectives:
     """Returns the collectives among the devices that have the same position in their nodes.
 
-    They exchange what each holds of its node's copy.
+    They exchange the parts that each holds of its node's copy of a parameter (`wire.secondary`).
     """
     _, between = groups_of_nodes(leaf.num_shards, members)
     held = leaf.padded_size // members
@@ -322,7 +325,7 @@ Several = Sequence[jax.Array]
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def gather_on_use(leaves: Leaves, shards: Several) -> Several:
-    """Returns the whole values of shards by one gather; their gradients are reduce-scattered.
+    """Gathers the whole values of `shards` in one collective; gradients are reduce-scattered.
 
     The shards have the wider of two dtypes: the compute dtype and the dtype that
     `LeafCollectives.scatter` returns.
@@ -342,7 +345,7 @@ def _gather_backward(leaves: Leaves, _: None, cotangents: Several) -> tuple[Seve
 
 
 def _scattered(leaves: Leaves, cotangents: Several) -> Several:
-    """Returns reduce-scattered cotangents, in the dtype of the shards that were gathered."""
+    """Reduce-scatters the cotangents of gathered values, to the dtype of their shards."""
     shards = _in_one(scatter_buckets, leaves, cotangents)
     pairs = zip(leaves, shards, strict=True)
     return [x.astype(jnp.promote_types(x.dtype, leaf.compute_dtype)) for leaf, x in pairs]
@@ -353,7 +356,7 @@ gather_on_use.defvjp(_gather_forward, _gather_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def gather_eight_bits(leaves: Leaves, shards: Several, histories: Several) -> Several:
-    """Works as `gather_on_use`, but rounds the values to 8 bits and sends these."""
+    """Gathers the whole values of `shards` as `gather_on_use` does, rounded to 8-bit floats."""
     return _in_one(gather_buckets, leaves, shards, histories)
 
 
@@ -378,7 +381,7 @@ gather_eight_bits.defvjp(_gather_bits_forward, _gather_bits_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def scatter_early(leaves: Leaves, wholes: Several, shards: Several) -> Several:
-    """Returns the whole values; one reduce-scatter puts their gradients on the shards."""
+    """Returns `wholes`; in the backward pass one reduce-scatter gives gradients to `shards`."""
     return wholes
 
 

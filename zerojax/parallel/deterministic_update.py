@@ -39,7 +39,7 @@ Arrays = dict[str, jax.Array]
 
 
 class ParameterPieces:
-    """The pieces of a plan's parameters; all pieces of a parameter have one shape."""
+    """Cuts a plan's parameters into `virtual_shards` pieces, of one shape for each parameter."""
 
     def __init__(self, plan: Plan):
         self.names = list(plan.abstract_state["params"])
@@ -77,7 +77,7 @@ class ParameterPieces:
 
 
 def build_fixed_norm(plan: Plan) -> Callable[..., GradientNorm]:
-    """Builds the gradient norm with equal bits on every mesh; interface of `update.build_norm`."""
+    """Builds a replacement of `update.build_norm` whose result has equal bits on every mesh."""
     pieces, specs = ParameterPieces(plan), specs_of_leaves(plan.abstract_state["params"])
     kind, order = barrier_kind(plan.mesh), list(specs)
 
@@ -120,7 +120,7 @@ def build_fixed_norm(plan: Plan) -> Callable[..., GradientNorm]:
 
 
 def build_chunked_update(plan: Plan) -> Callable[..., tuple[Arrays, Any]]:
-    """Builds the update with equal bits on every mesh; interface of `update.build_update`."""
+    """Builds a replacement of `update.build_update` whose result has equal bits on every mesh."""
     tx = plan.tx
     assert isinstance(tx, Optimizer)
     assert tx.begin is not None

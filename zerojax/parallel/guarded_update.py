@@ -30,7 +30,7 @@ def guarded_update(
     skip: jax.Array,
     extra: Mapping[str, Any],
 ) -> tuple[Tree, Tree]:
-    """Computes the parameters and the state after an update; call it inside a traced function.
+    """Applies an optax update, or returns its inputs if `skip` is set; traced.
 
     Args:
       grads, state, params: as `tx.update` takes them.
@@ -55,7 +55,7 @@ def guarded_update(
 
 
 def _with_guards(closed: ClosedJaxpr, old: Sequence[Any]) -> ClosedJaxpr:
-    """Returns the program with `skip` as its first input.
+    """Returns a program with `skip` as first input, which returns old values if it is set.
 
     Args:
       closed: program that computes the new values.

@@ -43,7 +43,8 @@ _ALIGNMENT = 64
 """Bytes; a CPU device takes memory at a multiple of this without copying it."""
 
 _STEPS = 0x7FFFFFFF
-"""Folded into the key of the seed for the random numbers of steps: no model draws so many times."""
+"""Folded into the seed's key to get the key of all steps. No initialization folds in this number:
+no model draws so many times."""
 
 
 @names_keywords()
@@ -82,7 +83,7 @@ def init_state(plan: Plan, seed: int = 0) -> TrainState:
 
 
 def _init_around(plan: Plan, key_data: np.ndarray, disk: DiskState | None) -> TrainState:
-    """Creates a new state; slices that are stored in files exist already."""
+    """Creates a new state around `disk`, whose files already hold their slices."""
     # If master weights are in files, the weights are made from these slice by slice, not at once.
     made_later = disk.leaves if disk is not None and plan.precision.has_masters else ()
     given = plan.model.initial_arrays()
@@ -170,7 +171,10 @@ def _kept(plan: Plan, name: str, value: jax.Array, stored: jax.ShapeDtypeStruct)
 
 
 def _given(plan: Plan, name: str, value: Any) -> Any:
-    """Returns an existing parameter (array or in a file), as codes where it is stored quantized."""
+    """Returns a parameter that the user's model brings, encoded if the state stores codes.
+
+    Its value is an array, or in a file and not read here.
+    """
     codes = plan.placement.leaves[name].codes
     if codes is None:
         return value
@@ -222,7 +226,7 @@ def _is_unread(value: Any) -> bool:
 
 
 def _read_initial(plan: Plan, key_data: np.ndarray, *, without: Collection[str]) -> TrainState:
-    """Builds the state, one parameter at a time, from arrays in files or not yet computed.
+    """Builds the state one parameter at a time; reads some from files and initializes the rest.
 
     Args:
       plan: a plan over a real mesh.
@@ -277,7 +281,7 @@ def _read_initial(plan: Plan, key_data: np.ndarray, *, without: Collection[str])
 def _make_missing(
     plan: Plan, params: dict[str, Any], extras: dict[str, Any], key_data: np.ndarray
 ) -> tuple[dict[str, jax.Array], dict[str, Any]]:
-    """Computes what no file contains.
+    """Initializes the parameters and the model's own state that are missing in its files.
 
     Returns:
       ({name: stored form of a parameter that is in no file}, the model's whole own state).
@@ -352,7 +356,7 @@ def _rows_of_params(plan: Plan) -> dict[str, StageRows | None]:
 def place(
     value: np.ndarray | LazyArray, stored: jax.ShapeDtypeStruct, rows: StageRows | None
 ) -> jax.Array:
-    """Places an array in its stored shards, cast and padded; a device receives its own part only.
+    """Puts an array on the devices in its stored form: cast, padded, each device its own shard.
 
     Args:
       value: array of the true shape.

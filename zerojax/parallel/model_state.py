@@ -68,7 +68,7 @@ def before_microbatches(extras: Arrays, overwritten: Set[str]) -> Arrays:
 
 
 def after_microbatch(earlier: Arrays, later: Arrays, overwritten: Set[str]) -> Arrays:
-    """Returns the extras after one more microbatch: the elementwise maximum where overwritten."""
+    """Combines extras over microbatches: `later`, or for overwritten ones the larger elements."""
     chosen = pick(later, overwritten)
     return {**later, **{name: jnp.maximum(earlier[name], x) for name, x in chosen.items()}}
 
@@ -81,7 +81,7 @@ def agree(
     *,
     overwritten_over: tuple[str, ...] = PASS_AXES,
 ) -> Arrays:
-    """Makes the extras equal on every data shard.
+    """Combines the extras of all data shards, so that each shard has the same.
 
     Overwritten extras become the maximum over all shards; counted ones change by the sum of the
     shards' changes; other floating-point values by the mean of the shards' changes.
@@ -99,7 +99,7 @@ def agree(
 
 
 def is_averaged(name: str, value: Any, overwritten: Set[str]) -> bool:
-    """Returns whether an extra becomes the mean (if counted, the sum) over shards of the batch."""
+    """Returns whether data shards average an extra, or add its changes if it is counted."""
     return name not in overwritten and jnp.issubdtype(value.dtype, jnp.floating)
 
 

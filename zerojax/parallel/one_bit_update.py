@@ -173,12 +173,12 @@ def _unscaled(x: jax.Array, scales: jax.Array | None) -> jax.Array:
 
 
 def _layers_of(one_bit: OneBit, kept: dict[str, Any], key: str) -> dict[str, Any] | None:
-    """Returns what the state stores per layer; None if it stores nothing."""
+    """Returns the scales and coefficients of each layer (1-bit LAMB); None for other optimizers."""
     return {**kept[key], **kept[layers_key(kept)]} if one_bit.per_layer else None
 
 
 def _with_layers(kept: dict[str, Any], key: str, changed: dict[str, Any]) -> dict[str, Any]:
-    """Returns the stored values with the changed per-layer values replaced."""
+    """Returns the `ONE_BIT` part of a state with changed scales and coefficients of layers."""
     if not changed:
         return kept
     of_all = layers_key(kept)
@@ -227,7 +227,7 @@ def build_averaging_update(plan: Plan) -> Callable[..., dict[str, Any]]:
 def _agree(
     made: Arrays, left_before: Arrays, parts: Mapping[str, _Parts], limit: int
 ) -> tuple[Arrays, Arrays, Arrays, Arrays]:
-    """Exchanges momentum as signs.
+    """Averages momentum over devices, which send its signs.
 
     Args:
       made: {name: float32 [devices, row]} of this device.

@@ -93,7 +93,7 @@ def _check_key(plan: Plan, state: TrainState) -> None:
 
 
 def _apart(state: TrainState) -> tuple[TrainState, dict[str, Any] | None]:
-    """Splits a state into the parts whose form changes and those that are equal in both forms.
+    """Splits a state into parts that differ between stored and portable form, and the rest.
 
     The second element holds the errors of momentum sent as signs and the copies of weights; None if
     there are none.
@@ -167,7 +167,7 @@ def model_parts(plan: Plan, state: TrainState, *, weights: Weights = "trained") 
 
 
 def frozen_part(plan: Plan, state: TrainState) -> dict[str, jax.Array]:
-    """Returns "frozen" of the portable form.
+    """Returns the frozen parameters of a state in portable form: {name: array}.
 
     Args:
       plan: the plan that `state` follows.
@@ -264,7 +264,9 @@ def from_portable_state(
 def _begun(
     plan: Plan, state: TrainState, wanted: dict[str, Any], given: dict[str, Any]
 ) -> dict[str, Any]:
-    """Returns the parts in the wanted form; missing errors become 0, missing copies the masters.
+    """Fits 1-bit errors and weight copies of a checkpoint to a plan, or begins them anew.
+
+    Missing errors become 0, missing copies the masters in the compute dtype.
 
     Args:
       plan: plan of the state.
@@ -311,7 +313,7 @@ def _rows_of_state(plan: Plan) -> TrainState | None:
 
 
 def decoded_opt_state(plan: Plan) -> Any:
-    """Returns the abstract portable optimizer state for parameters in their stored form."""
+    """Returns the abstract optimizer state with decoded moments and parameters as stored."""
     return portable_opt_state(plan.tx, plan.abstract_stored["params"])
 
 

@@ -58,24 +58,20 @@ def build_step(plan: Plan) -> Any:
       - "loss": float32, the global sum divided by the global weight.
       - "weight": float32.
       - "grad_norm": float32, before clipping; where gradients are not summed, the root mean square
-      of
-        the devices' norms.
+        of the devices' norms.
       - "bad_leaf": int32, number of the first parameter whose gradient is not finite, -1 if all
-      are.
+        are finite.
       - "largest_leaf": int32, number of the parameter with the largest gradient;
         `zerojax.parallel.update.leaf_names` has the names of both.
       - "largest_share": float32, its part of the sum of squares.
       - "skipped": int32, 1 when loss or gradients were not finite and only the counters changed.
-      With
-        `update_in_backward` it is 1 when the loss was not finite, and nothing changed, or when a
-        gradient was not finite: then the layers after it were updated.
+        With `update_in_backward` it is 1 when the loss was not finite, and nothing changed, or when
+        a gradient was not finite: then the layers after it were updated.
       - "num_skipped": int32, of the run so far.
-      - with a loss scale: "loss_scale" (float32, that of this step) and "at_floor" (bool: it
-      overflowed
-        although the scale could not be lower).
+      - with a loss scale: "loss_scale" (float32, that of this step) and "at_floor" (bool: this step
+        overflowed although the scale could not be lower).
       - the loss's own metrics under their names: float32, the mean over the global batch; NaN where
-      the
-        weight is 0.
+        the weight is 0.
 
     Raises:
       TypeError: `plan` is not a plan.
@@ -220,7 +216,7 @@ def _first_array(tree: Any) -> jax.Array | None:
 
 
 def _expected_weight(plan: Plan) -> float:
-    """Estimates the weight by which the loss will be divided, as a power of two (exact).
+    """Estimates the weight by which the loss will be divided, rounded to a power of two.
 
     A loss scale is meant for the mean loss, but the sum is differentiated: its gradient is larger
     by the weight, which is known only after the forward passes.
@@ -335,7 +331,7 @@ def _passes(plan: Plan) -> Any:
 
 
 def pass_config(plan: Plan) -> zero.PassConfig:
-    """Returns what the forward and backward passes need of a plan."""
+    """Returns the part of a plan that the forward and backward passes need."""
     return zero.PassConfig(
         model=plan.model,
         loss=plan.loss,

@@ -155,7 +155,9 @@ def _joined(squares: Sequence[jax.Array]) -> jax.Array:
 def _squares_of_rows(
     grad: jax.Array, scale: jax.Array, split_over: tuple[str, ...], num_rows: int
 ) -> jax.Array:
-    """Returns float32 [num_rows]: sums of squares of this device's rows, 0 for all others.
+    """Returns the sum of squares of each row of a stack's gradient: float32 [num_rows].
+
+    Rows of other devices are 0.
 
     Args:
       grad: a shard, [rows, ...].
@@ -196,7 +198,10 @@ def _named_rows(plan: Plan) -> dict[str, tuple[str, ...]]:
 
 
 def sums_of_squares(grads: Arrays, scale: jax.Array, choice: Choice) -> Arrays:
-    """Returns {name: float32 []} of the gradients times `scale`: one fusion each, or one kernel."""
+    """Returns {name: float32 [], the sum of squares of the gradient times `scale`}.
+
+    Computed by one fusion for each gradient, or by one kernel for all.
+    """
     scalars = StatsScalars(scale)
     if choice.implementation == "xla" or not grads:
         leaf = functools.partial(update_leaf, GRADIENT_STATS, (), scalars=scalars, impl=choice)
@@ -297,7 +302,7 @@ def map_update(
 
 
 def clipped_scale(tx: Optimizer, now: ThisStep) -> jax.Array:
-    """Returns float32 []: the gradients' factor that limits their norm to `clip_norm`."""
+    """Returns the factor by which gradients are multiplied, clipping included: float32 []."""
     if tx.clip_norm is None:
         return now.scale
     return now.scale * jnp.where(now.norm < tx.clip_norm, 1.0, tx.clip_norm / now.norm)
@@ -316,7 +321,7 @@ def true_shapes(plan: Plan) -> dict[str, tuple[int, ...]]:
 
 
 def stacks_of(plan: Plan) -> dict[str, tuple[str, ...]]:
-    """Returns {name: mesh axes of more than one device that split its layers}, of stacks."""
+    """Returns {stack of layers: mesh axes of more than one device that split its layers}."""
     stacks = find_stacks(plan.traced.forward, sorted(plan.placement.leaves))
     return {
         name: shared_axes(plan.mesh, P(*leaf.sharding.spec[:1]))

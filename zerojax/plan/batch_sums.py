@@ -16,10 +16,10 @@ from zerojax.tracing.trees import format_bytes
 
 
 def sums_of_trace(trace: ModelTrace, placement: Placement, num_extras: int) -> list[BatchSum]:
-    """Returns the batch sums that a traced loss calls.
+    """Returns the calls of `zerojax.batch_sum` and `batch_mean` in a traced loss.
 
     Args:
-      trace: of the loss; placement: which parameters are trained.
+      trace: of the loss; placement: tells which parameters are trained.
       num_extras: number of non-parameter state arrays of the model.
     """
     leaves = placement.leaves
@@ -30,7 +30,7 @@ def sums_of_trace(trace: ModelTrace, placement: Placement, num_extras: int) -> l
 def check_batch_sums(
     sums: Sequence[BatchSum], settings: MeshConfig, mesh: Mesh | AbstractMesh
 ) -> None:
-    """Raises if a batch sum would differ from its value on one device.
+    """Raises if a sum over the batch would differ from its value on one device.
 
     Raises:
       ValueError: the summed value is the same on every device, or the pieces of a batch are
@@ -51,7 +51,7 @@ def check_batch_sums(
 def describe_batch_sums(
     sums: Sequence[BatchSum], mesh: Mesh | AbstractMesh, num_microbatches: int
 ) -> list[str]:
-    """Describes in one sentence the batch sums on this mesh and the bytes that they send."""
+    """Describes the sums over the batch in one sentence, with the bytes that they send."""
     if not sums:
         return []
     names = " and ".join(f"zerojax.{kind}" for kind in sorted({one.kind for one in sums}))
@@ -69,7 +69,7 @@ def describe_batch_sums(
 
 
 def bytes_sent(sums: Sequence[BatchSum], mesh: Mesh | AbstractMesh, num_microbatches: int) -> int:
-    """Returns the bytes that one device sends per step for these sums with ring collectives."""
+    """Returns the bytes that one device sends per step for `sums`, with ring all-reduces."""
     devices = num_parts(mesh)
     payload = sum(one.num_bytes * one.times * one.passes for one in sums)
     return round(2 * (devices - 1) / devices * payload * num_microbatches)

@@ -16,8 +16,9 @@ PREFETCH_OPTIONS = {"xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_O
 For 1.3 billion parameters on 8 H100 it takes 4 MB more. JAX 0.10 does not know it."""
 
 TWO_AT_ONCE_OPTIONS = {"xla_gpu_experimental_parallel_collective_overlap_limit": 2}
-"""Two concurrent collectives. On 64 H100 in 8 nodes all gathers of that model are then
-scheduled beside matrix products (33 % without); on one node it gains nothing and costs 206 MB.
+"""Allows two concurrent collectives. For 1.3 billion parameters on 64 H100 in 8 nodes all gathers
+are then scheduled beside matrix products (33 % without); on one node it gains nothing and costs
+206 MB.
 Under a pipeline activations travel beside the gathers: with 1.3 billion parameters on 8 H100,
 data 2 x stage 4, three times as many products lie under each message, at 21 MB less."""
 
@@ -57,9 +58,10 @@ def choose_options(
       regather: whether the step gathers weights in its layer loops (ZeRO-3).
       on_host: whether the step keeps arrays in host memory.
       deterministic: whether the result must be bitwise independent of the mesh.
-      unrolled: whether those weights are read outside of layer loops, in a loop over microbatches.
-        The compiler then pipelines the microbatch loop: it would gather all weights of the next
-        microbatch beside those of the current one, in the forward and in the backward pass.
+      unrolled: whether the weights of `regather` are read outside of layer loops, in a loop over
+        microbatches. `PREFETCH_OPTIONS` are then left out, because they would pipeline that loop:
+        the compiler would gather all weights of the next microbatch beside those of the current
+        one, in the forward and in the backward pass.
         Compiled for 8 H100 (JAX 0.12, stage 3, 4 microbatches, 6 MiB of weights in bfloat16 in a
         Python list): 24.1 MiB of temporaries, 9.0 without the option.
 
@@ -96,5 +98,5 @@ def choose_options(
 
 
 def shown_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options that a plan lists: those that are choices of the plan."""
+    """Returns the compiler options that a plan lists: all but workarounds for CPU compilers."""
     return {name: value for name, value in options.items() if name not in CPU_OPTIONS}

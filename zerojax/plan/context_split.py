@@ -97,8 +97,8 @@ def plan_context(
     mixes = what_takes_whole_sequences(trace.jaxpr.jaxpr)
     if mixes is not None:
         raise ValueError(
-            f"context={devices} splits sequences, but {mixes} needs whole ones; leave that out, "
-            "or use context=1"
+            f"context={devices} splits sequences, but {mixes} needs whole ones; leave {mixes} "
+            "out, or use context=1"
         )
     if not trace.attention_calls:
         raise ValueError(
@@ -158,7 +158,7 @@ def _shape_of(microbatch: Any) -> tuple[int, int]:
 
 
 def _check_implementation(choice: Choice, call: Call) -> None:
-    """Raises on a layout, on sinks, and on a requested implementation that could not be used."""
+    """Raises if an attention call has a layout, sinks or an implementation that `choice` lacks."""
     if call.layout is not None:
         raise ValueError(
             "context > 1 together with a layout of attention is not supported; leave the layout "

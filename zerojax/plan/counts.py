@@ -37,7 +37,7 @@ Tiers = dict[str, int]
 
 
 def shard_bytes(tree: Any) -> int:
-    """Returns the bytes of device memory on each device of `ShapeDtypeStruct`s with shardings."""
+    """Returns the bytes that sharded `ShapeDtypeStruct`s take in the memory of each device."""
     return sum(_shard(leaf) for leaf in jax.tree.leaves(tree) if not _on_host(leaf))
 
 
@@ -165,7 +165,7 @@ def large_constants(forward: ClosedJaxpr) -> int:
 
 
 def describe_constants(forward: ClosedJaxpr) -> list[str]:
-    """Returns the remedy for large constants as a sentence; [] if there are none."""
+    """Describes large arrays that a loss closes over, with a remedy; [] if there are none."""
     size = large_constants(forward)
     if not size:
         return []
@@ -220,9 +220,10 @@ def _stacked_bytes(loop: Any) -> int:
 
 
 def whole_elements(placement: Placement, leaf: LeafPlacement) -> int:
-    """Returns the number of elements of a gathered parameter on one device.
+    """Returns the elements of a parameter on one device after ZeRO's shards have been gathered.
 
-    These are its rows of a pipelined stack with padding, its experts, and its tensor-parallel part.
+    Axes other than ZeRO's still divide it: the device has its pipeline stage's rows of a stack
+    (padding rows included), its own experts, and its tensor-parallel part.
     """
     split = math.prod(placement.axis_sizes[axis] for axis in leaf.axes if axis is not None)
     shape = leaf.device_shape(placement.axis_sizes)
@@ -232,7 +233,7 @@ def whole_elements(placement: Placement, leaf: LeafPlacement) -> int:
 
 
 def padded_elements(placement: Placement, leaf: LeafPlacement) -> int:
-    """Returns `whole_elements` with the padding of the dimension that ZeRO cuts, which is sent."""
+    """Returns the elements of a gathered parameter as sent: `whole_elements` and ZeRO's padding."""
     whole = whole_elements(placement, leaf)
     dim, padded = leaf.zero_dim, leaf.padded_size
     if dim is None or padded is None or (leaf.codes is not None and leaf.codes.dim == dim):

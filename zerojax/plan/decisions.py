@@ -103,7 +103,7 @@ class Decisions:
       traced: facts from the trace of the loss.
       program: choices for compiling the step.
       reasons: one line per default or exception that a reader should know.
-      remake: makes the same plan for another mesh.
+      remake: plans the same run on another mesh.
     """
 
     mesh: Mesh | AbstractMesh

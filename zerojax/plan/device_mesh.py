@@ -54,7 +54,7 @@ AXIS_TABLE = (
 
 
 def names_of(table: Sequence[Axis], **wanted: Any) -> tuple[str, ...]:
-    """Returns the names of a table's axes that have all these attributes, outermost first.
+    """Returns the names of the axes whose attributes equal `wanted`, outermost first.
 
     >>> names_of(AXIS_TABLE, splits="batch")
     ('replica', 'data', 'expert')
@@ -118,7 +118,7 @@ def resolve_axis_sizes(config: MeshConfig, num_devices: int) -> dict[str, int]:
 
 
 def _on_fewer(config: MeshConfig, sizes: Mapping[str, int]) -> str:
-    """Returns the remedy that makes a mesh on a subset of the devices."""
+    """Returns the remedy for a mesh that needs fewer devices: make it of some of them."""
     axes = ", ".join(f'"{axis}": {size}' for axis, size in sizes.items() if size > 1)
     mesh = f"zerojax.make_mesh({{{axes}}}, devices=jax.devices()[:{math.prod(sizes.values())}])"
     with_stage = (
@@ -159,7 +159,7 @@ def make_abstract_mesh(
     *,
     gpu: Gpu | str | None = None,
 ) -> AbstractMesh:
-    """Makes the same mesh without devices, to plan for `num_devices` devices.
+    """Makes a mesh as `make_mesh` does, but without devices: to plan for `num_devices` devices.
 
     Args:
       config: sizes, as `make_mesh` takes them.
@@ -239,7 +239,7 @@ def state_axes(axis_sizes: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def num_data_shards(mesh: Mesh | AbstractMesh) -> int:
-    """Returns the number of pieces into which the batch is cut."""
+    """Returns the number of data shards: pieces into which devices divide a batch's rows."""
     return math.prod(mesh.shape[axis] for axis in DATA_AXES)
 
 

@@ -17,13 +17,15 @@ from zerojax.plan.leaf_placement import LeafPlacement, Shape
 from zerojax.tracing import trees
 
 KERNEL = "kernel"
-"""The last part of the name of what is coded: what layers of Flax multiply with."""
+"""Last part of the names of parameters that may be coded: Flax's name for weight matrices."""
 
 
 def choose_codes(
     name: str, shape: Shape, stack_dims: int, mapped_dims: int, barrier: str | None, kind: str
 ) -> tuple[WeightCodes | None, str | None]:
-    """Returns (how a frozen parameter is coded, why a kernel is not).
+    """Chooses how a frozen parameter is coded; returns (codes or None, reason if not coded).
+
+    The reason is None for a parameter that is no kernel: nobody expects codes there.
 
     Only kernels are coded: at least two dimensions besides the layers, and read by the model where
     it multiplies with them, so that each layer is decoded only where it is used. Norms, biases and
@@ -31,7 +33,7 @@ def choose_codes(
 
     Args:
       stack_dims, mapped_dims: as in `LeafPlacement`.
-      barrier: why it cannot be gathered where it is read.
+      barrier: why the parameter cannot be gathered where it is read; None: it can.
       kind: "nf4" or "int8".
     """
     if name.rpartition(trees.SEPARATOR)[2] != KERNEL or len(shape) - stack_dims < 2:

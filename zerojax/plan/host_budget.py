@@ -24,9 +24,9 @@ from zerojax.tracing.trees import format_bytes, num_bytes
 
 GIB = 2**30
 DEFAULT_PINNED_GIB = 64
-"""XLA's default, in GiB."""
+"""XLA's default limit for pinned host memory, in GiB."""
 STEP = 0.05
-"""Step of proposed shares."""
+"""Difference between the `offload.opt_state` shares that remedies try: 5 %."""
 POOL = 1.05
 """Ratio of pool size to its content, because blocks are not packed without gaps."""
 
@@ -96,7 +96,7 @@ def check_host_memory(plan: Plan, room: Room | None) -> None:
 
 
 def host_remedies(plan: Plan, needed: int, there: int) -> Iterator[str]:
-    """Yields remedies that would make it fit, the cheapest first.
+    """Yields settings that lower a plan's use of host memory, the cheapest first.
 
     Args:
       needed: bytes of host memory; there: available bytes.
@@ -116,7 +116,10 @@ def host_remedies(plan: Plan, needed: int, there: int) -> Iterator[str]:
 
 
 def _shares_that_fit(plan: Plan, needed: int, there: int) -> dict[str, float] | None:
-    """Returns the largest host share with which a plan fits, in steps of 5 %; None if none does."""
+    """Returns `offload.opt_state` shares that fit, with as much on the host as possible, or None.
+
+    Shares on the host are tried in steps of 5 %; what leaves the host goes into files.
+    """
     config, layout = plan.settings.offload, plan.offload
     assert layout is not None
     if config.update_in_backward:  # needs all slices in one tier
@@ -140,7 +143,7 @@ def _shares_that_fit(plan: Plan, needed: int, there: int) -> dict[str, float] | 
 
 
 def _of_state(plan: Plan, layout: OffloadLayout) -> int:
-    """Returns the bytes of host memory that depend on how slices are distributed over tiers."""
+    """Returns the bytes of host memory for slices and for buffers of files in `layout`."""
     number, sizes = len(_local_devices(plan)), slice_bytes(plan, layout)
     held = sum(leaf.counts[HOST] * sizes[name] for name, leaf in layout.leaves.items())
     return held * number + buffer_bytes(plan, layout, number)
@@ -234,7 +237,7 @@ def check_disk(plan: Plan) -> None:
 
 
 def _taken(folder: Path) -> int:
-    """Returns the bytes of the files in an existing folder, which its next store replaces."""
+    """Returns the bytes of an earlier run's state files in a folder, which a new run replaces."""
     if not folder.is_dir():
         return 0
     files = (path.stat() for path in folder.glob("buckets*.bin"))

@@ -71,14 +71,23 @@ class PlanInputs:
 
 
 def plan_options(settings: MeshConfig) -> dict[str, Any]:
-    """Returns the `make_plan` options for an existing mesh: all but sizes and stage."""
+    """Returns the fields of `settings` that `make_plan` takes beside a mesh, as keywords.
+
+    These are all fields but the sizes of axes and the ZeRO stage.
+    """
     return {name: getattr(settings, name) for name in MESH_OPTIONS}
 
 
 def resolve_mesh(
     mesh: Any, zero: int | None, options: Mapping[str, Any]
 ) -> tuple[MeshConfig, Mesh | AbstractMesh]:
-    """Returns the options with their sizes resolved, and the mesh itself."""
+    """Returns (mesh options with every size and the ZeRO stage, the mesh).
+
+    Args:
+      mesh: a mesh, or the options from which it is made.
+      zero: the ZeRO stage; None: that of the options.
+      options: fields that override those of `mesh`.
+    """
     if isinstance(mesh, (Mesh, AbstractMesh)):
         if isinstance(mesh, Mesh):
             mesh = meshes.normalise_mesh(mesh)

@@ -30,7 +30,10 @@ def followed_leaves(placement: Placement) -> dict[str, LeafPlacement]:
 
 
 def copies_key(placement: Placement, precision: Precision) -> str:
-    """Returns the name of the copies in a state and in checkpoints; it differs if the arrays do."""
+    """Returns the key of the weight copies in a state and in checkpoints.
+
+    It contains a digest: copies with other names, shapes or dtype have another key.
+    """
     dtype = jnp.dtype(precision.compute_dtype).name
     rows = [[name, list(leaf.shape)] for name, leaf in sorted(followed_leaves(placement).items())]
     digest = hashlib.sha256(json.dumps([dtype, rows]).encode()).hexdigest()[:8]
@@ -57,7 +60,7 @@ def abstract_copies(
 
 
 def copies_begin_anew(plan_state: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
-    """Returns whether a run keeps copies that a checkpoint does not have.
+    """Returns whether a run keeps weight copies that a checkpoint does not have.
 
     Args:
       plan_state: the abstract state of the run; saved: names of arrays in the checkpoint.

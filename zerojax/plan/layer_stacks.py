@@ -119,7 +119,7 @@ def _joined(node: Mapping[str, Any], stack: str, names: tuple[str, ...]) -> Tree
 
 
 def row_structs(params: Mapping[str, Any], stacks: Stacks) -> dict[str, Any]:
-    """Returns {user's name: struct} of stored parameters' structs."""
+    """Converts {stored name: struct} to {user's name: struct}, one for each row of a stack."""
     rows: dict[str, Any] = {}
     for name, x in params.items():
         shape = x.shape[1:] if name in stacks else x.shape

@@ -72,7 +72,7 @@ class LeafPlacement:
       access: how forward and backward read it.
       asked: rows looked up per microbatch, for a lookup table whose `zero_dim` is the columns;
         None: not a lookup table.
-      eight_bits: whether it is gathered as 8-bit floats, because the model uses nothing else of it.
+      eight_bits: whether it is gathered as 8-bit floats, because the model uses it only as such.
       node_shards: number of neighbouring shards in one node. At each use the node gathers the
         parameter within itself, from a part fetched from other nodes once per step
         (`wire.secondary`); None: all devices gather it together.
@@ -89,7 +89,7 @@ class LeafPlacement:
         a row is padding (zeros); its dimension 0 is split over `stage`. None: not on a pipeline,
         so that every pipeline stage has all of it.
       is_row_of_stages: whether it is one row of a stack that a pipeline splits, in portable form.
-      reasons: why this row is an exception to its stage's rule, if it is.
+      reasons: why this parameter is an exception to the rule of the ZeRO stage, if it is.
     """
 
     name: str
@@ -237,8 +237,8 @@ class PlacementRules:
     """User settings of placement.
 
     Attributes:
-      zero: ZeRO stage. 0: all whole; 1: optimizer state and masters sharded; 2: and gradients; 3:
-        and the parameters that forward and backward read.
+      zero: ZeRO stage. 0: nothing is sharded; 1: optimizer state and masters are; 2: gradients,
+        too; 3: also the parameters that forward and backward read.
       tensor_parallel: (regular expression on the name, mesh axis per trailing dimension); the first
         that matches counts; dimensions it does not mention stay whole.
       freeze: regular expressions on names.

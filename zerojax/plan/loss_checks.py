@@ -43,7 +43,7 @@ _FORMS = (
 
 
 def check_loss(result: Any) -> None:
-    """Raises if the result is not a loss.
+    """Raises if `result`, which a loss returned, is not a valid loss.
 
     Args:
       result: the returned value, with `ShapeDtypeStruct`s for arrays.
@@ -94,7 +94,7 @@ def _words(value: Any) -> Any:
 
 
 def check_weight(trace: ModelTrace, placement: Placement) -> None:
-    """Raises if the weight is computed from trained parameters.
+    """Raises if the weight that a loss returns is computed from trained parameters.
 
     The step divides the gradient of the summed loss by the summed weight. That is the gradient of
     the mean only where the weight does not change with the parameters.
@@ -210,7 +210,7 @@ def trace_pieces(
     batch: Any,
     model: Model,
 ) -> BatchPieces:
-    """Returns how the trace of a piece depends on its rows.
+    """Finds out from a traced loss how it depends on the rows of a piece of the batch.
 
     Args:
       trace: of the loss; params, extras, batch: the traced arguments; model: its model.
@@ -308,14 +308,14 @@ def check_divisor(
 def _loss_and_weight(
     trace: ModelTrace, params: Mapping[str, Any], extras: Mapping[str, Any], batch: Any
 ) -> tuple[Dependence, float | None]:
-    """Returns (how the loss depends on rows, its divisor; None: not known)."""
+    """Returns (how the loss depends on rows, its weight: 1 without one, None if not known)."""
     loss = _follow_piece(trace, params, extras, batch, [])[0]
     is_pair = split_result(trace.result).weight is not None
     return loss, number_of_output(trace.jaxpr, 1) if is_pair else 1.0
 
 
 def _scales(loss: Dependence, weight: float | None) -> list[float] | None:
-    """Returns the factor of each total in the sum that is the loss; None if it is not known."""
+    """Returns the factor of each sum over rows that the loss adds up; None if not known."""
     scales = scales_of(loss)
     return [scale / weight for scale in scales] if scales and weight else None
 
@@ -388,7 +388,9 @@ def check_step_counts(
     batch: Any,
     model: Model,
 ) -> None:
-    """Raises on counts to which a pass does not add, and on their targets if a pass writes them.
+    """Raises if a loss sets a `StepCount` other than by adding to it, or writes its target.
+
+    The target is the variable that the rule of a `StepCount` computes once per step.
 
     Args:
       trace: of the user's loss; params, extras, batch: the traced arguments.
@@ -419,13 +421,13 @@ def check_step_counts(
 
 
 def check_pieces(pieces: BatchPieces, num_shards: int, num_microbatches: int) -> None:
-    """Raises if the result certainly depends on the number of pieces; warns if it may.
+    """Raises if a loss certainly depends on the number of pieces of a batch; warns if it may.
 
     A warning is given where the result depends on that number only if pieces differ.
 
     Raises:
-      ValueError: the loss is a sum over rows, or the model has state on which shards of the batch
-        do not agree.
+      ValueError: the loss is a sum over rows, `zerojax.batch_sum` or `batch_mean` gets an array
+        with rows, or the model has state on which shards of the batch do not agree.
     """
     number = num_shards * num_microbatches
     for kind in sorted(pieces.rows_over_batch):
@@ -483,7 +485,10 @@ def check_pieces(pieces: BatchPieces, num_shards: int, num_microbatches: int) ->
 
 
 def describe_pieces(pieces: BatchPieces) -> list[str]:
-    """Describes sums in the loss, and with one piece also what would be refused with more."""
+    """Describes terms of the loss, its metrics and state that depend on the number of pieces.
+
+    With one piece these are also terms that would be refused with more pieces.
+    """
     lines = [
         f"the metric {name!r} is a sum over the rows of one microbatch on one data shard, and the "
         "reported value is the mean of these sums; with a divisor it is divided once, over the "

@@ -150,12 +150,12 @@ class Plan(Decisions):
 
     @property
     def inputs(self) -> PlanInputs:
-        """Inputs of the plan, which can be planned on another mesh."""
+        """The inputs of planning, from which `plan_of` plans the same run on another mesh."""
         assert isinstance(self.remake, _Remake)
         return self.remake.inputs
 
     def describe(self) -> str:
-        """Returns the plan in one line."""
+        """Returns the plan in one line of text: size, mesh, ZeRO stage, batch, bytes of state."""
         return plan_line(self)
 
     def as_dict(self) -> dict[str, Any]:
@@ -164,13 +164,14 @@ class Plan(Decisions):
 
 
 def require_plan(plan: Any, taker: str) -> Plan:
-    """Returns the plan, if it is one.
+    """Returns `plan`, after checking that it is a `Plan`.
 
     Args:
-      taker: the public function that received it.
+      plan: an argument of a user.
+      taker: name of the public function that received it.
 
     Raises:
-      TypeError: it is something else, for example a model.
+      TypeError: `plan` is something else, for example a model.
     """
     if not isinstance(plan, Plan):
         given = plan.__name__ if isinstance(plan, type) else f"a {type(plan).__name__}"
@@ -242,7 +243,7 @@ def make_plan(
 
 
 def plan_of(inputs: PlanInputs, mesh: Any, *, zero: int | None = None, **mesh_options: Any) -> Plan:
-    """Plans a run; `mesh`, `zero` and `mesh_options` as in `make_plan`."""
+    """Plans the run of `inputs`; `mesh`, `zero` and `mesh_options` are as in `make_plan`."""
     settings, mesh = resolve_mesh(mesh, zero, mesh_options)
     return _make(settings, mesh, inputs)
 
@@ -308,7 +309,7 @@ def _make_traced(settings: MeshConfig, mesh: Mesh | AbstractMesh, inputs: PlanIn
 def _decide(
     task: _Task, seen: _Seen, rolling: Rolling, inputs: PlanInputs, why: Sequence[Sequence[str]]
 ) -> Plan:
-    """Returns the plan of a traced model, as the user wrote it or rolled."""
+    """Makes the plan of a traced model, with or without layers rolled into loops."""
     settings, mesh, (why_defaults, why_microbatches) = task.settings, task.mesh, why
     names = rolling.stacks
     context, why_context = plan_context(settings, mesh, seen.trace, seen.microbatch)
@@ -404,7 +405,7 @@ def _abstract_forms(
 def _describe_sent(
     task: _Task, placement: Placement, trace: tracing.ModelTrace, tx: Any
 ) -> list[str]:
-    """Describes what is sent in a dtype other than the default, with fewer bits or with more."""
+    """Describes weights and gradients that are not sent in the default dtypes and ways."""
     settings = task.settings
     weights = describe_wire(settings, placement, trace.eight_bits)
     weights += [*describe_weight_wire(settings, placement, task.precision)]
@@ -604,7 +605,7 @@ def _abstract_batch(task: _Task) -> Tree:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Remake:
-    """Implementation of `Decisions.remake`."""
+    """Plans the same run on another mesh: the value of `Decisions.remake`."""
 
     settings: MeshConfig
     inputs: PlanInputs

@@ -50,7 +50,7 @@ def plan_offload(
       stacked: names of the parameters that the layer loop reads layer by layer.
 
     Raises:
-      ValueError: the optimizer cannot update a shard in pieces, or there are too many of them.
+      ValueError: the optimizer cannot update a shard in slices, or there are too many slices.
     """
     if config.is_off:
         return None
@@ -245,8 +245,8 @@ def find_stacked(
       arrays: (parameters as they are read, extras, microbatch), as `ShapeDtypeStruct`s.
 
     Raises:
-      ValueError: the layers do not run in one loop, or the model has something that cannot be
-        combined with it.
+      ValueError: the layers do not run in one loop, or `offload.params` is combined with a
+        pipeline or 8-bit products.
     """
     if settings.offload.params != HOST:
         return frozenset()

@@ -15,7 +15,7 @@ from zerojax.optim import Optimizer
 from zerojax.plan.decisions import Decisions
 
 CALLS = 2
-"""Number of attention call kinds to measure, those with the most products first."""
+"""Maximum kinds of attention calls that are measured: those with the most products."""
 NO_MORE_MEMORY = {
     "xla": ("chunked", "mosaic_gpu"),
     "chunked": ("mosaic_gpu",),

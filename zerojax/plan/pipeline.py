@@ -213,7 +213,7 @@ def partition_layers(
 
 
 def _check_list(layers: tuple[int, ...], num_layers: int, num_parts: int) -> tuple[int, ...]:
-    """Returns the user's own numbers, if they fit."""
+    """Returns `layers`, the user's number of layers of each part, after checking them."""
     example = ""
     if num_parts <= num_layers:
         example = f", such as {list(_even(num_layers, num_parts))}"
@@ -250,7 +250,7 @@ def _even(num_layers: int, num_parts: int) -> tuple[int, ...]:
 def _balance(
     num_layers: int, num_parts: int, layer: float, embed: float, head: float
 ) -> tuple[int, ...]:
-    """Implements `partition_layers` for costs.
+    """Divides layers into parts so that the most expensive part costs least.
 
     All parts between the first and the last are alike, so the search covers only the numbers of
     layers of these two; the others are as equal as possible.

@@ -15,13 +15,14 @@ from zerojax.plan.schedules.simulation import bubble_formula
 from zerojax.plan.state_layout import PipelineLayout
 
 TRAINING_FACTOR = 3
-"""Forward and backward of a model over its forward."""
+"""FLOPs of a model's forward (1) and backward (2) over those of its forward."""
 
 HEAD_FACTOR = 3
-"""The last virtual stage does the head's forward and backward in its F slot."""
+"""FLOPs of the head in an F slot over those of its forward: forward (1) and backward (2)."""
 
 EMBED_BACKWARD_FACTOR = 3
-"""Recomputed forward, and backward of the embedding, after the first virtual stage's B."""
+"""FLOPs of the embedding after the first virtual stage's B, over those of its forward: the
+recomputed forward (1) and the backward (2)."""
 
 
 def slot_costs(layout: PipelineLayout) -> Costs:
@@ -106,7 +107,7 @@ def stage_flops(layout: PipelineLayout) -> tuple[float, ...]:
 
 
 def by_stage(layout: PipelineLayout, values: Sequence[float]) -> tuple[float, ...]:
-    """Returns the sum over the chunks of each stage of one value per virtual stage."""
+    """Returns one number for each stage: the sum of `values`, one per virtual stage, on it."""
     schedule = layout.schedule
     sums = [0.0] * schedule.num_stages
     for virtual, value in enumerate(values):
@@ -115,7 +116,7 @@ def by_stage(layout: PipelineLayout, values: Sequence[float]) -> tuple[float, ..
 
 
 def balance(layout: PipelineLayout) -> float:
-    """Returns the forward cost of a tick over the mean of the virtual stages.
+    """Returns the imbalance of virtual stages: the forward cost of a tick over their mean cost.
 
     Where padding is computed, every virtual stage computes as many rows as the longest has layers;
     the most expensive one has the embedding or the head in addition.
@@ -220,7 +221,7 @@ def num_permutes(layout: PipelineLayout) -> int:
 
 
 def message_bytes(layout: PipelineLayout) -> int:
-    """Returns the bytes that such a device sends to its neighbours in a step, both directions."""
+    """Returns the bytes that a device of a middle stage sends to both neighbours in a step."""
     return num_permutes(layout) * activation_bytes(layout)
 
 

@@ -41,7 +41,10 @@ def pipeline_line(layout: PipelineLayout) -> str:
 
 
 def pipeline_lines(layout: PipelineLayout, placement: Placement) -> list[str]:
-    """Returns the page's section: schedule, stages, bytes, picture; at most 100 columns."""
+    """Returns the pipeline section of a plan's page: schedule, stages, bytes, picture.
+
+    Lines have at most 100 columns.
+    """
     schedule = layout.schedule
     lines = [
         f"pipeline: {schedule.name}, {schedule.num_stages} stages, {schedule.num_microbatches} "
@@ -176,7 +179,10 @@ def _wrap(sentence: str) -> list[str]:
 
 
 def pipeline_dict(layout: PipelineLayout, placement: Placement) -> dict[str, Any]:
-    """Returns the section as JSON takes it; sizes in bytes. `table` is None if it is too large."""
+    """Returns the pipeline of a plan as a JSON-compatible dictionary; sizes in bytes.
+
+    `table` is None if the schedule has more than `MAX_CELLS` cells.
+    """
     schedule, times = layout.schedule, costs.slot_costs(layout)
     small = schedule.num_ticks * schedule.num_stages <= MAX_CELLS
     return {

@@ -118,7 +118,7 @@ def place_parameters(
     layer_rows: Mapping[str, tuple[int, ...]] | None = None,
     eight_bits: Collection[str] = (),
 ) -> Placement:
-    """Makes the placement table.
+    """Makes the placement table: decides for each parameter how it is sharded and read.
 
     The ZeRO dimension of a parameter is the largest one that its shards divide, among those that
     neither a layer scan slices nor tensor parallelism splits (both on one dimension would permute
@@ -245,7 +245,7 @@ def _access(
 
 
 def _stack_dims(shape: Shape, reads: frozenset[Shape] | None) -> tuple[int, str | None]:
-    """Returns (leading dimensions that a scan slices, why it cannot be gathered on use)."""
+    """Returns (number of leading dimensions that a scan slices, why not gathered on use)."""
     if not reads:
         return 0, "is never read by the loss"
     for read in reads:
@@ -257,7 +257,7 @@ def _stack_dims(shape: Shape, reads: frozenset[Shape] | None) -> tuple[int, str 
 def _check_rows(
     name: str, shape: Shape, rows: tuple[int, ...], axis_sizes: Mapping[str, int]
 ) -> None:
-    """Asserts the guarantees of `zerojax.plan.state_layout`."""
+    """Asserts that `rows` has each layer of a stack once, and that `stage` divides the rows."""
     held = sorted(layer for layer in rows if layer >= 0)
     assert held == list(range(shape[0])), (name, shape, rows)
     assert len(rows) % axis_sizes[STAGE] == 0, (name, rows, dict(axis_sizes))
@@ -292,7 +292,7 @@ def _check_experts(name: str, axes: tuple[str | None, ...], dim: int) -> None:
 
 
 def _with_experts(axes: tuple[str | None, ...], dim: int) -> tuple[str | None, ...]:
-    """Returns the mesh axis per dimension, the experts' dimension included."""
+    """Returns `axes`, the mesh axis of each dimension, with `expert` at dimension `dim`."""
     taken = list(axes)
     taken[dim] = EXPERT
     return tuple(taken)
@@ -306,7 +306,11 @@ def _zero_dim(
     over: str,
     codes: WeightCodes | None,
 ) -> tuple[int | None, int | None, str | None]:
-    """Returns (negative dimension, stored size, reason if this is an exception)."""
+    """Chooses the dimension that ZeRO shards.
+
+    Returns:
+      (negative dimension, its stored size, reason if a dimension is padded or there is none).
+    """
     free = [i for i in range(stack_dims, len(shape)) if axes[i] is None and shape[i] > 0]
     if codes is not None and shape[codes.dim] % (shards * BLOCK):
         free = [i for i in free if i != len(shape) + codes.dim]

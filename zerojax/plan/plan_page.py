@@ -31,10 +31,10 @@ from zerojax.plan.state_layout import OffloadLayout
 from zerojax.tracing import trees
 
 _NAMES = 3
-"""Number of parameters named per shared reason."""
+"""Maximum parameters that a page names for one reason."""
 
 WIDTH = 98
-"""Column width of the section, without a forecast page's two-space indent."""
+"""Columns of the offload section; a forecast's page indents it by two more."""
 NAMES = {DEVICE: "device", HOST: "host", NVME: "disk"}
 ROLE, CELL = 18, 11
 
@@ -94,7 +94,7 @@ def _role_lines(plan: Decisions) -> list[str]:
 
 
 def _exception_lines(placement: Placement) -> list[str]:
-    """Returns one line per reason, with the number of its parameters and some names."""
+    """Returns one line for each reason of exceptions, with names of the parameters it is for."""
     names: dict[str, list[str]] = {}
     for name, reason in placement.exceptions():
         names.setdefault(reason, []).append(name)
@@ -232,7 +232,7 @@ def offload_lines(plan: Decisions) -> list[str]:
 
 
 def moved_lines(moved: Sequence[Moved]) -> list[str]:
-    """Describes what one device moves per step."""
+    """Returns a table of the bytes that offload moves per step on one device, by purpose."""
     head = "".join(f" {name:>{CELL}}" for name in ("to device", "to host"))
     lines = [f"{'offload, per step':<{ROLE + 2}}{head}"]
     rows = [(part.what, (part.to_device, part.to_host)) for part in moved]

@@ -236,7 +236,7 @@ WIDE_ENOUGH = 0.1
 """Share of the FLOPs above which float32 products are reported; attention's own are below it at
 most lengths."""
 WIDE_PRODUCTS = "products: "
-"""Start of the reason that tells of them."""
+"""First word of the reason about products that take float32 operands."""
 
 
 def _describe_wide(trace: ModelTrace, precision: Precision) -> list[str]:
@@ -326,7 +326,7 @@ def describe_ragged(trace: ModelTrace, mesh: Mesh | AbstractMesh) -> list[str]:
 
 
 def describe_options(known: Mapping[str, Any], dropped: Mapping[str, str]) -> list[str]:
-    """Returns one line per requested compiler option."""
+    """Returns one line for each compiler option that the plan chose, used or left out."""
     lines = [f"compiler option {name}={value}" for name, value in known.items()]
     return lines + [f"compiler option {name} is left out: {why}" for name, why in dropped.items()]
 

@@ -52,7 +52,7 @@ def check_no_other_way(
 
 
 def check_batch(batch: Tree, mesh: Mesh | AbstractMesh, num_microbatches: int) -> None:
-    """Raises if a batch cannot be cut evenly over data shards and microbatches.
+    """Raises if a batch's rows cannot be divided evenly over data shards and microbatches.
 
     Raises:
       ValueError: no arrays, different batch sizes, or an uneven cut.
@@ -152,7 +152,7 @@ def check_wire(settings: MeshConfig, eight_bits: Collection[str]) -> None:
       eight_bits: names of the parameters that the model uses only as 8-bit floats.
 
     Raises:
-      ValueError: not stage 3, or there is none.
+      ValueError: the ZeRO stage is not 3, or the model uses no weight only as 8-bit floats.
     """
     if settings.wire.weights != "fp8":
         return
@@ -226,7 +226,7 @@ def check_not_per_example(result: Any, batch: Tree, piece: Tree) -> None:
     Args:
       result: of the loss.
       batch: the global batch.
-      piece: its rows with which the loss was traced.
+      piece: the rows of `batch` with which the loss was traced.
 
     Raises:
       ValueError: names the shapes of the global batch as well as those of a piece.

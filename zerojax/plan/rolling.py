@@ -34,14 +34,14 @@ from zerojax.tracing.rolling import (
 
 Structs = Mapping[str, Any]
 MIN_TURNS = 4
-"""Fewer layers compile fast, and a loop has its own cost."""
+"""Minimum layers that become a loop: fewer compile fast, and a loop has its own cost."""
 _LENGTH = 240
 """Maximum characters of an error in a reason."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rolling:
-    """The rolled loops of a model.
+    """The result of rolling a model's layers into loops: the loops, and the reasons.
 
     Attributes:
       model: with loops in place of layers; None where nothing is rolled.
@@ -166,7 +166,7 @@ def _choose_remat(loop: Loop, wishes: Wishes, params: Structs) -> tuple[str, str
 
 
 def _why_never(model: tracing.Model, wishes: Wishes) -> str | None:
-    """Returns the reason against any loop, or None."""
+    """Returns why no layers of a model may be rolled into a loop, or None."""
     if model.overwritten:
         return f"{min(model.overwritten)} is overwritten with its gradient, layer by layer"
     if isinstance(wishes.tx, Optimizer) and wishes.tx.with_stacks is None:
@@ -237,7 +237,7 @@ def check_remat(settings: MeshConfig, rolling: Rolling) -> None:
 
 
 class _Rows:
-    """Settings of each parameter, by its name."""
+    """Settings of each parameter, by name, which decide whether it can be a row of a stack."""
 
     def __init__(self, model: tracing.Model, params: Structs, wishes: Wishes) -> None:
         self._params, self._wishes = params, wishes
@@ -256,7 +256,7 @@ class _Rows:
         self._forms = {} if isinstance(tx, Optimizer) else self._state_forms()
 
     def kind_of(self, name: str) -> tuple[Any, ...]:
-        """Returns the settings of a parameter by source; all rows of a stack need the same."""
+        """Returns (source, setting) pairs of a parameter, equal for all rows of a stack."""
         return (
             ("freeze", self._frozen[name]),
             ("a tensor-parallel rule", self._axes[name]),

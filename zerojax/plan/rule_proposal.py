@@ -36,7 +36,7 @@ _NAMES = 3
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProposedSplit:
-    """What becomes of the parameters of one pattern: one row of a proposal.
+    """The proposed split of the parameters that one pattern matches: one row of a proposal.
 
     Attributes:
       pattern: regular expression that matches `names` and no other parameter.
@@ -168,7 +168,7 @@ def propose_rules(
 
 
 def propose_for(inputs: PlanInputs, mesh: Mesh | AbstractMesh) -> RuleProposal:
-    """Proposes rules for the inputs of a plan on a mesh, for which see `propose_rules`."""
+    """Proposes tensor-parallel rules as `propose_rules` does, from the inputs of a plan."""
     mesh = _without_other_axes(mesh)
     degree = mesh.shape[MODEL]
     if degree < 2:
@@ -203,7 +203,7 @@ def propose_for(inputs: PlanInputs, mesh: Mesh | AbstractMesh) -> RuleProposal:
 
 
 def _mesh_of(config: MeshConfig) -> Mesh | AbstractMesh:
-    """Returns the mesh of these sizes: of this machine's devices if it has as many."""
+    """Makes a mesh of `config`: of this machine's devices if it has as many, else abstract."""
     sizes = [getattr(config, axis) for axis in AXES]
     if -1 in sizes or math.prod(sizes) == jax.device_count():
         return make_mesh(config)
@@ -246,7 +246,7 @@ def _parts(
     axes_of: Mapping[str, tuple[str | None, ...]],
     degree: int,
 ) -> Iterator[ProposedSplit]:
-    """Yields one row for each pattern."""
+    """Yields a `ProposedSplit` for each pattern of parameter names."""
     same = {name: (params[name].shape, axes_of[name], choices[name].kind) for name in params}
     patterns = group_names(same)
     pattern_of = {name: pattern for pattern, names in patterns.items() for name in names}
@@ -349,7 +349,7 @@ def _sized(count: int) -> str:
 
 
 def _reasons(parts: Sequence[ProposedSplit]) -> list[str]:
-    """Returns one line for each reason, with some of the patterns that share it."""
+    """Returns one line for each reason of a split, with some of the patterns that share it."""
     shared: dict[str, list[str]] = {}
     for part in parts:
         shared.setdefault(part.why, []).append(_readable(part.pattern))

@@ -92,9 +92,10 @@ def sends_signs(leaf: LeafPlacement) -> bool:
 
 
 def row_elements(leaf: LeafPlacement, devices: int) -> int:
-    """Returns the elements of a momentum that one device reduces: of a shard, or of an equal part.
+    """Returns the number of elements of a parameter's momentum that one device reduces.
 
-    The last part of a parameter that is not sharded may be smaller; the rest of its row is zeros.
+    These are the elements of a shard, or of one of `devices` equal parts. The last part of a
+    parameter that is not sharded may be smaller; the rest of its row is zeros.
     """
     if leaf.zero_dim is not None:
         return trees.num_elements(leaf.stored_shape) // devices
@@ -251,7 +252,9 @@ def describe_one_bit(
 
 
 def errors_begin_anew(plan_state: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
-    """Returns whether a checkpoint has residual errors, but for other devices or parts.
+    """Returns whether a checkpoint has residual errors of signs that do not fit the run.
+
+    They are of other devices or of other parts of parameters; the run's errors begin at zero.
 
     Args:
       plan_state: the abstract state of the run; saved: names of arrays in the checkpoint.
@@ -262,7 +265,9 @@ def errors_begin_anew(plan_state: Mapping[str, Any], saved: Mapping[str, Any]) -
 
 
 def coefficients_begin_anew(plan_state: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
-    """Returns whether a checkpoint has coefficients of 1-bit LAMB, but of layers in other arrays.
+    """Returns whether a checkpoint has coefficients of 1-bit LAMB that do not fit the run.
+
+    They are of layers that the run stores in other arrays; the run's coefficients begin anew.
 
     Args:
       plan_state, saved: as `errors_begin_anew` takes them.

@@ -34,7 +34,8 @@ Tree = Any
 ONE_BIT = "one_bit"
 """Key of the signed-momentum data in a state and in checkpoint names."""
 COPIES = "copies"
-"""Key of the weight copies of `wire.weights=delta_int8` and `delta_int4` in both."""
+"""Key of the weight copies of `wire.weights=delta_int8` and `delta_int4` in a state and in
+checkpoint names."""
 
 
 class TrainState(TypedDict):
@@ -328,8 +329,10 @@ def abstract(tree: Tree) -> Tree:
 
 
 def slice_batch(batch: Tree, parts: int, precision: Precision) -> Tree:
-    """Returns 1/parts of the rows of a batch, in the dtypes in which a step gives them to the
-    loss."""
+    """Returns the structs of a piece of a batch as a step passes it to the loss.
+
+    A piece has 1/`parts` of the rows; floating-point arrays are in the dtype of the computation.
+    """
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(
             (x.shape[0] // parts, *x.shape[1:]), _dtype_read(x, precision)
@@ -420,7 +423,9 @@ def _working(
 
 
 def portable_on_host(portable: TrainState, layout: OffloadLayout) -> TrainState:
-    """Returns the portable form with all arrays on the host that do not all fit on the device.
+    """Returns a portable state with offloaded arrays in host memory.
+
+    These are the parameters and moments of which `layout` has slices off the device.
 
     Args:
       portable: that of any layout; layout: under the user's names.

@@ -82,18 +82,18 @@ class OffloadLayout:
 
     @property
     def moments(self) -> tuple[str, ...]:
-        """The optimizer's part of `arrays`."""
+        """The names in `arrays` of the optimizer's moments."""
         return tuple(name for name in self.arrays if name != MASTER)
 
     @property
     def off_device(self) -> tuple[SlicedLeaf, ...]:
-        """The leaves that have slices on the host or in files."""
+        """The parameters that have slices on the host or in files."""
         leaves = self.leaves.values()
         return tuple(leaf for leaf in leaves if leaf.counts[HOST] or leaf.counts[NVME])
 
     @property
     def on_disk(self) -> tuple[SlicedLeaf, ...]:
-        """The leaves that have slices in files."""
+        """The parameters that have slices in files."""
         return tuple(leaf for leaf in self.leaves.values() if leaf.counts[NVME])
 
 

@@ -127,7 +127,10 @@ def plan_lookups(
 
 @dataclasses.dataclass(frozen=True)
 class _Costs:
-    """Bytes of a step on one device, before the factor (N-1)/N."""
+    """Bytes that one device sends for a table in a step: by lookups of rows, and if gathered.
+
+    N devices send (N-1)/N of these numbers.
+    """
 
     looked_up: int
     gathered: int
@@ -139,7 +142,7 @@ class _Costs:
 
 @dataclasses.dataclass(frozen=True)
 class _Sent:
-    """Bytes of an element sent to its reader, and of its gradient sent back."""
+    """Bytes of one element of a table as sent to its reader, and of its gradient sent back."""
 
     there: int
     back: int

@@ -32,7 +32,7 @@ DIRECTION_BYTES = 4
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MatrixClass:
-    """Matrices that are distributed over devices together.
+    """Matrices of an optimizer (Muon) that are distributed over devices together.
 
     Attributes:
       counts: {parameter: matrices of it in one group of devices}.
@@ -53,7 +53,7 @@ class MatrixClass:
 
     @property
     def useful(self) -> float:
-        """Share of the products that is not padding."""
+        """Share of the multiplied matrices that are not padding, from 0 to 1."""
         return sum(self.counts.values()) / (self.devices * self.per_device)
 
     def bytes_over(self, exchange: MatrixExchange) -> float:
@@ -104,7 +104,7 @@ def describe_taken(
 def find_classes(
     tx: Any, stored: TrainState, placement: Placement, mesh: Mesh | AbstractMesh
 ) -> list[MatrixClass]:
-    """Returns the classes of an optimizer's matrices; [] if it needs no whole matrices.
+    """Returns the groups of matrices that Muon distributes together; [] for other optimizers.
 
     Args:
       tx: the optimizer.
@@ -139,7 +139,7 @@ def find_classes(
 
 
 def classes_of_plan(plan: Decisions) -> list[MatrixClass]:
-    """Returns `find_classes` of a plan."""
+    """Returns the groups of matrices that a plan's optimizer distributes together."""
     return find_classes(plan.tx, plan.abstract_stored, plan.placement, plan.mesh)
 
 

@@ -26,7 +26,7 @@ WIRE_UNIT_BYTES = 2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LeafTransfer:
-    """One kind of collective of a parameter in a step.
+    """The collectives of one kind and phase that a step runs for one parameter.
 
     Attributes:
       phase: "before", "forward", "backward" or "after".

@@ -47,9 +47,10 @@ AVERAGE_COUNT = f"opt_state/{COUNT}"
 def base_of(
     plan: Plan, frozen: Literal["auto", "source", "saved"] = "auto"
 ) -> tuple[BaseWeights | None, str | None]:
-    """Returns (frozen weights that checkpoints leave out, a sentence about them for the log).
+    """Returns the frozen weights that checkpoints leave out, and a sentence for the log.
 
-    Frozen weights that come from a pretrained folder need not be saved again.
+    Frozen weights that come from a pretrained folder need not be saved again. The first element is
+    None if checkpoints hold all weights, the second if nothing is frozen.
 
     Args:
       plan: of a run that has not begun.
@@ -85,7 +86,7 @@ def base_of(
 
 
 def as_begun(base: BaseWeights, plan: Plan, state: TrainState) -> BaseWeights | None:
-    """Returns `base` with the fingerprints of the frozen weights that a new state has read.
+    """Returns `base` with fingerprints of its weights, computed from the state of a new run.
 
     Args:
       base: from `base_of`.
@@ -97,7 +98,7 @@ def as_begun(base: BaseWeights, plan: Plan, state: TrainState) -> BaseWeights | 
 
 
 def folder_of(plan: Plan) -> Path | None:
-    """Returns the pretrained folder, which may hold frozen weights of checkpoints; else None."""
+    """Returns the Hugging Face folder that a plan's model comes from; None for other models."""
     model = plan.users_model
     return model.folder.path if isinstance(model, Pretrained) else None
 
@@ -187,9 +188,9 @@ def restore_state(
 
 
 def _optional_groups(abstract: Mapping[str, Any]) -> list[list[str]]:
-    """Returns groups of names that a checkpoint has or lacks together.
+    """Returns the names of optional arrays, in groups of which a checkpoint has all or none.
 
-    These are the error feedback of 1-bit optimizers and the copies of weights.
+    Optional are the error feedback of 1-bit optimizers and the copies of weights.
     """
     return [
         list(flatten_names({kind: {name: part}}))
@@ -210,7 +211,7 @@ def read_parts(
     weights: Weights,
     pretrained: str | Path | None = None,
 ) -> tuple[Any, dict[str, Any]]:
-    """Reads the parts of a model from a checkpoint.
+    """Reads a model without its optimizer state from a checkpoint: weights, own state, key.
 
     Args:
       checkpointer: a `zerojax.checkpoint.Checkpointer`.
@@ -243,7 +244,10 @@ def read_parts(
 
 
 def what_differs(plan: Plan, restored: Any) -> list[str]:
-    """Returns one line for each difference from the run that wrote the checkpoint.
+    """Returns one line for each change between the saved and the resumed run that may matter.
+
+    Compares the average of the weights, the error feedback of 1-bit optimizers, copies of weights,
+    and kernels.
 
     Args:
       plan: of the resumed run.
@@ -311,7 +315,7 @@ def _with_new_average(portable: Any) -> EmaState:
 
 
 def choices_that_differ(plan: Plan, saved: Mapping[str, Any], step: int) -> list[str]:
-    """Returns one line for each measured choice that differs from the checkpoint's plan.
+    """Returns one line for each kernel that differs between the resumed run and a checkpoint.
 
     Other kernels may change the last digits. Other slice sizes compute the same bits and are not
     reported.
@@ -393,7 +397,7 @@ def optimizer_state_of(plan: Plan, state: TrainState) -> Any:
 
 
 def in_param_dtype(plan: Plan, frozen: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns frozen parameters decoded and in at least the dtype of trained parameters.
+    """Decodes frozen parameters, and widens those in fewer bits to the trained ones' dtype.
 
     Then a sum of both, such as of a weight and its adapter, is not rounded.
 

@@ -113,7 +113,10 @@ def _source_of(mesh_config: Any) -> deepspeed_config.Source | None:
 
 
 def _settings_of(says: deepspeed_config.Translation) -> dict[str, Any]:
-    """Returns the arguments that a file sets; its precision includes the accumulation dtypes."""
+    """Returns {argument of `train`: value} that a ds_config sets.
+
+    The two accumulation dtypes are None, because its `precision` contains them.
+    """
     return {
         "optimizer": says.optimizer,
         "precision": says.precision,

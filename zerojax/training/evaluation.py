@@ -333,7 +333,8 @@ def mean_loss(
     weight = totals.get("loss", [0.0, 0.0])[1]
     if weight == 0:
         raise NoWeightError(
-            "nothing to evaluate: the batches are empty, or all their weights are 0"
+            "nothing to evaluate: there are no batches, or all their weights are 0; pass at least "
+            "one batch with a row whose weight is not 0"
         )
     means = {name: x / y if y else math.nan for name, (x, y) in totals.items()}
     weight = weight if plan.traced.has_weight else float(rows)
@@ -341,5 +342,5 @@ def mean_loss(
 
 
 def of_ema(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns metrics measured with the averaged weights (EMA), with the prefix "ema_"."""
+    """Renames metrics of an evaluation of averaged weights (EMA): "loss" to "ema_loss"."""
     return {f"{EMA}_{name}": value for name, value in found.items() if name != "weight"}

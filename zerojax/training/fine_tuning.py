@@ -198,7 +198,7 @@ def _open_decoder(folder: str) -> Pretrained:
 
 
 def _is_prepared(asked: FineTuning) -> bool:
-    """Returns whether the chats are a folder written by `zerojax data prepare`.
+    """Returns whether `asked.data` is a folder written by `zerojax data prepare`.
 
     Raises:
       FileNotFoundError: the path does not exist.
@@ -281,7 +281,7 @@ def _settings(choices: Sequence[ChosenSetting], asked: FineTuning) -> RunConfig:
 
 
 def _check_their_keys(config: RunConfig, choices: Sequence[ChosenSetting]) -> None:
-    """Raises if an override contradicts an argument of the command.
+    """Raises if a KEY=VALUE override contradicts an argument of `zerojax finetune`.
 
     Raises:
       ValueError: names the key.
@@ -301,7 +301,7 @@ def _check_their_keys(config: RunConfig, choices: Sequence[ChosenSetting]) -> No
 
 @contextlib.contextmanager
 def _removed_after_an_error(run_dir: Path, chats: Path) -> Iterator[None]:
-    """Deletes the prepared chats after an error, so that the command can be repeated.
+    """Deletes the prepared chats after an error in the block, so the command can be repeated.
 
     Folders that existed before stay.
     """

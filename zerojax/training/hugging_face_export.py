@@ -298,7 +298,7 @@ def _from_trainer(
 def _decoded(
     params: Mapping[str, Any], read: Read, codes: Mapping[str, WeightCodes]
 ) -> tuple[dict[str, Any], Read]:
-    """Returns (shapes and dtypes, a `read` function) with coded weights decoded to float32."""
+    """Returns (parameters as structs, a function that reads one), coded weights in float32."""
 
     def decoded(name: str, layer: int | None) -> np.ndarray:
         values = read(name, layer)
@@ -308,7 +308,7 @@ def _decoded(
 
 
 def _raised(params: Mapping[str, Any], read: Read) -> tuple[Read, dict[str, Any]]:
-    """Returns (a `read` function, `ShapeDtypeStruct`s) with all floats in the widest dtype.
+    """Returns (a function that reads a parameter, structs), all floats in the widest dtype.
 
     Frozen parameters may be stored in fewer bits than the adapters that are added to them.
     """
@@ -347,7 +347,10 @@ def _reader(params: Mapping[str, jax.Array], whole: NamedSharding) -> Read:
 
 @functools.lru_cache(maxsize=16)
 def _take(gathered: NamedSharding | None, is_layer: bool) -> Callable[..., jax.Array]:
-    """Returns a jitted copy of an array or of a layer of it, so that no state keeps a host copy."""
+    """Builds a jitted function that copies an array, or one layer of it, on the devices.
+
+    Without it, the state's own array would keep the values that were read to the host.
+    """
 
     def take(array: jax.Array, layer: jax.Array) -> jax.Array:
         if not is_layer:

@@ -460,7 +460,7 @@ def _escaped(name: str) -> str:
 
 
 def _mesh(record: RunRecord, mesh: Any, example: Any) -> tuple[MeshConfig, Mesh]:
-    """Returns the mesh options of the plan and the mesh."""
+    """Returns (mesh options, mesh) on which a run is loaded, see `mesh` of `load_run`."""
     # Secondary shards do not change the values read, and these devices may not form nodes. Weights
     # whose copies a run keeps are read exactly.
     wire = dataclasses.replace(record.mesh.wire, secondary=False)
@@ -496,7 +496,7 @@ def _mesh(record: RunRecord, mesh: Any, example: Any) -> tuple[MeshConfig, Mesh]
 
 
 def _usable(count: int, axes: int, example: Any, pieces: int) -> int:
-    """Returns the largest number of devices that divides the batch and its pieces.
+    """Returns the largest number of devices whose data shards divide the batch's rows evenly.
 
     Several processes must use all of their devices.
 

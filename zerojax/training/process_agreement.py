@@ -55,8 +55,8 @@ def divide_batches(feed: Feed, mesh: Mesh | AbstractMesh) -> tuple[Any, tuple[st
     """Makes a feed return this process's rows, whether its batches are global or per process.
 
     Collective, with several processes. If all of them have the same first batch, it is the global
-    batch, and each process takes its rows. If all first batches differ, they are the processes'
-    own rows.
+    batch, and each process takes its rows. If processes with the same part of the rows (stages of
+    one pipeline) have the same first batch, and others another one, these are their own rows.
 
     Args:
       feed: its first batch is read and put back.
@@ -66,7 +66,8 @@ def divide_batches(feed: Feed, mesh: Mesh | AbstractMesh) -> tuple[Any, tuple[st
       (shapes and dtypes of the global batch, sentences about this choice for the log).
 
     Raises:
-      ValueError: there is no batch, or only some processes have the same batch.
+      ValueError: there is no batch, or the first batches are neither the global batch in every
+        process nor each process's own rows.
     """
     before = feed.state()
     try:
@@ -97,6 +98,9 @@ def _is_global(batch: Any, mesh: Mesh | AbstractMesh) -> bool:
     """Returns whether all processes have the same (global) batch rather than their own rows.
 
     Processes of one pipeline, whose devices hold the same rows, have equal batches in either case.
+
+    Raises:
+      ValueError: neither is the case.
     """
     arrays = [np.asarray(x) for x in jax.tree.leaves(batch)]
     content = b"".join(str((x.shape, x.dtype)).encode() + x.tobytes() for x in arrays)
@@ -111,9 +115,10 @@ def _is_global(batch: Any, mesh: Mesh | AbstractMesh) -> bool:
         return False
     process = next(n for n in range(1, len(digests)) if digests[n] != digests[0])
     raise ValueError(
-        f"the first batch of process {process} differs from that of process 0, and other "
-        "processes have the same one; pass the global batch in every process, or in each its own "
-        f"rows ({num_places} parts)"
+        "the processes' first batches are neither all equal (that of process "
+        f"{process} differs from that of process 0) nor one for each part of the global batch "
+        f"(number of parts: {num_places}); pass the global batch in every process, or in each "
+        "process the rows of its part (processes with the same part pass the same rows)"
     )
 
 
@@ -150,7 +155,7 @@ def describe_run(
 
 
 def _difference(what: str, value: str, process: int) -> str:
-    """Returns the sentence for a difference between process 0 and another one; collective."""
+    """Returns the message about a setting that differs between process 0 and `process`."""
     shown = np.zeros(_TEXT_BYTES, np.uint8)
     if len(text := value.encode()) <= _TEXT_BYTES:
         shown[: len(text)] = np.frombuffer(text, np.uint8)

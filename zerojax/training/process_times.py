@@ -164,6 +164,6 @@ class _Rows:
         self._gathered = jax.device_put(sent, NamedSharding(flat, P()))
 
     def read(self) -> Sequence[bytes]:
-        """Returns the rows in process order."""
+        """Waits for the gathered rows of all processes; returns them in process order."""
         values = np.asarray(self._gathered)
         return [values[index].tobytes() for index in self._first]

@@ -251,9 +251,9 @@ class Reports:
         return values
 
     def nothing_trained(self, plan: Plan, steps: int, log: RunLog | None) -> None:
-        """Handles a run that has skipped all of its steps.
+        """Raises if a run has skipped all of its steps, unless its loss scale is dynamic.
 
-        Logs a line if the loss scale is dynamic, whose search takes a few steps.
+        A dynamic scale takes a few steps to find; then a line is logged.
 
         Raises:
           FloatingPointError: the loss scale is not dynamic.
@@ -298,7 +298,7 @@ class Reports:
 
 
 def _needs_no_device(schedule: Schedule) -> bool:
-    """Whether a schedule, given a Python number, returns one of Python or NumPy."""
+    """Returns whether a learning-rate schedule returns a Python or NumPy number, no JAX array."""
     is_array: list[bool] = []  # no value of the trace leaves it
     jax.eval_shape(lambda: is_array.append(isinstance(schedule(0), jax.Array)))
     return not is_array[0]
@@ -321,7 +321,7 @@ def _scale_is_dynamic(plan: Plan) -> bool:
 
 
 def _leaf(plan: Plan, values: Metrics, number: str) -> str | None:
-    """Returns the name of the parameter whose number is a metric; None if there is none."""
+    """Returns the name of the parameter whose number is `values[number]`; None for -1 or none."""
     index = int(values.get(number, -1))
     return leaf_names(plan)[index] if index >= 0 else None
 

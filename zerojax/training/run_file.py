@@ -267,7 +267,7 @@ def _model_of(config: ModelConfig, vocab_size: int) -> Any:
 
 
 def _changes(config: ModelConfig, sizes: Any) -> dict[str, Any]:
-    """Returns the run's settings that a Hugging Face model of these sizes has as fields."""
+    """Returns {field: value} of a run's model settings that override a Hugging Face config."""
     fields = {field.name for field in dataclasses.fields(sizes)}
     may_change = ("dropout", "remat", "loss_chunk", "mlp_chunk", "matmul_dtype", "attention")
     changes = {name: getattr(config, name) for name in may_change if name in fields}
@@ -308,7 +308,7 @@ def _why_other_mesh(asked: MeshConfig, mesh: MeshConfig) -> list[str]:
 
 
 def _inputs_of(config: RunConfig, batch: Any, vocab_size: int, platform: str | None) -> PlanInputs:
-    """Returns the inputs of planning.
+    """Returns the `PlanInputs` of a run file.
 
     Args:
       config: the settings.

@@ -161,7 +161,8 @@ class RunGenerator:
         except UnicodeEncodeError as error:
             prompt = quoted(error.object)
             raise ValueError(
-                f"prompt={prompt} has half a character at {error.start}; give UTF-8 text"
+                f"prompt={prompt} has half a character (an unpaired surrogate) at index "
+                f"{error.start}; remove it"
             ) from error
 
     def _rows(

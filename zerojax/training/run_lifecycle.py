@@ -136,7 +136,10 @@ def fit(run: Run) -> Trainer:
 
 
 def _under_way(plan: Plan, trainer: Trainer | None) -> tuple[Plan, Any, int, Any]:
-    """Returns (plan, state, batches consumed, jitted step) of a run that may not have started."""
+    """Returns (plan, state, batches consumed, jitted step) of a run for an out-of-memory page.
+
+    State and step are None if there is no trainer yet.
+    """
     if trainer is None:
         return plan, None, 0, None
     return trainer.plan, trainer.state, trainer.num_steps, trainer.jitted_step

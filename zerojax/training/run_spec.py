@@ -142,7 +142,7 @@ def print_if_slow(log: LogConfig | None, text: str) -> Iterator[None]:
 
 
 def with_disk_folder(mesh: Any, folder: Path | None) -> Any:
-    """Returns mesh options whose disk offload uses the run's folder unless they name another.
+    """Returns mesh options in which offload to disk has a folder: their own, or the run's.
 
     Args:
       mesh: as in `zerojax.train`.

@@ -46,7 +46,7 @@ MOST_UNROLLED = 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlannedCall:
-    """What a call of `train` or `make_plan` says of its run.
+    """The run that a call of `train` or `make_plan` describes, as input of a search.
 
     Attributes:
       inputs: of the plan.

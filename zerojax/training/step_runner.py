@@ -216,7 +216,7 @@ class StepRunner:
         return self._log is not None
 
     def take_notes(self) -> list[str]:
-        """Returns lines about the restored checkpoint that no log has yet, once."""
+        """Returns lines about the restored checkpoint that were not logged yet, and drops them."""
         notes, self._notes = self._notes, []
         return notes
 
@@ -295,7 +295,7 @@ class StepRunner:
         return self
 
     def _release_files(self) -> None:
-        """Prepares for the deletion of durable files, before those of a new plan are complete."""
+        """Called before the files of a durable state are replaced; does nothing here."""
 
     def to_model(self, *, weights: Weights = "trained") -> Any:
         """Returns the trained model in the user's form: `nnx.Module`, linen variables or a tree.

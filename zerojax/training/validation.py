@@ -90,7 +90,7 @@ def check_validation(validation: Any) -> None:
 
 
 def in_batches(data: Any, global_batch_size: int) -> Any:
-    """Returns a dataset of rows as a source of batches of this size; other data unchanged.
+    """Converts a dataset of rows to a source of batches; returns other data unchanged.
 
     Args:
       data: as `validation` of `zerojax.train`, or None.
@@ -229,7 +229,7 @@ def _is_short(rows: int, missing: int) -> str:
 
 
 def _why_refused(plan: Plan, *, of_dataset: bool = False) -> str | None:
-    """Returns why short batches are refused, with a remedy; None if they are not."""
+    """Returns why batches with missing rows are refused, with a remedy; None if they are not."""
     if jax.process_count() > 1 and not of_dataset:
         return (
             "with several processes every batch needs all of its rows; drop them, or fill the "
@@ -243,11 +243,11 @@ def _why_refused(plan: Plan, *, of_dataset: bool = False) -> str | None:
 
 
 def why_not_filled(plan: Plan) -> str | None:
-    """Returns why short batches are not possible; None if they are.
+    """Returns why missing rows of a batch cannot be filled with copies; None if they can.
 
-    They are possible if everything that the loss returns is a sum over rows, or a mean over a
-    fixed number of rows. Then missing rows are filled with copies of one row, and the contribution
-    of the copies is subtracted.
+    They can if everything that the loss returns is a sum over rows, or a mean over a fixed number
+    of rows. Then missing rows are filled with copies of one row, and the contribution of the
+    copies is subtracted.
     """
     pieces = num_data_shards(plan.mesh) * plan.num_microbatches
     piece = slice_batch(plan.abstract_batch, pieces, plan.precision)
@@ -279,7 +279,7 @@ class Filler:
         self._why = functools.cache(functools.partial(_why_refused, plan))  # tracing takes a while
 
     def fill(self, batch: Any) -> FilledBatch:
-        """Returns a host batch with all of its rows.
+        """Fills missing rows of a short host batch with copies of one row.
 
         Args:
           batch: one of `each_batch`.
@@ -307,7 +307,7 @@ class Filler:
         )
 
     def sums(self, evaluate: Callable[[Any], Sums], filled: FilledBatch) -> Sums:
-        """Returns `evaluate(batch)` over the rows that are no copies.
+        """Returns the sums of a filled batch over its own rows, without the copies.
 
         Args:
           evaluate: returns sums over the rows of a full host batch.

@@ -91,7 +91,8 @@ def find_collectives(program: Program, num_devices: int) -> list[Collective]:
     if stated not in (1, num_devices):
         raise ValueError(
             f"num_devices={num_devices}, but the program was compiled for {stated} "
-            f"({program.num_replicas} replicas of {program.num_partitions} partitions)"
+            f"({program.num_replicas} replicas of {program.num_partitions} partitions); pass "
+            f"num_devices={stated}"
         )
     return list(_Finder(program, num_devices).inside(program.entry.name).values())
 
@@ -128,7 +129,7 @@ def find_in_branches(program: Program, num_devices: int) -> list[Collective]:
 
 
 class _Finder:
-    """Collectives by name, for one run of a computation."""
+    """Finds the collectives of a program, computation by computation."""
 
     def __init__(self, program: Program, num_devices: int):
         self._program = program
@@ -168,7 +169,7 @@ class _Finder:
         ]
 
     def read(self, where: Computation, instruction: Instruction) -> Collective:
-        """Returns one execution of a collective in its computation."""
+        """Reads a collective instruction, as executed once outside of all loops."""
         kind = _kind(instruction)
         sent = where.operand_arrays(instruction)
         if instruction.opcode == "send" or kind == "ragged-all-to-all":
@@ -225,7 +226,7 @@ def ring_bytes(kind: str, payload: int, group_size: int) -> int:
 
 
 def _kind(instruction: Instruction) -> str:
-    """Returns the kind of collective that it is or starts; "" for any other instruction."""
+    """Returns the kind of collective that an instruction is or starts; "" if it is none."""
     kind = instruction.opcode.removesuffix("-start")
     if kind in KINDS:
         return kind
@@ -323,7 +324,7 @@ def _read_mesh(text: str) -> list[Group]:
 
 
 def _cut_axis(size: int, parts: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Returns (size before it, length) of each dimension that an axis is cut into."""
+    """Returns (size of the dimensions before it, length) of each part that an axis is cut into."""
     cut, before = [], 1
     for pre, length in sorted(parts):
         if pre > before:

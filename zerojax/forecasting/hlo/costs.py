@@ -87,7 +87,7 @@ class ScheduleSum:
 
 
 class Product(NamedTuple):
-    """One matrix product: its FLOPs, and whether both of its operands are 8-bit floats."""
+    """One matrix product: its FLOPs, and whether both operands are 8-bit floats."""
 
     flops: int
     is_eight_bit: bool
@@ -254,7 +254,7 @@ def hbm_bytes(program: Program) -> int:
 
 
 class HbmTraffic:
-    """Bytes of device memory per instruction."""
+    """Counts the bytes of device memory that a program's instructions read and write."""
 
     def __init__(self, program: Program):
         self._program = program
@@ -264,7 +264,9 @@ class HbmTraffic:
         return ScheduleSum(self._program, self.of_kernel)
 
     def of_kernel(self, where: Computation, instruction: Instruction) -> int:
-        """Returns the bytes of one execution of an instruction that is not control flow.
+        """Returns the bytes that one execution of an instruction reads and writes.
+
+        The instruction is not control flow.
 
         For an asynchronous operation the start reads and the done writes, but a fusion does both at
         its start.
@@ -284,7 +286,10 @@ class HbmTraffic:
         return reads + _bytes(_without_workspace(instruction))
 
     def _of_done(self, where: Computation, done: Instruction) -> int:
-        """Returns 0 if the start wraps a computation, where the bytes were counted."""
+        """Returns the bytes that the done of an asynchronous operation writes.
+
+        These are 0 if its start wraps a computation, in which they are counted.
+        """
         start = done.operands[0]
         while start in where and where[start].opcode.endswith("-update"):
             start = where[start].operands[0]
@@ -335,12 +340,15 @@ def _of_slice(where: Computation, instruction: Instruction) -> int:
 
 
 def _operand_bytes(where: Computation, instruction: Instruction) -> int:
-    """Returns the bytes of all operands but the first: indices and updates."""
+    """Returns the bytes of all operands of an instruction but the first: indices and updates."""
     return sum(_bytes(operand.arrays) for operand in where.operands_of(instruction)[1:])
 
 
 def _update_bytes(where: Computation, update: Instruction) -> int:
-    """Returns the bytes of its first operand that an update writes; a scatter also reads them."""
+    """Returns the bytes that an update or scatter writes in its first operand.
+
+    A scatter also reads these bytes, so they count twice.
+    """
     is_scatter = update.opcode == "scatter"
     return (2 if is_scatter else 1) * _bytes(_update_operand(where, update).arrays)
 

@@ -53,7 +53,7 @@ _MOVES_ALL = frozenset(
     }
 )
 _MOVES_FIRST = {"dynamic-slice": 1, "pad": 1, "dynamic-update-slice": 2}
-"""Opcode -> number of operands that it moves; the others are positions."""
+"""Opcode -> number of leading operands whose values it moves; the others are positions."""
 MOVES = _MOVES_ALL | _MOVES_FIRST.keys()
 _SCALES = frozenset({"multiply", "divide"})
 MATMULS = frozenset({"dot", "convolution", "custom-call"})

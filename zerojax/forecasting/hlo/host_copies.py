@@ -256,7 +256,7 @@ def _on_host(array: Array) -> bool:
 
 
 def _opposite(copy: HostCopy, copies: list[HostCopy]) -> int:
-    """Returns the bytes of copies in the other direction that are in progress meanwhile."""
+    """Returns the bytes of copies in the other direction that are in progress beside `copy`."""
     return sum(
         other.bytes
         for other in copies

@@ -78,10 +78,14 @@ class LiveAtPeak:
 
 
 def read_live(folder: Path) -> LiveAtPeak | None:
-    """Reads the content of a device at the peak of the one program whose reports are in `folder`.
+    """Reads which values are on a device at a program's peak, from the compiler's reports.
 
-    Returns: None if there are no such reports (XLA's CPU compiler writes others). Also None, with a
-      warning that quotes the line, if their format is unknown.
+    Args:
+      folder: holds the reports of one program.
+
+    Returns:
+      The values; None if there are no such reports (XLA's CPU compiler writes others). Also None,
+      with a warning that quotes the line, if their format is unknown.
     """
     found = [
         sorted(folder.glob(f"{_ACCOUNT}{end}.txt"))
@@ -139,7 +143,12 @@ class _Span:
 
 
 def live_at_peak(assignment: str, ranges: str, program: Program) -> LiveAtPeak:
-    """Returns the result of `read_live`, from the texts of the three reports."""
+    """Returns which values are on a device at a program's peak, as `read_live` does from files.
+
+    Args:
+      assignment, ranges: texts of the buffer assignment and of the live ranges.
+      program: the program of these reports.
+    """
     allocations = [a for a in _read_allocations(assignment) if a.kind != "host"]
     lives = _read_ranges(ranges)
     blocks = [a for a in allocations if a.kind == "temporary"]

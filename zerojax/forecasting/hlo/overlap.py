@@ -56,7 +56,7 @@ class Overlap:
 
 
 def find_overlap(program: Program, collectives: Iterable[Started]) -> dict[str, Overlap]:
-    """Returns {name of each collective: what is scheduled while one execution is in progress}.
+    """Returns {name of a collective or copy: work scheduled while one execution is in progress}.
 
     Args:
       program: scheduled, as compilers return it.
@@ -76,7 +76,7 @@ def find_overlap(program: Program, collectives: Iterable[Started]) -> dict[str, 
 
 @dataclasses.dataclass(frozen=True)
 class _Flight:
-    """The stretches of instructions from a start to its done, in order."""
+    """The instructions scheduled between a start and its done, in stretches, in order."""
 
     done: str
     stretches: list[tuple[Computation, int, int]]

@@ -47,7 +47,7 @@ NOTHING, SCALAR = ParameterOrigin(), ParameterOrigin(is_scalar=True)
 
 
 def join_origins(first: ParameterOrigin, second: ParameterOrigin) -> ParameterOrigin:
-    """Returns the origin of a value that is one or the other."""
+    """Returns the origin of a value that comes from one of two places, such as two branches."""
     if first == second or not second.names:
         return first
     if not first.names:
@@ -161,13 +161,13 @@ _MOVES = {
 
 
 class RequiredEquations:
-    """The required inputs and outputs of a program and all inner programs, each computed once."""
+    """Finds which inputs and equations of a program its outputs depend on; caches the answers."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, Flags], tuple[Flags, list[Flags]]] = {}
 
     def of(self, program: Jaxpr, outputs: Sequence[bool]) -> tuple[Flags, list[Flags]]:
-        """Returns what the given outputs depend on.
+        """Returns which inputs and equations of a program the flagged outputs depend on.
 
         Returns:
           (flags of the inputs, flags of the outputs of each equation).

@@ -36,7 +36,7 @@ _PRODUCTS = ("dot_general", "ragged_dot", "ragged_dot_general", "conv_general_di
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParameterFlops:
-    """Floating-point operations of one step over all devices.
+    """Floating-point operations of one parameter's products, in one step over all devices.
 
     Attributes:
       name: name of the parameter, or `NO_PARAMETER`.
@@ -325,7 +325,10 @@ def _partners(products: Sequence[_Product], known: Any) -> dict[object, list[tup
 
 
 def _gradient_of(product: _Product, partners: Any) -> tuple[str, ...]:
-    """Returns the parameter whose gradient a product without parameters is; () if none."""
+    """Returns the parameter whose gradient a product computes; () if it computes none.
+
+    Such a product reads no parameter itself.
+    """
     if product.is_forward:
         return ()
     met = [

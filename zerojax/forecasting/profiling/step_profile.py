@@ -251,7 +251,7 @@ def _lines(events: Iterable[Any], names: Sequence[str]) -> Iterable[tuple[Any, A
 
 
 def with_programs(ops: Sequence[OpTime], program: Program) -> list[OpTime]:
-    """Returns the operations of one program with details from its text, without containers.
+    """Adds kind, FLOPs and origin to the timed operations of one program; drops containers.
 
     Args:
       ops: of any programs; only those whose names the program has are kept.

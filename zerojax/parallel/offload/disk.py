@@ -38,7 +38,7 @@ Source = Callable[[str, int], Rows | None]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DiskLeaf:
-    """The buckets of one parameter.
+    """The position of one parameter's slices in a process's files: its buckets.
 
     Attributes:
       leaf: its slices.
@@ -58,12 +58,12 @@ class DiskLeaf:
 
     @property
     def num_buckets(self) -> int:
-        """Number of its slices that are stored in files."""
+        """Number of the parameter's slices in files, each of which is one bucket."""
         return self.leaf.counts[NVME]
 
     @property
     def bucket_bytes(self) -> int:
-        """Bytes of one of its buckets."""
+        """Bytes of one bucket of the parameter."""
         return sum(self._array_bytes(dtype) for dtype in self.dtypes.values())
 
     def views(self, bucket: np.ndarray) -> dict[str, np.ndarray]:
@@ -82,7 +82,7 @@ class DiskLeaf:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DiskSlice:
-    """One bucket, which the caller may use until the iteration continues.
+    """One slice read from files, which the caller may use until the iteration continues.
 
     Attributes:
       place: the parameter's buckets.
@@ -122,7 +122,7 @@ class DiskState:
     def slices(
         self, *, read: bool = True, before_commit: Callable[[], None] | None = None
     ) -> Iterator[DiskSlice]:
-        """Iterates over all buckets once; see `BucketStore.sweep`.
+        """Yields every slice in files once, to read or overwrite it; see `BucketStore.sweep`.
 
         Args:
           read: False where every byte will be overwritten anyway.
@@ -167,7 +167,7 @@ class DiskState:
         *,
         before_commit: Callable[[], None] | None = None,
     ) -> None:
-        """Overwrites every bucket.
+        """Overwrites every slice in files with values from `source_of`.
 
         Args:
           source_of: called once for each parameter, in order; the previous parameter's source is
@@ -231,13 +231,13 @@ def _text_of(error: BaseException) -> str:
 
 
 def disk_leaves(plan: Plan) -> dict[str, DiskLeaf]:
-    """Returns {name: its buckets} of this process, in the order of the plan's layout."""
+    """Returns {parameter with slices in files: its buckets} of this process, in layout order."""
     assert plan.offload is not None
     return places_of(plan, plan.offload.on_disk)
 
 
 def places_of(plan: Plan, leaves: Sequence[SlicedLeaf]) -> dict[str, DiskLeaf]:
-    """Returns {name: its buckets, possibly none} of these parameters."""
+    """Returns {parameter: its buckets} of `leaves`, including ones without slices in files."""
     layout, mesh = plan.offload, plan.mesh
     assert layout is not None
     assert isinstance(mesh, Mesh)
@@ -363,7 +363,7 @@ def array_source(plan: Plan, place: DiskLeaf, arrays: Mapping[str, jax.Array]) -
 
 
 def arrays_of(plan: Plan, state: Any, leaves: Sequence[SlicedLeaf]) -> dict[str, dict[str, Any]]:
-    """Returns {name of each of `leaves`: {array: its leaf}} of a tree with a state's structure."""
+    """Returns {parameter: {"master" or moment: leaf}} from a tree with a state's structure."""
     layout = plan.offload
     assert layout is not None
     result: dict[str, dict[str, Any]] = {leaf.name: {} for leaf in leaves}

@@ -75,7 +75,7 @@ def rest_writer(
 
 
 class AnotherPlanError(StoreError):
-    """A complete store belongs to another plan than the one that should resume from it."""
+    """Raised if durable files belong to another plan than the one that should resume from them."""
 
 
 def resume_step(plan: Plan) -> int | None:
@@ -106,8 +106,8 @@ def resume(plan: Plan) -> tuple[TrainState, dict[str, Any] | None]:
     Call it only if `resume_step` returned a step.
 
     Raises:
-      AnotherPlanError: it is of another model, optimizer, mesh, order of layers or slicing.
-      StoreError: it is damaged.
+      AnotherPlanError: the files are of another model, optimizer, mesh, order of layers or slicing.
+      StoreError: the files are damaged.
     """
     folder = store_folder(plan.settings.offload)
     store = BucketStore.open(folder)
@@ -140,7 +140,10 @@ def _may_be_there(plan: Plan) -> bool:
 
 
 def _rest(plan: Plan, state: Any) -> dict[str, Any]:
-    """Returns {name: leaf} of what is neither in a bucket, nor computed from one, nor frozen."""
+    """Returns the part of a state that durable files store beside their slices.
+
+    It is {name: leaf} without frozen parameters, and without weights computed from masters.
+    """
     assert plan.offload is not None
     on_disk = {leaf.name for leaf in plan.offload.on_disk}
     kept = {n: x for n, x in state["params"].items() if n not in on_disk}

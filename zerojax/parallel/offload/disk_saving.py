@@ -57,7 +57,9 @@ def saved_names(plan: Plan) -> dict[str, dict[str, str]]:
 def write_pieces(
     plan: Plan, state: TrainState, folder: Path, *, with_fingerprints: bool = True
 ) -> None:
-    """Writes this process's slices of the parameters with slices on the host or in files.
+    """Writes this process's slices of offloaded parameters into a checkpoint.
+
+    These are the parameters with slices on the host or in files.
 
     If several processes hold a shard, the first of them writes it.
 
@@ -119,7 +121,7 @@ def restore_pieces(
     *,
     data_state: dict[str, Any] | None = None,
 ) -> TrainState:
-    """Restores the parameters off the device from a checkpoint, slice by slice.
+    """Restores offloaded parameters from a checkpoint, slice by slice.
 
     Args:
       plan: a plan with slices on the host or in files.
@@ -168,7 +170,7 @@ def restore_pieces(
 def _with_slices(
     plan: Plan, state: TrainState, tiers: Mapping[str, Mapping[str, Tiers]]
 ) -> TrainState:
-    """Returns a state with these slices in memory."""
+    """Returns a state with `tiers` as the masters and moments of offloaded parameters."""
     result = state.copy()
     if plan.precision.has_masters:
         masters = {name: arrays[MASTER] for name, arrays in tiers.items()}
@@ -178,7 +180,7 @@ def _with_slices(
 
 
 def put_moments(plan: Plan, opt_state: Any, tiers: Mapping[str, Mapping[str, Tiers]]) -> Any:
-    """Returns an optimizer's state with these moments in place of its own."""
+    """Returns an optimizer state with the moments in `tiers` in place of its own."""
     assert plan.offload is not None
     moments = plan.offload.moments
 
@@ -189,7 +191,7 @@ def put_moments(plan: Plan, opt_state: Any, tiers: Mapping[str, Mapping[str, Tie
 
 
 def _tiers(place: DiskLeaf, array: str, source: Source, mesh: Mesh) -> Tiers:
-    """Reads the slices of an array that are kept in memory."""
+    """Reads the slices of an array that belong in memory, from `source`."""
     result = {}
     for tier, target in abstract_tiers(place.leaf, place.dtypes[array], mesh).items():
         first, count = place.leaf.first(tier), place.leaf.counts[tier]
@@ -201,7 +203,7 @@ def _tiers(place: DiskLeaf, array: str, source: Source, mesh: Mesh) -> Tiers:
 
 
 def _read_slices(plan: Plan, place: DiskLeaf, saved: Mapping[str, Saved]) -> Source:
-    """Returns the source of a checkpoint's slices; one is in memory at a time if possible."""
+    """Returns a function that reads a parameter's slices from a checkpoint, one at a time."""
     reader = functools.cache(lambda array: saved[array].open())  # opened on first use, once
     whole = plan.placement.leaves[place.leaf.name]
     elements = place.leaf.slice_elements

@@ -89,7 +89,7 @@ def build_offload_update(plan: Plan) -> Callable[..., dict[str, Any]]:
 
 
 def context_of(plan: Plan, scale: jax.Array, skip: jax.Array, key_data: jax.Array) -> UpdateContext:
-    """Returns the optimizer's context, inside a `shard_map` over the whole mesh."""
+    """Returns the `UpdateContext` of an update inside a `shard_map` over the whole mesh."""
     params = plan.abstract_stored["params"]
     return UpdateContext(
         gradient_scale=scale,
@@ -120,7 +120,7 @@ def update_slice(
     moments: tuple[jax.Array, ...],
     grad: jax.Array,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """Returns (master, moments) after this step: device arrays of one shape, one or several slices.
+    """Updates one or several slices of a parameter on the device; returns (master, moments).
 
     Args:
       number: int32 [], number of the (first) slice in its shard; random bits depend on it.

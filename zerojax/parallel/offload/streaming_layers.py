@@ -55,7 +55,7 @@ class LayerWork:
     def run_again(
         self, rows: Arrays, index: Any, activations: Several
     ) -> tuple[list, Callable[[list], Any]]:
-        """Runs one layer again.
+        """Recomputes one layer in the backward pass, and returns its derivative.
 
         Returns:
           (its floating-point outputs, its derivative: gradients of these outputs -> gradients of
@@ -188,11 +188,11 @@ class Updates(Protocol):
     """
 
     def start(self, totals: Any, sums: Arrays) -> Any:
-        """Returns the totals before the backward pass; `sums`: of loss and weight."""
+        """Prepares the totals for the backward pass; `sums`: of loss and weight."""
         ...
 
     def load(self, totals: Any, index: Any) -> Arrays:
-        """Returns the whole rows of a layer that has not been updated."""
+        """Loads the weights of a layer that has not been updated, gathered: {name: row}."""
         ...
 
     def receive(self, totals: Any, index: Any, grads: Arrays) -> tuple[Any, Any]:
@@ -276,10 +276,11 @@ def run_updating_backward(
 
 
 def _after(value: jax.Array, earlier: Any, totals: Any) -> jax.Array:
-    """Returns `value`, which for the compiler depends on the arrays in `earlier`.
+    """Returns `value` unchanged, but makes the compiler compute the arrays in `earlier` before it.
 
-    So it cannot put off what it does not need before the next iteration: it would load at the end
-    of an iteration, beside no product. Barriers do not help: it removes them before it schedules.
+    Otherwise the compiler would load them at the end of an iteration, beside no product, since
+    nothing needs them before the next one. Barriers do not help: it removes them before it
+    schedules.
     Nothing is added if tensor parallelism splits the arrays, where one element may need a gather.
     """
     mesh = jax.sharding.get_abstract_mesh()
@@ -318,16 +319,16 @@ def _put_rows(stacks: Arrays, rows: Arrays, index: Any) -> Arrays:
 
 
 def has_gradient(value: Any) -> bool:
-    """Returns whether an array has a floating-point dtype."""
+    """Returns whether an array can have a gradient: whether its dtype is floating-point."""
     return jnp.issubdtype(value.dtype, jnp.inexact)
 
 
 def floating(values: Sequence[Any]) -> list[Any]:
-    """Returns the values that have a gradient."""
+    """Returns the floating-point arrays among `values`, which can have gradients."""
     return [value for value in values if has_gradient(value)]
 
 
 def join(floats: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-    """Returns `values`, with those that have a gradient replaced by `floats`."""
+    """Inverts `floating`: returns `values` with its floating-point arrays replaced by `floats`."""
     remaining = iter(floats)
     return [next(remaining) if has_gradient(value) else value for value in values]

@@ -167,10 +167,10 @@ class LayerRows:
         return leaf.access is Access.GATHER_ON_USE
 
     def reduce(self, grads: Arrays) -> Arrays:
-        """Reduces the gradients of one layer's trained rows to the form of their totals.
+        """Sums the gradients of one layer over devices, where that happens layer by layer.
 
-        Those of stacks on the host are summed over the data axes, and so are those that ZeRO
-        scatters inside the backward pass; the others are summed once per step, outside.
+        It does for stacks on the host and for parameters whose gradients ZeRO scatters inside the
+        backward pass; the others are returned as they are and summed once per step.
         """
         limit, dtype = self.config.reduce_bucket_size, self.config.precision.reduce_dtype
         scattered = {name: grad for name, grad in grads.items() if self._is_scattered(name)}
@@ -212,7 +212,7 @@ class LayerRows:
         return jnp.zeros(self.config.mesh.shape[MODEL] if split else 1, jnp.float32)
 
     def sum_squares(self, squares: Arrays) -> Arrays:
-        """Returns {name: float32 []} of the whole parameters, from the sums of all rows."""
+        """Adds up the squares of all rows on all devices: {parameter: float32 []}."""
         totals = {name: jnp.sum(parts) for name, parts in squares.items()}
         names: dict[tuple[str, ...], list[str]] = {}
         for name in squares:
@@ -226,7 +226,7 @@ class LayerRows:
         return totals
 
     def _split_over(self, name: str) -> tuple[str, ...]:
-        """Returns the manual axes over which the elements of a reduced row are split."""
+        """Returns the manual axes over which a row's gradient is split after `reduce`."""
         leaf = self.leaves[name]
         zero = () if leaf.zero_dim is None else leaf.zero_axes
         return zero if leaf.expert_dim is None else (*zero, EXPERT)
@@ -292,7 +292,7 @@ class GradientSink(Protocol):
     """The receiver of the layers' gradients in a backward pass, one layer after the other."""
 
     def start(self, totals: Any, sums: Arrays) -> Any:
-        """Returns the totals before the backward pass of a microbatch.
+        """Prepares the totals for the backward pass of a microbatch.
 
         Args:
           sums: sums of loss and weight of the microbatch, on this data shard.
@@ -300,7 +300,7 @@ class GradientSink(Protocol):
         ...
 
     def take(self, totals: Any, index: Any, grads: Arrays) -> Any:
-        """Returns the totals after a layer.
+        """Adds the gradients of one layer to the totals, and returns these.
 
         Args:
           grads: {name: gradient of its trained row, whole and not reduced}.

@@ -162,7 +162,7 @@ class LayerUpdates:
         return self.rows.load(index, {**fixed, **totals["weights"]})
 
     def receive(self, totals: Arrays, index: Any, grads: Arrays) -> tuple[Arrays, Any]:
-        """Reduces the gradients of a layer; returns also (gradients, whether they are skipped)."""
+        """Sums a layer's gradients over devices; returns (totals, (gradients, skip or not))."""
         waiting, here = split_by_name(self.rows.reduce(grads), self.rows.streamed)
         squares = self.rows.sum_squares({n: self.rows.squares(n, g) for n, g in waiting.items()})
         finite = jnp.isfinite(sum(squares.values()))
@@ -197,7 +197,10 @@ class LayerUpdates:
         )
 
     def load_state(self, totals: Arrays, index: Any) -> Arrays:
-        """Returns {name: [row of the weights if they are the masters, slices of each array]}."""
+        """Loads the state that a layer's update needs to the device.
+
+        It is {name: [row of the weights if they are the masters, slices of each array]}.
+        """
 
         def local(weights: Arrays, slices: Arrays, index: Any) -> Any:
             return {
@@ -293,7 +296,7 @@ class _LayerOfLeaf:
         return [row, *(jnp.stack(parts) for parts in zip(*stored, strict=True))]
 
     def load(self, weights: jax.Array, slices: list[Arrays], index: Any) -> list[jax.Array]:
-        """Returns what `update` takes."""
+        """Loads the arrays of a layer that `update` takes: row of weights, slices."""
         bring = to_device if self._tier == HOST else _same
         row = [to_device(take_slice(weights, index))] if self._reads_row else []
         # Numbers are linear in the loop's counter, so that the copy engine moves the slices.

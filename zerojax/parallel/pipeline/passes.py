@@ -273,7 +273,7 @@ class _Weights:
 
 
 def _count(pieces: LossPieces, extras: Arrays, number: int) -> tuple[Arrays, Arrays]:
-    """Runs the counting extras over all microbatches.
+    """Computes extras that only count forward passes, such as random counts, in advance.
 
     Returns:
       ({name: [microbatches, ...], value before each}, {name: value afterwards}).

@@ -263,7 +263,7 @@ class Stage:
         state["extras"] = extras
 
     def found(self, state: Arrays, slot: jax.Array) -> Arrays:
-        """Returns the extras that the forward pass of this slot read."""
+        """Returns the extras that the forward pass read whose results are in buffer `slot`."""
         kept = {
             name: lax.dynamic_index_in_dim(buffer, slot, keepdims=False)
             for name, buffer in state["kept"].items()
@@ -271,7 +271,7 @@ class Stage:
         return {**state["extras"], **kept}
 
     def becoming(self, names: frozenset[str]) -> Arrays:
-        """Returns the extras that are replaced by their gradient."""
+        """Returns the overwritten extras in `names`: those replaced by their gradient."""
         return {name: self.overwritten[name] for name in sorted(names)}
 
     def keep_largest(self, state: Arrays, new: Arrays, number: jax.Array, active: Any) -> None:
@@ -382,7 +382,7 @@ class Stage:
         state["gradients"] = _put(state["gradients"], row["forward_gradient"], gradients)
 
     def backward_slot(self, state: Arrays, row: Arrays, run: TickRun) -> None:
-        """Computes gradients of one chunk's inputs, and of its weights unless a W slot follows."""
+        """Runs a B slot: gradients of a chunk's inputs, and of its weights without a W slot."""
         grads, sent = self.pull(state, row, "backward")
         active, number = row["backward_active"] > 0, row["backward_chunk"]
         self.keep_largest(state, grads["overwritten"], number, active)
@@ -393,7 +393,7 @@ class Stage:
             self.embed_backward(state, row, sent)
 
     def weight_slot(self, state: Arrays, row: Arrays) -> None:
-        """Computes gradients of one chunk's weights, for a table whose B slots leave them out."""
+        """Runs a W slot: gradients of a chunk's weights, which the B slots left out."""
         grads, _ = self.pull(state, row, "weight")
         self.add_chunk(state, grads, row["weight_chunk"], row["weight_active"] > 0)
 

@@ -38,7 +38,7 @@ def given_by_loops(program: Jaxpr, is_loop: Callable[[Any], bool]) -> set[Any]:
 def shards_read_once(
     program: Jaxpr, equations: Sequence[Any], names: Collection[str], operand: int
 ) -> set[Any]:
-    """Returns the variables of shards that are read once here and nowhere else.
+    """Returns the shards that one equation of `equations` reads, and no other of `program`.
 
     Gradients of two reads that are available together are added before they are scattered: a table
     that is also the head's would be scattered twice if one of them had to be ready earlier.

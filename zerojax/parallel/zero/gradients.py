@@ -216,7 +216,7 @@ def build_evaluating(
 
 
 def for_evaluation(config: PassConfig, stored: Arrays, extras: Arrays, batch: Arrays) -> PassConfig:
-    """Returns the configuration for evaluation: no scatters, reads as this function needs them."""
+    """Returns the configuration of a pass that evaluates: no scatters, reads as it needs them."""
     abstract = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # noqa: E731
     leaves = config.placement.leaves
     params = {

@@ -168,7 +168,10 @@ def values_to_read(config: PassConfig, inputs: Arrays, constants: Arrays, frozen
 
 
 def build_reads(config: PassConfig, frozen: Arrays) -> dict[str, Any]:
-    """Returns {name: function called on each read}, for reads that are not plain accesses."""
+    """Returns {parameter: function that runs where the model reads it}, for special reads.
+
+    These gather, decode or look up the value, or scatter its gradient.
+    """
     leaves = config.placement.leaves
     on_use = _of_access(config, leaves, Access.GATHER_ON_USE)
     early = _of_access(config, leaves, Access.GATHER_ONCE_SCATTER_EARLY)
@@ -251,7 +254,7 @@ def build_rewriting(config: PassConfig, frozen: Arrays) -> Rewriting:
 
 
 def _slice_size(leaf: LeafPlacement) -> int:
-    """Returns the elements that one read of a parameter returns."""
+    """Returns the number of elements that one read of a parameter returns: of one layer."""
     return math.prod(leaf.shape) // max(leaf.num_slices, 1)
 
 
@@ -272,9 +275,8 @@ def reduce_gradients(config: PassConfig, grads: Arrays) -> Arrays:
 
     They are sharded as the placement says, and float32, except for parameters that are updated in
     slices: these keep the dtype in which they were summed. Under a pipeline the gradients of
-    parameters
-    that every stage reads are also summed over `stage`: each stage has its own part, most have
-    none.
+    parameters that every stage reads are also summed over `stage`: each stage has its own part,
+    most have none.
     """
     leaves = config.placement.leaves
     bucket_size = config.reduce_bucket_size

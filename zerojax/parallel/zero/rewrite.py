@@ -141,7 +141,7 @@ class _Surroundings:
 def _evaluate(
     rules: Rewriting, closed: ClosedJaxpr, inputs: Sequence[Any], where: _Surroundings
 ) -> list[Any]:
-    """Returns the outputs of a program."""
+    """Evaluates a program, rewritten by `rules`, and returns its outputs."""
     of_loops = given_by_loops(closed.jaxpr, lambda equation: _trains(rules, equation))
 
     def run_piece(
@@ -244,7 +244,7 @@ def _evaluate_scan(rules: Rewriting, equation: Any, inputs: Sequence[Any]) -> Se
 
 @dataclasses.dataclass(frozen=True)
 class _Read:
-    """One read in a piece: its call, and the variable that holds its result."""
+    """One read of a parameter: its name, its call, and the variable that holds the result."""
 
     name: str
     call: Any

@@ -27,7 +27,7 @@ _STAND_IN = "zerojax.stand_in:"
 
 @dataclasses.dataclass(frozen=True)
 class StandIn:
-    """The read of a table that is looked up."""
+    """The read of a table whose rows are looked up: returns a marked array of zeros."""
 
     name: str
     table: OwnedTable
@@ -43,7 +43,7 @@ def with_lookups(
     tables: Mapping[str, OwnedTable],
     shards_of: Callable[..., Mapping[str, jax.Array]],
 ) -> Callable[..., Any]:
-    """Returns `function` with rows of tables looked up.
+    """Returns `function`, in which gathers of table rows are lookups at the owning devices.
 
     Args:
       function: reads every one of `tables` by its `StandIn`.
@@ -188,7 +188,7 @@ def _run_checkpoint(rules: _Rules, equation: Any, given: Sequence[Any]) -> Seque
 
 
 def _joined(tables: Sequence[_Held | None], arrays: Sequence[Any]) -> list[Any]:
-    """Returns the tables, with arrays in the places between them."""
+    """Merges `tables` and `arrays`: returns `tables` with an array in place of each None."""
     rest = iter(arrays)
     return [next(rest) if table is None else table for table in tables]
 

@@ -200,7 +200,7 @@ _SLOTS = {"F": "forward", "B": "backward", "W": "weight"}
 
 
 def _empty_columns(schedule: Schedule, sizes: dict[str, int]) -> dict[str, np.ndarray]:
-    """Returns all columns, idle everywhere."""
+    """Returns the columns of an `ExecutorTable` in which all stages idle in every tick."""
     spare = {"forward_first": 0, "forward_last": 0, "backward_first": 0}
     for slot in _SLOTS.values():
         spare |= {f"{slot}_active": 0, f"{slot}_microbatch": 0, f"{slot}_chunk": 0}

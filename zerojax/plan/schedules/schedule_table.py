@@ -48,7 +48,7 @@ Cell = tuple[Operation, ...]
 
 
 class Event(NamedTuple):
-    """One operation of a table and its place."""
+    """One operation of a schedule table, with its tick and stage."""
 
     tick: int
     stage: int

@@ -17,7 +17,7 @@ from zerojax.plan.schedules.schedule_table import (
 
 @dataclass(frozen=True)
 class Costs:
-    """Time of one microbatch in one whole stage, in any unit.
+    """Times of F, B and W for one microbatch in one whole stage, in any unit.
 
     A table without W does B and W in one operation, which costs the sum; a chunk costs its share.
     """

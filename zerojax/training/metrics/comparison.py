@@ -50,12 +50,17 @@ def write_comparison(run_dirs: Sequence[str | Path], path: str | Path | None = N
     if not 2 <= len(folders) <= MAX_RUNS:
         raise ValueError(f"{len(folders)} runs cannot be compared; name 2 to {MAX_RUNS} folders")
     if len({folder.resolve() for folder in folders}) < len(folders):
-        raise ValueError("a run is named twice; name each folder once")
+        raise ValueError(
+            f"{', '.join(map(str, folders))}: a folder is named twice; name each folder once"
+        )
     runs: list[Run] = []
     for folder, name in zip(folders, _names(folders), strict=True):
         metrics = read_metrics(folder)
         if not metrics.train:
-            raise ValueError(f"'{folder}' has no finished report yet; wait for the first one")
+            raise ValueError(
+                f"'{folder}' has no finished report yet; wait until the run prints its first "
+                "losses, or leave it out"
+            )
         runs.append((name, metrics, redact(object_in(folder / "config.json"))))
     path = folders[0].resolve().parent / FILE_NAME if path is None else user_path(path)
     replace_text(path, _page(runs, folders))
@@ -63,7 +68,7 @@ def write_comparison(run_dirs: Sequence[str | Path], path: str | Path | None = N
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """Returns the shortest different names: of the folders, or with those around them."""
+    """Returns a short name for each run: the last parts of its path that tell the runs apart."""
     parts = [folder.resolve().parts for folder in folders]
     for depth in range(1, max(map(len, parts)) + 1):
         names = ["/".join(each[-depth:]) for each in parts]

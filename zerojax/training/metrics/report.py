@@ -31,7 +31,7 @@ FILE_NAME = "report.html"
 SMOOTHED_FROM = 40
 """Minimum number of reports for smoothing a curve."""
 MAX_BOXES = 5000
-"""Maximum operations of a pipeline schedule that is drawn: about 1.5 MB of page."""
+"""Maximum operations of a pipeline schedule that a report draws: about 1.5 MB of page."""
 MAX_EVENTS = 200
 _REMEDY = "remove it, or train on in the folder, which writes it anew"
 ACTIVITY_NAMES = {
@@ -65,7 +65,10 @@ def write_report(run_dir: str | Path) -> Path:
     run_dir = user_path(run_dir)
     metrics = read_metrics(run_dir)
     if not metrics.train:
-        raise ValueError(f"'{run_dir}' has no finished report yet; wait for the first one")
+        raise ValueError(
+            f"'{run_dir}' has no finished report yet; wait until the run prints its first losses, "
+            "or name the folder of another run"
+        )
     path = run_dir / FILE_NAME
     replace_text(path, _page(run_dir, metrics))
     return path

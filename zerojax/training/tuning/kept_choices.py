@@ -28,7 +28,7 @@ MAX_ENTRIES = 512
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kept:
-    """A cached answer.
+    """A cached answer to the question which of two implementations is faster.
 
     Attributes:
       choice: name of the chosen implementation.

@@ -108,7 +108,7 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Here:
-    """The arguments of `decide` that are the same for every question."""
+    """The tools and limits of `decide`: cache, effort, clock and communication."""
 
     kept: KeptChoices
     planned: Answer | None
@@ -299,7 +299,10 @@ def _measured(question: Question, here: _Here, leave_mark: Callable[[], None]) -
 
 
 def _keep(question: Question, found: Kept, here: _Here) -> None:
-    """Writes the answer to the cache of every machine; a missing one makes all measure again."""
+    """Writes the answer to the cache of every machine.
+
+    A machine without the answer would make all processes measure again.
+    """
     if here.kept.is_first:
         here.kept.keep(question.key, found)
     here.anywhere(False)  # a barrier: processes of one machine share a cache, so one writes first

@@ -43,7 +43,9 @@ three of them waiting or in use, the rest values between two kernels."""
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlicedPart:
-    """The updated arrays as `ShapeDtypeStruct`s, in the argument order of `LeafUpdate`.
+    """The part of a parameter whose update is timed; arrays are `ShapeDtypeStruct`s.
+
+    Fields have the order of `LeafUpdate`'s arguments.
 
     Attributes:
       leaf: the part of a parameter: a shard of complete slices, all of them on the host.

@@ -52,7 +52,7 @@ class Repeated:
 
 
 def room(plan: Plan) -> int:
-    """Returns the bytes of device memory that may be used; the same on all devices of a kind."""
+    """Returns the bytes of device memory that a measurement may use: a share of what is free."""
     assert isinstance(plan.mesh, Mesh)
     stats = plan.mesh.local_devices[0].memory_stats()
     if not stats:  # a CPU's memory is the host's
@@ -62,7 +62,7 @@ def room(plan: Plan) -> int:
 
 
 def share_of(free: int) -> int:
-    """Returns how many of the free bytes may be used, a power of two."""
+    """Returns the bytes that a measurement may use of `free` bytes: a share, a power of two."""
     # Rounded, so that processes with slightly different free memory build the same question.
     return 2 ** int(math.log2(max(free * SHARE, 2**20)))
 

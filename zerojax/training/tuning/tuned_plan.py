@@ -164,7 +164,7 @@ def is_on_gpus(plan: Plan) -> bool:
 
 
 def with_answers(plan: Plan, answers: Mapping[str, Answer]) -> Plan:
-    """Returns the plan with the chosen implementations, and their reasons."""
+    """Returns the plan with measured choices of kernels in place of the planned ones."""
     chosen = {what: Choice(one.choice, one.reason) for what, one in answers.items()}  # type: ignore[arg-type]
     kernels = {**plan.program.kernels, **chosen}
     describe = functools.partial(
@@ -285,7 +285,7 @@ def update_question(plan: Plan, kernel: str) -> Question:
 
 
 def _of_sample(opt_state: Any, params: Mapping[str, Any]) -> Any:
-    """Returns the part of an optimizer state that belongs to these parameters."""
+    """Returns an optimizer state whose dicts keep only the parameters in `params`."""
 
     def pick(node: Any) -> Any:
         return {name: node[name] for name in params} if isinstance(node, dict) else node
