@@ -38,7 +38,7 @@ class BlockLayout:
         self._check()
 
     def _check(self) -> None:
-        """Raises ConfigError if fields do not fit together."""
+        """Raises ConfigError if the layout's fields do not fit together."""
 
     @property
     def is_per_head(self) -> bool:
@@ -229,7 +229,7 @@ def layout_of_mode(values: Mapping[str, Any]) -> BlockLayout | None:
 
 
 def values_of_layout(layout: BlockLayout | None) -> dict[str, Any] | None:
-    """Returns a layout as JSON, which `layout_of_mode` reads; None without a layout."""
+    """Returns a layout as JSON values, which `layout_of_mode` reads; None for no layout."""
     return None if layout is None else {"mode": layout.mode, **to_dict(layout)}
 
 

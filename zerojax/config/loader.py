@@ -157,7 +157,8 @@ def load_dataclass(
 
 
 def _culprit(build: Callable[..., Any], overrides: Sequence[str]) -> str | None:
-    """Returns the override that makes a valid configuration invalid, or all if none alone does."""
+    """Returns the override without which the configuration is valid; all if no single one is at
+    fault; None if it is invalid without overrides, too."""
 
     def is_right(chosen: Sequence[str]) -> bool:
         try:
@@ -372,7 +373,7 @@ def read_text(path: Path, *, encoding: str = "utf-8") -> str:
 
 
 def check_length(text: str, source: str) -> None:
-    """Raises if a text is longer than `MAX_CHARACTERS`."""
+    """Raises if a configuration's text is longer than `MAX_CHARACTERS`."""
     if len(text) > MAX_CHARACTERS:
         raise ConfigError(
             f"more than {MAX_CHARACTERS:,} characters, too long for a configuration; give the path "
