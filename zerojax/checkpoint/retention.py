@@ -111,5 +111,6 @@ def keep_step(path: Path, name: str, step: int, about: Mapping[str, Any]) -> Non
     except OSError as error:
         raise MachineError(
             f"step {step} is saved, but not protected from deletion as {name!r}: "
-            f"{path / FILE_NAME} cannot be written: {reason(error)}"
+            f"{path / FILE_NAME} cannot be written: {reason(error)}; fix that before later saves "
+            "delete the step"
         ) from None

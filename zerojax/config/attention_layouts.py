@@ -212,7 +212,10 @@ def layout_of_mode(values: Mapping[str, Any]) -> BlockLayout | None:
       ConfigError: an unknown mode or parameter, or values that are not valid for the layout.
     """
     if not isinstance(values, Mapping):
-        raise ConfigError(f"expected a mode and its parameters, got {quoted(values)}")
+        raise ConfigError(
+            f"expected a mode and its parameters, such as {{mode: fixed, block: 16}}, got "
+            f"{quoted(values)}"
+        )
     mode = values.get("mode", "fixed")
     if mode == "dense":
         return None

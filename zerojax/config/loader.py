@@ -109,7 +109,9 @@ def from_dict(cls: type[T], values: Mapping[str, Any]) -> T:
     for field in fields:
         has_default = (field.default, field.default_factory) != (dataclasses.MISSING,) * 2
         if field.name not in values and not has_default:
-            raise ConfigError(f"{cls.__name__} needs this key and it has no default", (field.name,))
+            raise ConfigError(
+                f"{cls.__name__} needs this key, as it has no default; set it", (field.name,)
+            )
     return cls(**values)
 
 

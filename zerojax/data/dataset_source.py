@@ -187,7 +187,10 @@ def _stacked(rows: Sequence[Any]) -> Any:
     rows = [_as_row(row) for row in rows]
     structures = {jax.tree.structure(row) for row in rows}
     if len(structures) > 1:
-        raise ValueError(f"rows differ in their parts: {' and '.join(map(str, structures))}")
+        raise ValueError(
+            f"rows differ in their parts: {' and '.join(map(str, structures))}; give every row the "
+            "same keys, or pass a collate function"
+        )
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(rows[0])]
     columns = zip(*(jax.tree.leaves(row) for row in rows), strict=True)
     stacked = [_column(path, _joined(values)) for path, values in zip(paths, columns, strict=True)]

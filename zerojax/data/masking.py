@@ -45,7 +45,7 @@ class MaskedSource(TokenSource):
             )
         for token in (self.mask_token, *self.special_tokens):
             if token < 0:
-                raise ValueError(f"token {token}: ids of tokens are at least 0")
+                raise ValueError(f"token {token}: pass ids of at least 0")
         if not self._ordinary.size:
             raise ValueError(
                 f"the vocabulary of {self.vocab_size} ids has only special ones, so no random "
