@@ -55,7 +55,7 @@ _HOME_OF_NAME = {
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the module of an exception (PEP 562)."""
+    """Imports the module that defines an exception when the exception is first used (PEP 562)."""
     if name not in _HOME_OF_NAME:
         raise AttributeError(f"module 'zerojax.errors' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"zerojax.{_HOME_OF_NAME[name]}"), name)

@@ -85,7 +85,11 @@ def test_no_other_candidate_suits_more_counts():
         ({"min_devices": 9, "max_devices": 8}, 1, "is below min_devices (9)"),
         ({"devices_per_node": 6}, 4, "use a multiple of 4"),
         ({"max_devices": 7, "devices_per_node": 8}, 1, "raise max_devices"),
-        ({"min_devices": 11, "max_devices": 11, "micro_batch_sizes": (4,)}, 1, "widen the limits"),
+        (
+            {"min_devices": 11, "max_devices": 11, "micro_batch_sizes": (4,)},
+            1,
+            "lower min_devices, or raise",
+        ),
     ],
 )
 def test_what_cannot_be_cut_is_refused(settings, per_shard, sentence):

@@ -87,7 +87,7 @@ elasticity.enabled=true max_devices=1 devices_per_node=8 | 1 8 2000 | max_device
   | elasticity.enabled=true $=8 devices_per_node=8
 elasticity.enabled=true max_global_batch_size=8 devices_per_node=8 | 8 | max_global_batch_size
   | elasticity.enabled=true $=2000 devices_per_node=8
-elasticity.enabled=true min_devices=997 max_devices=998 | 997 998 | widen
+elasticity.enabled=true min_devices=997 max_devices=998 | 997 998 | min_devices max_devices
   | elasticity.enabled=true min_devices=1 max_devices=998
 global_batch_size=30 num_microbatches=4 | 30 4 | 28 32 | global_batch_size=$ num_microbatches=4
 run_dir=gs://bucket/a | run_dir gs://bucket/a | mount | run_dir=/mnt/bucket/a

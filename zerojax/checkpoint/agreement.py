@@ -40,7 +40,7 @@ _ROUND_SECONDS = 0.5
 
 
 def raise_together(error: BaseException | None) -> None:
-    """Raises on every process if any process has an error.
+    """Raises on every process if `error` is not None on any of them.
 
     Raises:
       CheckpointError: on all processes, with the type and text of the first process that failed by
@@ -95,15 +95,15 @@ def failing_together() -> Iterator[Callable[[], None]]:
 def wait_together(
     task: concurrent.futures.Future[Any], give_up: Callable[[], object]
 ) -> BaseException | None:
-    """Waits until a task is done here, and cancels it if it has failed in another process.
+    """Waits until `task` is done, and cancels it if the same task has failed in another process.
 
     Args:
-      task: one on every process, which may wait for the others in its own way.
+      task: this process's; every process has one, and they may wait for each other.
       give_up: makes `task` end; called if another process has failed. That process may have no
         other way to report it, for example when its file server is gone.
 
     Returns:
-      The error of this process's task.
+      The error of this process's task; None if it succeeded.
     """
     if jax.process_count() == 1:
         return task.exception()
@@ -119,7 +119,8 @@ def wait_together(
 
 
 def _exchange(error: BaseException | None, *, is_under_way: bool = False) -> np.ndarray:
-    """Gathers the rows of all processes: 0, `_UNDER_WAY`, or 1 + kind; then text.
+    """Gathers one row of bytes from each process: 0 (its task is done), `_UNDER_WAY`, or 1 + the
+    index of its error in `_KINDS`; then the error's text.
 
     All rows have one size whatever they contain, so that a process may repeat a call in which it
     was interrupted.
@@ -158,14 +159,14 @@ def same_everywhere(value: str, *, what: str) -> None:
 
 
 def from_process_0(number: int) -> int:
-    """Broadcasts process 0's number to every process."""
+    """Returns, on every process, the `number` that process 0 passed."""
     if jax.process_count() == 1:
         return number
     return int(multihost_utils.broadcast_one_to_all(np.int32(number)))
 
 
 def gather(values: np.ndarray) -> np.ndarray:
-    """Stacks the arrays of all processes, of equal shape everywhere, in process order."""
+    """Stacks the `values` of all processes, of equal shape everywhere, in process order."""
     if jax.process_count() == 1:
         return values[None]
     gathered = np.asarray(multihost_utils.process_allgather(values))

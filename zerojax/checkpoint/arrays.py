@@ -27,14 +27,13 @@ PyTree = Any
 _ITEM = "state"
 
 LAYER_BYTES = 512 << 10
-"""Bytes of one index of a shard's first dimension from which on each index is a separate chunk in
-the files. TensorStore reads whole chunks, so a layer of a stack can then be read without the
-others."""
+"""Smallest size of one layer (one index of a shard's first dimension) that is stored as a chunk of
+its own. TensorStore reads whole chunks, so such a layer can be read without the others."""
 Index = tuple[slice, ...]
 
 
 _NOT_STORED = {"uint2": "uint8", "uint4": "uint8", "float8_e4m3": "float8_e4m3fn"}
-"""{dtype that TensorStore's zarr3 driver does not support: a supported replacement}."""
+"""{dtype that TensorStore's zarr3 driver cannot store: a dtype to use instead}."""
 
 
 def check_storable(leaves: Mapping[str, Any]) -> None:
@@ -55,7 +54,7 @@ def check_storable(leaves: Mapping[str, Any]) -> None:
 
 
 def named_arrays(state: PyTree) -> dict[str, jax.Array]:
-    """Returns `{name: array}` of a state.
+    """Returns `{name: array}` of a state, after checking that every leaf can be stored.
 
     Raises:
       TypeError: there is no leaf, or a leaf is not a live `jax.Array` of plain numbers.
@@ -86,7 +85,7 @@ def named_arrays(state: PyTree) -> dict[str, jax.Array]:
 
 
 class Write(Protocol):
-    """Write in progress."""
+    """Write of arrays that continues in the background."""
 
     def result(self) -> None:
         """Waits until the arrays are on disk; raises the error if the write failed."""
@@ -121,7 +120,7 @@ def _in_layers(leaf: jax.Array) -> bool:
 
 
 def read(folder: Path, abstract: Mapping[str, Any], *, subset: bool) -> dict[str, jax.Array]:
-    """Reads arrays into the shardings of `abstract`. Collective over all processes.
+    """Reads the arrays that `abstract` names, with its shardings. Collective over all processes.
 
     Args:
       folder: what `start_write` wrote.
@@ -138,7 +137,7 @@ def read(folder: Path, abstract: Mapping[str, Any], *, subset: bool) -> dict[str
 
 
 def _empty(leaf: Any) -> jax.Array:
-    """Returns an array without elements."""
+    """Returns an array of the shape, dtype and sharding of `leaf`, which has no elements."""
     shape = leaf.sharding.shard_shape(leaf.shape)
     return array_of_parts(leaf.shape, leaf.sharding, lambda _: np.empty(shape, leaf.dtype))
 
@@ -161,7 +160,8 @@ def read_on_host(folder: Path, name: str, leaf: Any) -> np.ndarray:
 
 
 def open_layers(folder: Path, name: str) -> Callable[[int], np.ndarray] | None:
-    """Returns a function that reads one index of an array's first dimension; not collective.
+    """Returns a function that reads one layer of a stored array, an index of its first dimension;
+    not collective.
 
     Args:
       folder: what `start_write` wrote.
@@ -186,7 +186,7 @@ def open_layers(folder: Path, name: str) -> Callable[[int], np.ndarray] | None:
 
 
 def _not_from_orbax(record: logging.LogRecord) -> bool:
-    """Filters out Orbax's log records.
+    """Returns False for Orbax's log records, so that a logger drops them.
 
     For every failure that it raises, Orbax also logs a long traceback in the background; the raised
     error is reported in one sentence. `logging.getLogger("zerojax").setLevel("DEBUG")` shows the

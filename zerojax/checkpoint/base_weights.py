@@ -26,7 +26,7 @@ from zerojax.zoo.hugging_face import StoredArray, arrays_in
 from zerojax.zoo.hugging_face.folder import Folder
 
 PREFIX = "frozen/"
-"""Prefix of the names of these arrays in a checkpoint."""
+"""Prefix of the names of frozen weights in a checkpoint."""
 _REMEDY = (
     "put the original files back, or name a folder that has them: --pretrained FOLDER, in Python "
     "pretrained=FOLDER; to continue a run, set model.pretrained=FOLDER, or "
@@ -36,7 +36,8 @@ _REMEDY = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BaseWeights:
-    """Arrays that stay in their folder and are not written to checkpoints.
+    """Frozen weights that stay in the folder they were read from, and are not written to
+    checkpoints.
 
     Attributes:
       folder: absolute.
@@ -58,7 +59,8 @@ class BaseWeights:
         return {"folder": str(self.folder), "files": sizes, "arrays": list(self.arrays)}
 
     def as_read(self, fingerprints: Mapping[str, str]) -> BaseWeights | None:
-        """Returns the same with only the arrays in `fingerprints`; None if there are none."""
+        """Returns a copy with only the arrays named in `fingerprints`, and these fingerprints; None
+        if no array is left."""
         both = tuple(sorted(set(self.arrays) & set(fingerprints)))
         known = {name: fingerprints[name] for name in both}
         return dataclasses.replace(self, arrays=both, fingerprints=known) if both else None
@@ -80,7 +82,7 @@ class BaseWeights:
 
 
 def base_weights(folder: Folder, params: Iterable[str]) -> BaseWeights:
-    """Returns the weights that a run may leave in their folder.
+    """Describes the frozen weights that checkpoints may leave in `folder` instead of storing them.
 
     Args:
       folder: open.
@@ -131,11 +133,11 @@ class BaseReader:
 
     @property
     def folder(self) -> Path:
-        """Folder that holds the arrays."""
+        """Folder that holds the frozen weights."""
         return Path(self._metadata.base["folder"])
 
     def check(self) -> None:
-        """Opens the files to check that they exist; reads no weights.
+        """Opens the files of the frozen weights to check that they exist; reads no values.
 
         Raises:
           BaseWeightsError: files are missing, or hold other tensors.
@@ -166,7 +168,8 @@ class BaseReader:
         return codes_of_plan(self._metadata.plan)
 
     def _lazy(self, name: str) -> LazyArray:
-        """Returns the array in the form in which the step would store it."""
+        """Returns a frozen array in the form in which the step would store it, such as codes; reads
+        no values."""
         array, codes = self._arrays[name], self._codes.get(name.removeprefix(PREFIX))
         return array if codes is None else CodedArray(array, codes)
 
@@ -206,7 +209,7 @@ class BaseReader:
         Args:
           others: number of further arrays that differ.
         """
-        more = f" (nor are {others} more arrays)" if others else ""
+        more = f" (so do {others} more arrays)" if others else ""
         files = self._arrays[name].files
         sizes = self._metadata.base["files"]
         # A changed size shows which of several files was changed; an equal size shows nothing.

@@ -51,15 +51,17 @@ class Restored:
     plan: dict[str, Any]
 
     arrays: dict[str, str]
-    """As `Metadata.arrays`: all arrays in the checkpoint, including those not requested."""
+    """Name -> dtype and shape, such as `"float32[64,64]"`, of every array in the checkpoint,
+    including those not requested."""
 
     base: dict[str, str]
-    """Name -> fingerprint of the arrays that were read from another folder."""
+    """Name -> fingerprint of each frozen array that was read from a folder of pretrained weights
+    because the checkpoint does not store it."""
 
 
 @names_keywords()
 class Checkpointer:
-    """Saves and restores states in one folder.
+    """Saves training states as checkpoints in one folder, and restores them.
 
     With several processes, all must call every method except `steps`, `latest_step` and `metadata`,
     in the same order and with the same arguments, on a shared file system.
@@ -81,8 +83,8 @@ class Checkpointer:
         asynchronous: bool = True,
         fingerprints: bool = True,
     ) -> None:
-        """Creates and deletes nothing before the first save, so the folder of a running job may be
-        read.
+        """Takes the folder of the checkpoints; creates and deletes nothing in it before the first
+        save, so the folder of a running job may be read.
 
         Args:
           path: folder of a mounted file system; created by the first save.
@@ -112,13 +114,13 @@ class Checkpointer:
         self._closed = False
 
     def take_notes(self) -> list[str]:
-        """Returns the problems found since the last call, one sentence each; also issued as
-        warnings."""
+        """Returns the problems with checkpoints found since the last call of this method, one
+        sentence each; they were also issued as warnings."""
         notes, self._candidates.notes = self._candidates.notes, []
         return notes
 
     def steps(self) -> tuple[int, ...]:
-        """Returns the saved steps, oldest first, without a write in progress."""
+        """Returns the numbers of the completely saved steps, oldest first."""
         try:
             return folders.list_steps(self.path)
         except OSError as error:
@@ -131,7 +133,7 @@ class Checkpointer:
         return max(self.steps(), default=None)
 
     def metadata(self, step: int | None = None) -> Metadata:
-        """Reads the metadata of a step (None: the newest), without arrays.
+        """Reads the metadata of a saved step (None: the newest), without its arrays.
 
         Raises:
           CheckpointError: no such step, damaged, or of a newer format.
@@ -161,8 +163,8 @@ class Checkpointer:
         agreement.raise_together(error)
 
     def _hold_folder(self) -> None:
-        """Locks the folder for this process, or checks that the lock is still held. In the first
-        process.
+        """Locks the checkpoint folder for this process, or checks that its lock is still held.
+        Called only in the first process.
 
         Raises:
           FolderInUseError: another process holds the lock.
@@ -188,7 +190,7 @@ class Checkpointer:
         write_pieces: Callable[[Path], None] | None = None,
         base: BaseWeights | None = None,
     ) -> None:
-        """Saves a state; returns when `state` may be donated, the rest happens in the background.
+        """Saves a state in the background; returns when the arrays of `state` may be donated.
 
         Waits first for the previous save. If that failed, its error is raised here and nothing is
         saved.
@@ -257,7 +259,8 @@ class Checkpointer:
             self.wait()
 
     def _is_unchanged(self, base: BaseWeights, leaves: Mapping[str, jax.Array]) -> bool:
-        """Returns True on all processes if files and arrays of frozen weights are unchanged."""
+        """Returns True on all processes if the frozen weights and their files are unchanged since
+        they were read from the folder of `base`."""
         change = base.change() if is_first_process() else None
         sums = fingerprints_of({name: leaves[name] for name in base.arrays})
         differing = [name for name in base.arrays if sums[name] != base.fingerprints[name]]
@@ -268,7 +271,7 @@ class Checkpointer:
         return agreement.from_process_0(int(change is None)) == 1
 
     def wait(self) -> None:
-        """Waits until the last save is visible.
+        """Waits until the last save is complete and its step is visible in the folder.
 
         Raises:
           CheckpointError: the save failed. Raised once; the next save starts from scratch.
@@ -302,7 +305,7 @@ class Checkpointer:
                 self._release()
 
     def _release(self) -> None:
-        """Releases the lock on the folder."""
+        """Releases this process's lock on the checkpoint folder."""
         if self._hold is None:
             return
         if self._attempts:
@@ -313,7 +316,8 @@ class Checkpointer:
         self._hold.release()
 
     def finish_alone(self, seconds: float) -> str | None:
-        """Closes without communication, for a process that fails while the others continue.
+        """Closes the checkpointer without communication, for a process that fails while the others
+        continue.
 
         Waits for a save in flight, since it may need only this process's part.
 
@@ -470,7 +474,9 @@ class Checkpointer:
         if is_first_process():
             try:
                 if step not in self.steps():
-                    raise CheckpointError(f"{self.path} has no step {step} to keep as {name!r}")
+                    raise CheckpointError(
+                        f"{self.path} has no step {step} to keep as {name!r}; save it first"
+                    )
                 keep_step(self.path, name, step, about or {})
             except CheckpointError as failure:
                 error = failure
@@ -479,8 +485,8 @@ class Checkpointer:
     def check_step(
         self, step: int | None = None, *, pretrained: str | os.PathLike[str] | None = None
     ) -> None:
-        """Raises now what `restore` would raise for its metadata, small files or frozen weights'
-        folder.
+        """Raises if the metadata, small files or frozen weights' folder of a saved step would make
+        `restore` fail.
 
         Raises:
           CheckpointError: as `restore`.
@@ -515,7 +521,8 @@ class Checkpointer:
         return verify_step(folder, step, pretrained=pretrained)
 
     def _make_room(self, step: int, state_bytes: int) -> tuple[int, int]:
-        """Checks that a step is new, and renames damaged steps that were skipped.
+        """Checks that `step` is above every saved step, and renames the folders of damaged steps
+        that were skipped.
 
         Returns:
           The step, and a number that no other writer of this folder has.

@@ -40,8 +40,8 @@ class Contribution:
     """Result of one process's part of a save.
 
     Attributes:
-      checksums: of its files.
-      sums: of its shards.
+      checksums: file name -> checksum of each file that the process wrote.
+      sums: fingerprints of the shards on its devices.
       error: the reason for a failure; None after success.
       disk_full: whether the failure was for lack of space.
     """
@@ -94,7 +94,8 @@ def collect(
     limit: float = LIMIT,
     sleep: Callable[[float], Any] = time.sleep,
 ) -> list[Contribution]:
-    """Waits for the reports of these processes and removes them from the folder.
+    """Waits until each of `processes` has reported its part of a save; returns the reports and
+    deletes them.
 
     Args:
       folder: the folder of the reports.
@@ -135,7 +136,7 @@ def _path(folder: Path, process: int) -> Path:
 
 
 def _notes(folder: Path) -> dict[int, str]:
-    """Returns process -> name of its report.
+    """Returns {number of a process: file name of its report} of the reports in `folder`.
 
     Lists the folder, because a network file system may cache that a file did not exist.
     """

@@ -120,7 +120,8 @@ def reason(error: BaseException) -> str:
 
 
 def os_error_code(error: BaseException) -> int | None:
-    """Returns the operating system's error number, the outermost in the chain, or None."""
+    """Returns the operating system's error number of the outermost exception in the chain that has
+    one, or None."""
     codes = (_os_error_code(link) for link in _chain(error))
     return next((code for code in codes if code is not None), None)
 

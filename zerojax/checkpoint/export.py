@@ -41,7 +41,7 @@ class Exported:
     Attributes:
       folder: its folder.
       files: names of the safetensors files.
-      num_arrays, num_bytes: in them.
+      num_arrays, num_bytes: of the exported arrays.
     """
 
     folder: Path
@@ -119,7 +119,7 @@ def export(
 
 
 def model_arrays(saved: SavedStep, weights: Literal["trained", "ema"]) -> dict[str, str]:
-    """Returns {name of an array in a step: its name in the model} for the arrays of a model.
+    """Returns {name of an array in a step: its name in the model} for the arrays that are exported.
 
     Args:
       saved: the step; weights: as in `export`.
@@ -193,8 +193,8 @@ def read_whole(saved: SavedStep, name: str, unread: Any, shape: Sequence[int]) -
     Args:
       saved: the step.
       name: of the array.
-      unread: its entry of `open_arrays`.
-      shape: its own.
+      unread: the array's entry of `open_arrays`.
+      shape: of the whole array.
 
     Raises:
       DamagedError: it differs, or cannot be read.
@@ -206,7 +206,8 @@ def read_whole(saved: SavedStep, name: str, unread: Any, shape: Sequence[int]) -
         raise
     except Exception as error:
         raise DamagedError(
-            f"checkpoint {saved.folder} is damaged: {name!r} cannot be read ({reason(error)})"
+            f"checkpoint {saved.folder} is damaged: {name!r} cannot be read ({reason(error)}); "
+            "export an earlier step"
         ) from error
     _check(saved, name, fingerprint_math.of_array(values))
     return values
@@ -234,8 +235,8 @@ class Layers:
     Args:
       saved: the step.
       name: of the array.
-      unread: its entry of `open_arrays`.
-      shape: its own.
+      unread: the array's entry of `open_arrays`.
+      shape: of the whole array.
     """
 
     def __init__(self, saved: SavedStep, name: str, unread: Any, shape: Sequence[int]) -> None:
@@ -246,7 +247,7 @@ class Layers:
         self._sums: dict[int, fingerprint_math.Sums] = {}
 
     def layer(self, index: int) -> np.ndarray:
-        """Returns one layer. After all were read, raises DamagedError if the stack was changed."""
+        """Reads one layer. After all were read, raises DamagedError if the stack was changed."""
         if self._read is None:
             assert self._whole is not None
             return self._whole[index]
@@ -257,7 +258,7 @@ class Layers:
         except Exception as error:
             raise DamagedError(
                 f"checkpoint {self._saved.folder} is damaged: {self._name!r} cannot be read "
-                f"({reason(error)})"
+                f"({reason(error)}); export an earlier step"
             ) from error
         start = (index, *(0 for _ in self._shape[1:]))
         self._sums[index] = fingerprint_math.of_part(values[None], start, self._shape)

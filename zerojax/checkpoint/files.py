@@ -62,7 +62,8 @@ def last_change(folder: Path) -> float | None:
 
 
 def names_of_process(names: Iterable[str], process: int, num_processes: int) -> list[str]:
-    """Returns the files that belong to a process."""
+    """Returns those of `names` that `process` wrote: its number is in the name, or no process's is
+    and `process` is 0."""
 
     def owner(name: str) -> int:
         found = _PROCESS.search(name)

@@ -36,7 +36,7 @@ _TWO_BITS = (ml_dtypes.int2, ml_dtypes.uint2)
 
 
 def add(*sums: Sums) -> Sums:
-    """Adds the fingerprints of disjoint parts."""
+    """Adds the fingerprints of disjoint parts of an array."""
     return sum(one[0] for one in sums) & _MASK, sum(one[1] for one in sums) & _MASK
 
 
@@ -128,7 +128,7 @@ def _mix(x: Any) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def _factors(shape: Shape) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns (key, weight) increments of each dimension.
+    """Returns the increments of (key, weight) for each dimension of an array.
 
     A key is the index of the element times an odd constant, so two elements of an array below 2^32
     elements never share one. Weights increase by unrelated even numbers (and start at 1).
@@ -188,7 +188,7 @@ def _num_words(dtype: np.dtype) -> int:
 
 
 def _bits(values: np.ndarray, words: int) -> np.ndarray:
-    """Returns the bits as uint32 [..., words]; narrow elements are zero-extended."""
+    """Returns the bits of `values` as uint32 [..., words]; narrow elements are zero-extended."""
     size = values.dtype.itemsize
     flat = np.asarray(values, order="C").reshape(-1)
     raw = flat.view({1: np.uint8, 2: np.uint16}.get(size, np.uint32))
@@ -199,7 +199,8 @@ def _bits(values: np.ndarray, words: int) -> np.ndarray:
 
 
 def _traced_bits(values: jax.Array) -> jax.Array:
-    """Returns the bits as uint32 [..., words], as `_bits`, in a traced function."""
+    """Returns the bits of `values` as uint32 [..., words], as `_bits` does, in a
+    traced function."""
     if values.dtype == jnp.bool_:
         values = values.astype(jnp.uint8)
     if jnp.issubdtype(values.dtype, jnp.complexfloating):

@@ -25,23 +25,24 @@ Parts = dict[str, dict[int, Sums]]
 
 
 class PendingFingerprints:
-    """Sums that are being computed; the arrays may be donated meanwhile."""
+    """Fingerprints of shards that their devices are computing; the arrays may be
+    donated meanwhile."""
 
     def __init__(self, leaves: Mapping[str, jax.Array]) -> None:
         """Starts the computation; returns immediately, except for arrays in host memory."""
         self._sums = {name: _start(leaf) for name, leaf in leaves.items()}
 
     def result(self) -> Parts:
-        """Waits for the sums of this process's shards."""
+        """Waits for the fingerprints of the shards on this process's devices."""
         return {name: _by_device(sums) for name, sums in self._sums.items()}
 
 
 def whole(leaf: Any, parts: Mapping[int, Sums]) -> Sums:
-    """Returns the fingerprint of an array from those of its shards.
+    """Returns the fingerprint of a whole array from those of its shards.
 
     Args:
       leaf: has the shape and the sharding of the array.
-      parts: of all its devices.
+      parts: id of a device -> fingerprint of its shard, for all devices of the array.
     """
     found: dict[Box, Sums] = {}
     for device, box in _boxes(leaf.sharding, leaf.shape).items():
@@ -89,8 +90,8 @@ def _on_device(sharding: Sharding) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _program(sharding: NamedSharding | SingleDeviceSharding, shape: Shape) -> Any:
-    """Builds a jitted function for arrays of this sharding: uint32 [devices, 2], one row per
-    device."""
+    """Builds a jitted function that fingerprints the shards of an array: uint32 [devices, 2], one
+    row per device."""
     on_cpu = next(iter(sharding.device_set)).platform == "cpu"
     if isinstance(sharding, SingleDeviceSharding):
         return jax.jit(
@@ -119,7 +120,7 @@ def _program(sharding: NamedSharding | SingleDeviceSharding, shape: Shape) -> An
 
 @functools.lru_cache(maxsize=4096)
 def _boxes(sharding: Sharding, shape: Shape) -> dict[int, Box]:
-    """Returns id of each device of all processes -> its part of the array."""
+    """Returns {id of a device: its part of the array}, for the devices of all processes."""
     return {
         device.id: _box(index, shape)
         for device, index in sharding.devices_indices_map(shape).items()

@@ -26,8 +26,8 @@ _INVISIBLE = re.compile(r"\d+\.(partial-\d+|expired)")
 
 
 def list_steps(path: Path) -> tuple[int, ...]:
-    """Returns the complete checkpoints in a folder, oldest first; none if the folder does not
-    exist."""
+    """Returns the numbers of the steps that are completely saved in `path`, oldest first; () if the
+    folder does not exist."""
     try:
         names = os.listdir(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -36,7 +36,7 @@ def list_steps(path: Path) -> tuple[int, ...]:
 
 
 def step_folder(path: Path, step: int) -> Path:
-    """Returns the folder of a complete checkpoint."""
+    """Returns the folder of a step's complete checkpoint, whether or not it exists."""
     return path / str(step)
 
 
@@ -50,7 +50,8 @@ def partial_folder(path: Path, step: int, writer: int, attempt: int) -> Path:
 
 
 def make_partial(partial: Path) -> None:
-    """Creates a partial folder, empty; removes partial folders of interrupted saves next to it."""
+    """Creates the empty folder `partial`; removes partial folders of interrupted saves next
+    to it."""
     partial.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(partial.parent)
     partial.mkdir()
@@ -74,7 +75,8 @@ def remove_leftovers(path: Path) -> None:
 
 
 def commit(partial: Path, step: int) -> None:
-    """Syncs a partial folder to disk and renames it to a complete one."""
+    """Makes a written checkpoint visible: syncs its partial folder to disk and renames it to the
+    step's number."""
     for folder, _, names in os.walk(partial):
         for name in names:
             to_disk(os.path.join(folder, name))

@@ -32,13 +32,13 @@ _WHY = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SavedStep:
-    """Complete checkpoint.
+    """Saved step as found in its folder; its save was finished, but it may have been damaged since.
 
     Attributes:
       step, folder: its number and folder.
       num_bytes: of all its files, with their present sizes.
       metadata: None if it cannot be read.
-      error: the problem shown by file names and sizes; None if there is none.
+      error: the problem shown by metadata, file names and sizes; None if there is none.
     """
 
     step: int
@@ -49,7 +49,7 @@ class SavedStep:
 
     @property
     def is_damaged(self) -> bool:
-        """Whether its files were read and differ from those that were saved.
+        """Whether the step's files could be read and differ from those that were saved.
 
         False for checkpoints of a newer zerojax, and if the operating system could not read them:
         that says nothing about the files.
@@ -60,7 +60,7 @@ class SavedStep:
 
     @property
     def problem(self) -> str | None:
-        """The problem, without the path of the checkpoint; None if there is none."""
+        """The problem with the step, without the path of the checkpoint; None if there is none."""
         if self.error is None:
             return None
         return re.sub(rf"^checkpoint {re.escape(str(self.folder))} [^:]*: ", "", str(self.error))
@@ -79,7 +79,7 @@ class SavedStep:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Leftover:
-    """Folder that no run resumes from.
+    """Folder of an unfinished, expired or damaged checkpoint, from which no run resumes.
 
     Attributes:
       folder: its path.
@@ -127,7 +127,7 @@ def find_step(
     *,
     pretrained: str | os.PathLike[str] | None = None,
 ) -> SavedStep:
-    """Finds a complete checkpoint of a run.
+    """Finds one saved step of a run.
 
     Args:
       run: as in `find_checkpoints`.
@@ -146,7 +146,8 @@ def find_step(
     found = steps[-1:] if wanted is None else [one for one in steps if one.step == wanted]
     if not found:
         there = ", ".join(str(one.step) for one in steps) or "none"
-        raise CheckpointError(f"{path} has no step {wanted}; the saved steps are: {there}")
+        what = "saved step" if wanted is None else f"step {wanted}"
+        raise CheckpointError(f"{path} has no {what}; the saved steps are: {there}")
     saved = found[0]
     if saved.metadata is None:
         return saved
@@ -170,13 +171,13 @@ def run_settings(path: Path) -> dict[str, Any]:
 
 
 def saved_steps(path: Path) -> list[SavedStep]:
-    """Returns the complete checkpoints in a folder, oldest first."""
+    """Returns the saved steps in a folder of checkpoints, damaged ones too, oldest first."""
     found = (_saved_step(path, step) for step in folders.list_steps(path))
     return [one for one in found if one is not None]
 
 
 def _saved_step(path: Path, step: int) -> SavedStep | None:
-    """Returns a step, or None if a run has deleted or renamed it after listing."""
+    """Describes a saved step; None if a run has deleted or renamed it after listing."""
     folder = folders.step_folder(path, step)
     metadata, error = None, None
     try:

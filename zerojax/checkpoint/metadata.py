@@ -40,7 +40,8 @@ from zerojax.runtime.bounded_json import (
 )
 
 FORMAT = 3
-"""The newest readable format; written if arrays are left in another folder."""
+"""Newest format that this version reads; written if a checkpoint leaves frozen arrays in another
+folder."""
 _WHOLE = 2
 """Written if all arrays are in the checkpoint, so that older versions read it."""
 FILE_NAME = "metadata.json"
@@ -92,8 +93,8 @@ class Metadata:
     """File -> CRC-32 of its bytes, 8 hexadecimal digits; the same files as in `files`."""
 
     base: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Arrays that were left in the folder that they were read from, in the form of
-    `BaseWeights.to_dict`. {}: all arrays are in the checkpoint."""
+    """Frozen arrays that the checkpoint does not store because they are in the folder that they
+    were read from, in the form of `BaseWeights.to_dict`. {}: all arrays are in the checkpoint."""
 
     format: int = _WHOLE
 
@@ -108,7 +109,7 @@ def describe(leaf: Any) -> str:
 
 
 def as_abstract(description: str) -> jax.ShapeDtypeStruct:
-    """Parses the text of `describe`.
+    """Parses dtype and shape from a text that `describe` wrote.
 
     >>> as_abstract("float32[2,3]")
     ShapeDtypeStruct(shape=(2, 3), dtype=float32)
@@ -135,7 +136,7 @@ def make_metadata(
       leaves: {name: array}, including arrays that are not written.
       data_state, config, plan: as in `Metadata`.
       base: the arrays that are not written, as in `Metadata.base`; None: all are written.
-      fingerprints: of these arrays.
+      fingerprints: name -> fingerprint of the arrays that are not written.
 
     Raises:
       TypeError: `data_state`, `config` or `plan` is not made of JSON values; names the place.
@@ -329,7 +330,7 @@ def _check_json(value: Any, where: str, depth: int = 2) -> None:
     many digits, and values that are nested too deeply.
     """
     if isinstance(value, dict | list | tuple) and depth > MAX_DEPTH:
-        raise TypeError(f"{where[:80]}... is nested deeper than {MAX_DEPTH} levels")
+        raise TypeError(f"{where[:80]}... is nested deeper than {MAX_DEPTH} levels; flatten it")
     if isinstance(value, str):
         _check_text(value, where)
     elif type(value) is int and abs(value) >= 10 ** (MAX_DIGITS - 1):
@@ -359,11 +360,13 @@ def _check_text(text: str, where: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        raise TypeError(f"{where} has {quoted(text)}, which is not Unicode text") from None
+        raise TypeError(
+            f"{where} has {quoted(text)}, which is not Unicode text; remove its lone surrogates"
+        ) from None
 
 
 def seal(body: Mapping[str, Any]) -> str:
-    """Returns the text of a JSON object with its seal."""
+    """Returns a JSON object as text with a seal: checksums of its values and of the text."""
     text = json.dumps({**body, SECTIONS: dict(_checksums(body))}, indent=1)
     inside = text.removesuffix("\n}")
     return f'{inside},\n "checksum": "{_checksum(inside.encode())}"\n}}\n'
@@ -375,7 +378,7 @@ def is_sealed(content: bytes) -> bool:
 
 
 def is_unbroken(content: bytes) -> bool:
-    """Returns True if the bytes of a sealed file are those that were written."""
+    """Returns True if the text of a sealed file matches the checksum in its last line."""
     last = _LAST_LINE.search(content)
     return last is not None and last[1].decode() == _checksum(content[: last.start()])
 
@@ -391,7 +394,8 @@ def changed_values(body: Mapping[str, Any]) -> list[str]:
 
 
 def _checksums(body: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yields (name, checksum) of each value, and of every leaf of the sections that people edit."""
+    """Yields (name, checksum) of each value; for `config` and `data_state`, of each leaf instead,
+    such as "config.seed"."""
     for name, value in body.items():
         if name == SECTIONS:
             continue

@@ -39,28 +39,30 @@ LARGEST = 1 << 20
 and 1.1 s; stacking makes a save block for 0.2 to 0.3 s (522 MB, two cores)."""
 
 PACK_BYTES = 64 << 20
-"""Bytes of one pack, over all devices; a reader holds one pack in host memory. A larger array is
-written separately, however small its shards are."""
+"""Largest size of one pack, over all devices; a reader holds one pack in host memory. A larger
+array is written separately, however small its shards are."""
 
 DEVICE_BYTES = 256 << 20
-"""Device memory that packs use until they are on the host; further arrays are not packed."""
+"""Largest memory that packs take on each device until they are on the host; further arrays are not
+packed."""
 
 _PLAIN = frozenset(
     ("float32", "int32", "uint32", "bfloat16", "float16", "int16", "uint16", "int8", "uint8")
 )
 _FORMAT = 1
 _MOST_BYTES = 256 << 20
-"""Limit of the table: 40 bytes for each device that has a part of an array."""
+"""Largest file of the table, which needs about 40 bytes for each device that has a part of an
+array."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """Elements of a block of an array, and their place in a pack.
+    """Consecutive elements of a block of an array, and their place in a pack.
 
     Attributes:
       start, shape: of the block, a box of the array.
       first, count: elements of the block in C order.
-      offset: of the first in the pack, in elements.
+      offset: of the first of them in the pack, in elements.
     """
 
     start: Shape
@@ -72,7 +74,7 @@ class _Run:
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Place of an array: its pack, the elements of the pack, and its runs."""
+    """Place of a small array: its pack, the number of elements of that pack, and its runs."""
 
     pack: str
     elements: int
@@ -81,14 +83,14 @@ class _Place:
 
 
 class Table:
-    """Places of the arrays in packs."""
+    """Table of the pack and the position in it of each small array."""
 
     def __init__(self, places: Mapping[str, _Place]) -> None:
         self._places = places
 
     @property
     def names(self) -> frozenset[str]:
-        """The arrays that are in packs."""
+        """Names of the arrays that are in packs."""
         return frozenset(self._places)
 
     def pack_of(self, name: str) -> tuple[str, jax.ShapeDtypeStruct]:
@@ -97,7 +99,7 @@ class Table:
         return place.pack, jax.ShapeDtypeStruct((place.elements,), np.dtype(place.dtype))
 
     def part(self, name: str, pack: np.ndarray, box: Box) -> np.ndarray:
-        """Returns a part of an array, in new memory.
+        """Copies a part of an array out of its pack, into new memory.
 
         Raises:
           ValueError: the table lacks some of its elements.
@@ -178,7 +180,9 @@ def _as_place(name: str, entry: Any) -> _Place:
 
 
 def stack(arrays: Mapping[str, jax.Array]) -> tuple[dict[str, jax.Array], Table]:
-    """Returns (the arrays to write: packs, and arrays that are in none; the table of the packs).
+    """Stacks small arrays into packs; returns ({name: array to write}, the table of the packs).
+
+    The arrays to write are the packs, and unchanged the arrays that are in no pack.
 
     The packs are copied immediately, so the arrays may be donated afterwards. Every process calls
     it.
@@ -198,7 +202,8 @@ def stack(arrays: Mapping[str, jax.Array]) -> tuple[dict[str, jax.Array], Table]
 
 
 def _groups(arrays: Mapping[str, jax.Array]) -> list[list[str]]:
-    """Returns the names of each pack: of one mesh and one dtype, in order, at least two."""
+    """Returns the names of the arrays of each pack; a pack has one mesh, one dtype and at least two
+    arrays."""
     full: list[list[str]] = []
     waiting: dict[tuple[Mesh, np.dtype], list[str]] = {}
     sizes: dict[tuple[Mesh, np.dtype], int] = {}
@@ -220,7 +225,7 @@ def _groups(arrays: Mapping[str, jax.Array]) -> list[list[str]]:
 
 
 def _mesh_of(array: jax.Array) -> Mesh | None:
-    """Returns the mesh of an array that can be stacked, or None."""
+    """Returns the mesh of an array; None if the array cannot be stacked into a pack."""
     sharding = array.sharding
     if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
         return None
@@ -274,7 +279,7 @@ def _stacker(mesh: Mesh, specs: tuple[P, ...]) -> Any:
 def _places(
     pack: str, names: Sequence[str], group: Sequence[jax.Array], packed: jax.Array
 ) -> dict[str, _Place]:
-    """Returns the places that `_stacker` gave to the arrays."""
+    """Returns {name: place} of the arrays that `_stacker` has stacked into `packed`."""
     mesh = _mesh_of(group[0])
     assert mesh is not None
     result, before = {}, 0

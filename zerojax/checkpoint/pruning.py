@@ -49,7 +49,7 @@ def removals(
     damaged: bool = False,
     now: float | None = None,
 ) -> list[Removal]:
-    """Returns what would be deleted from a folder of checkpoints; deletes nothing.
+    """Lists the folders that would be deleted from a folder of checkpoints; deletes nothing.
 
     Args:
       path: the folder.

@@ -169,13 +169,14 @@ def _check_fingerprints(
 
 
 def fingerprints_of(arrays: Mapping[str, jax.Array]) -> dict[str, str]:
-    """Returns name -> fingerprint, equal on all processes. Collective; waits for the arrays."""
+    """Returns {name: fingerprint} of `arrays`, equal on all processes. Collective; waits for the
+    arrays."""
     parts = _of_all_processes(PendingFingerprints(arrays).result())
     return {name: as_text(whole(leaf, parts[name])) for name, leaf in arrays.items()}
 
 
 def _of_all_processes(parts: Parts) -> Parts:
-    """Gathers the sums of all devices on every process."""
+    """Returns the fingerprints of the shards on all processes' devices, on every process."""
     if jax.process_count() == 1:
         return parts
     devices = [device.id for device in jax.local_devices()]
@@ -198,7 +199,8 @@ def _of_all_processes(parts: Parts) -> Parts:
 
 
 def _failed_read(folder: Path, metadata: Metadata, failure: Exception) -> CheckpointError:
-    """Returns the error of a failed read: damage, unless all files match their checksums."""
+    """Chooses the error for arrays that could not be read: damage, unless all files match their
+    checksums."""
     if isinstance(failure, BaseWeightsError):
         return failure
     if not is_damage(failure):
@@ -218,7 +220,7 @@ def _failed_read(folder: Path, metadata: Metadata, failure: Exception) -> Checkp
 
 
 def _damaged_files(folder: Path, metadata: Metadata) -> str:
-    """Returns the end of a message about wrong arrays: the damaged files."""
+    """Returns the end of a message about wrong arrays: the files that are damaged."""
     try:
         found = list(files.wrong_checksums(folder, metadata.checksums))
     except OSError as error:
@@ -263,7 +265,8 @@ class Candidates:
         self._damaged: set[int] = set()
 
     def existing(self, step: int | None) -> int:
-        """Returns a saved step; None means the newest. Not collective.
+        """Returns `step` after checking that it is saved, or for None the newest saved step. Not
+        collective.
 
         Raises:
           CheckpointError: there is none.
@@ -279,7 +282,8 @@ class Candidates:
         return steps[-1] if step is None else step
 
     def first(self, step: int | None) -> int:
-        """Returns the step to try first.
+        """Returns the step to restore first: `step`, or for None the newest one that is not known
+        to be damaged.
 
         Raises:
           CheckpointError: there is none.
@@ -296,7 +300,7 @@ class Candidates:
         return agreement.from_process_0(chosen)
 
     def below(self, lost: Mapping[int, str]) -> int:
-        """Returns the newest step before damaged ones.
+        """Returns the newest saved step that is earlier than all steps in `lost`.
 
         Args:
           lost: step -> its problem.
@@ -311,8 +315,8 @@ class Candidates:
         return chosen
 
     def usable(self) -> int | None:
-        """Returns the newest step that looks intact, and skips those above it; None if nothing is
-        saved.
+        """Returns the newest saved step that looks intact; None if nothing is saved. Later steps
+        are skipped from then on.
 
         Raises:
           CheckpointError: all are damaged, or the newest is of a newer format.
@@ -366,7 +370,7 @@ class Candidates:
             warn_user(text, RuntimeWarning)
 
     def set_aside(self) -> None:
-        """Renames the steps that were skipped. Only in process 0.
+        """Renames the folders of the damaged steps that were skipped. Only in process 0.
 
         Raises:
           OSError: from the operating system.
@@ -376,13 +380,14 @@ class Candidates:
         self._damaged.clear()
 
     def remedy(self, damaged: int) -> str:
-        """Names a step to restore: the newest earlier one that looks intact, or a later one."""
+        """Returns the remedy for a damaged step, as a clause: another step to restore, the newest
+        earlier one that looks intact, or else a later one."""
         others = [step for step in self._steps() if step != damaged]
         for step in sorted(others, key=lambda step: (step > damaged, -step)):
             with contextlib.suppress(CheckpointError):
                 check_quickly(folders.step_folder(self._path, step))
                 return f"restore step {step}"
-        return "no other step is whole" if others else "no other step is saved"
+        return "no other step is intact" if others else "no other step is saved"
 
     def _not_passed_over(self) -> list[int]:
         return [step for step in self._steps() if step not in self._damaged]

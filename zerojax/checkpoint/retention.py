@@ -59,7 +59,8 @@ def as_retention(keep: int | Retention) -> Retention:
 
 
 def kept_steps(path: Path) -> dict[str, dict[str, Any]]:
-    """Returns {name: {"step": number, ...}} of a folder of checkpoints.
+    """Returns the steps that are kept by name in a folder of checkpoints: {name: {"step": number,
+    ...}}.
 
     Raises:
       MachineError: the file exists but cannot be read, so the steps to keep are unknown.
@@ -76,7 +77,9 @@ def kept_steps(path: Path) -> dict[str, dict[str, Any]]:
     if not isinstance(found, dict) or not all(
         isinstance(about, dict) and type(about.get("step")) is int for about in found.values()
     ):
-        raise MachineError(f"{path / FILE_NAME} lists no valid steps; remove it to keep none")
+        raise MachineError(
+            f"{path / FILE_NAME} lists no valid steps; remove it, which keeps no step by name"
+        )
     return found
 
 
@@ -96,7 +99,8 @@ def named_step(kept: Mapping[str, Mapping[str, Any]], name: str) -> int:
 
 
 def keep_step(path: Path, name: str, step: int, about: Mapping[str, Any]) -> None:
-    """Keeps a saved step under a name, and releases the step that had the name. For one process.
+    """Protects a saved step from deletion under a name, and releases the step that had the name.
+    For one process.
 
     Raises:
       MachineError: the file cannot be written.
@@ -107,5 +111,6 @@ def keep_step(path: Path, name: str, step: int, about: Mapping[str, Any]) -> Non
     except OSError as error:
         raise MachineError(
             f"step {step} is saved, but not protected from deletion as {name!r}: "
-            f"{path / FILE_NAME} cannot be written: {reason(error)}"
+            f"{path / FILE_NAME} cannot be written: {reason(error)}; fix that before later saves "
+            "delete the step"
         ) from None

@@ -57,7 +57,8 @@ ARRAYS, PIECES = "arrays", "pieces"
 _LOOK_SECONDS = 0.5
 POLL_SECONDS = 0.5
 STUCK_SECONDS = 2.0
-"""Creating a folder takes less time: after a failed save, a wait of this length will not end."""
+"""Seconds after which a wait of Orbax's threads for a folder is ended, after a failed save;
+creating a folder takes less time."""
 _FUNCTION, _PACKAGE = "blocking_key_value_get", "orbax"
 
 
@@ -67,7 +68,8 @@ class Save:
 
     metadata: Metadata
     partial: Path
-    """Folder in which it is written before it is complete; inside the folder of the checkpoints."""
+    """Folder in which the checkpoint is written before it is complete; inside the folder of the
+    checkpoints."""
 
     keep: Retention
     leaves: dict[str, jax.Array]
@@ -184,7 +186,7 @@ def _finish(
 
 
 def _await(save: Save, writing: arrays.Write) -> None:
-    """Waits for this process's part; stops if another process has failed.
+    """Waits until this process's part of the save is written; stops if another process has failed.
 
     Orbax waits for a message of every process, which never comes from a failed one, whether it had
     no space or lost its file server. So all processes watch the folder meanwhile: a process that
@@ -237,7 +239,7 @@ def _cause(name: str) -> str:
 
 
 def _fingerprints(save: Save, parts: list[Contribution]) -> dict[str, str]:
-    """Returns name -> fingerprint, combined from all processes.
+    """Returns {name: fingerprint} of the saved arrays, combined from all processes.
 
     Raises:
       DivergedError: copies of an array differ. It is undefined which of them is written, or how
@@ -351,7 +353,8 @@ def _watch_threads() -> None:
 
 
 def _stuck_waits() -> list[tuple[int, FrameType, str]]:
-    """Returns (thread, the frame of the waiting call, its key) of Orbax's own threads."""
+    """Returns (thread, its waiting frame, the key it waits for) of each of Orbax's threads that
+    waits."""
     found = []
     others = threading.main_thread().ident, threading.get_ident()
     for thread, top in sys._current_frames().items():

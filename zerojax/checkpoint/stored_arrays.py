@@ -37,7 +37,7 @@ class Unread:
         self._open, self._open_layers = open_array, open_layers
 
     def open(self) -> Callable[[Box], np.ndarray]:
-        """Returns a function that reads any part of it, a box.
+        """Returns a function that reads any part of the array, a box.
 
         Orbax's files are read as a whole array, onto the host, collectively over all processes; the
         memory is freed when the returned function is. From pieces only the part is read.
@@ -45,7 +45,8 @@ class Unread:
         return self._open()
 
     def open_layers(self) -> Callable[[int], np.ndarray] | None:
-        """Returns a function that reads one index of the first dimension, or None; not collective.
+        """Returns a function that reads one index of the array's first dimension, or None; not
+        collective.
 
         None if the files hold several indices in one chunk: then `open` costs less.
         """
@@ -56,10 +57,11 @@ class StoredArrays:
     """Reader of the arrays of one checkpoint."""
 
     def __init__(self, folder: Path, pieces: Path, base: BaseReader) -> None:
-        """Opens the tables.
+        """Opens the tables that say where each array is stored.
 
         Args:
-          folder: Orbax's; pieces: of `checkpoint.store.pieces`, if there is one.
+          folder: of Orbax's files.
+          pieces: of the files of `checkpoint.store.pieces`; it may be missing.
           base: reader of the arrays that are not in the checkpoint.
         """
         self._base = base
@@ -71,7 +73,7 @@ class StoredArrays:
     def read(
         self, wanted: Mapping[str, Any], *, unread: Collection[str], subset: bool
     ) -> dict[str, Any]:
-        """Returns the arrays with these names, and `Unread` for those to be read later.
+        """Returns {name: array} for `wanted`, with an `Unread` in place of each array in `unread`.
 
         Args:
           wanted: name -> `ShapeDtypeStruct` with a sharding.
@@ -100,7 +102,8 @@ class StoredArrays:
         return result
 
     def _from_pieces(self, name: str, leaf: Any) -> jax.Array:
-        """Reads every device's part from pieces, one in host memory at a time."""
+        """Reads every device's part of an array from pieces; holds one part in host memory at a
+        time."""
         reader = self._reader
         assert reader is not None
         return array_of_parts(
@@ -108,8 +111,8 @@ class StoredArrays:
         )
 
     def _from_base(self, name: str, leaf: Any) -> jax.Array:
-        """Reads every device's part from another folder; equal parts of consecutive devices
-        once."""
+        """Reads every device's part of an array from the folder of frozen weights; equal parts of
+        consecutive devices once."""
         last: tuple[Box, np.ndarray] | None = None
 
         def part(index: Any) -> np.ndarray:

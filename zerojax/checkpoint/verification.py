@@ -56,19 +56,20 @@ class Verification:
 
     @property
     def is_good(self) -> bool:
-        """Whether everything equals what was saved."""
+        """Whether all files and arrays that were compared equal what was saved."""
         return not self.damages
 
 
 def verify_step(
     folder: Path, step: int, *, pretrained: str | os.PathLike[str] | None = None
 ) -> Verification:
-    """Reads a whole step, one array at a time, and the frozen weights that it does not store.
+    """Reads a whole step, and frozen weights that it does not store, and compares all with what was
+    saved; one array at a time.
 
     Args:
       folder: of the step.
       step: its number.
-      pretrained: folder of these weights; None: the original one.
+      pretrained: folder of the frozen weights; None: the original one.
 
     Raises:
       MachineError: not readable now, for a reason other than damage. CheckpointError: of a newer

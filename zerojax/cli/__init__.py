@@ -43,7 +43,7 @@ ZEROJAX_DEBUG=1 shows the traceback of an error."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command.
+    """Runs one `zerojax` command and returns its exit code.
 
     In a process that has joined others a failure exits the process immediately, because the others
     would wait for it in a collective.
@@ -83,7 +83,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Returns the parser of every command; `args.command(args)` runs it."""
+    """Returns the parser of all `zerojax` commands; `args.command(args)` runs the parsed one."""
     parser = Parser(
         prog="zerojax",
         description="Train JAX models with ZeRO, pipelines, tensor parallelism and offload.",
@@ -114,7 +114,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _complain(error: Exception) -> int:
-    """Prints one sentence for a user error; the traceback for a defect, or if requested."""
+    """Prints an error: one sentence for a user's mistake; the traceback for a defect, or if
+    requested."""
     sentence, is_bad_input = explain(error)
     if sentence is None or os.environ.get("ZEROJAX_DEBUG", "0") not in ("", "0"):
         show("".join(traceback.format_exception(error)), file=sys.stderr, end="")

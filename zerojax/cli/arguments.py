@@ -18,10 +18,11 @@ from zerojax.config.loader import user_path
 
 
 class Parser(argparse.ArgumentParser):
-    """Argument parser whose one-line errors name the nearest word and the help command."""
+    """Argument parser with one-line errors that name the nearest valid word and the
+    help command."""
 
     def parse_args(self, args=None, namespace=None):
-        """Parses like argparse, but KEY=VALUE words may also follow options."""
+        """Parses like argparse, but KEY=VALUE words may also follow options such as --steps."""
         found, rest = self.parse_known_args(args, namespace)
         if rest and hasattr(found, "overrides") and not any(w.startswith("-") for w in rest):
             found.overrides, rest = [*found.overrides, *rest], []
@@ -51,7 +52,7 @@ def add_command(
     help_line: str,
     epilog: str = "",
 ) -> argparse.ArgumentParser:
-    """Declares a command.
+    """Declares a sub-command of `zerojax`.
 
     Args:
       commands: the result of `add_subparsers`.
@@ -73,7 +74,8 @@ def add_command(
 
 
 def finite(text: str) -> float:
-    """Returns the number of an option; argparse reports infinity and NaN with the option's name."""
+    """Converts the text of an option to a finite number; argparse reports infinity and NaN with the
+    option's name."""
     number = float(text)
     if not math.isfinite(number):
         raise argparse.ArgumentTypeError(f"{text} is not a finite number")
@@ -89,7 +91,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def split_words(config: str | None, overrides: list[str]) -> tuple[str | None, list[str]]:
-    """Returns (CONFIG or None, overrides).
+    """Splits the words before the options into (CONFIG or None, overrides).
 
     CONFIG is optional: a first word with `=` that is not a file is an override.
     """
@@ -99,7 +101,7 @@ def split_words(config: str | None, overrides: list[str]) -> tuple[str | None, l
 
 
 def is_python(path: str | None) -> bool:
-    """Returns whether the first word of a command is a Python script in place of a run file."""
+    """Returns whether a command's first word is a Python script, not a run file."""
     return path is not None and path.endswith(".py")
 
 
@@ -166,12 +168,12 @@ def add_chats(parser: argparse.ArgumentParser) -> None:
 
 
 def step_or_name(word: str) -> int | str:
-    """Returns a step as a number, or the name of a kept step."""
+    """Converts the value of --step: a number, or else the name of a step that is kept by name."""
     return int(word) if word.isdecimal() and len(word) < 20 else word
 
 
 def command_name() -> str:
-    """Returns how to call this `zerojax`: its name if it is on PATH, else its location.
+    """Returns how a user can call this `zerojax`: its name if it is on PATH, else its location.
 
     `make train` runs inside a virtual environment that is not on the user's PATH.
     """
@@ -185,6 +187,6 @@ def command_name() -> str:
 
 
 def _short(path: Path) -> str:
-    """Returns the path relative to the working folder, if it is below it."""
+    """Returns `path` relative to the working folder if it is below it, else unchanged."""
     here = Path.cwd()
     return os.path.relpath(path, here) if path.is_relative_to(here) else str(path)

@@ -24,7 +24,8 @@ from zerojax.runtime.memory import keep_freed_memory
 from zerojax.runtime.shutdown import DIFFERS, OK
 
 TIME_LIMIT = 300
-"""Seconds. Scripts read data sets and build tokenizers before they train."""
+"""Default limit in seconds until a script must have started to train. Scripts read data sets and
+build tokenizers before."""
 LONGEST = 86_400
 
 _HELP = """\
@@ -50,11 +51,11 @@ its training, 4 runs differ or the model is refused.
 In Python: zerojax.check(model, batch, loss=..., optimizer=...)."""
 
 MAX_STEPS = 1000
-"""Maximum steps of each run, whose batches are all in memory."""
+"""Largest number of steps of each run of a check; all their batches are in memory."""
 
 
 def add(commands) -> None:
-    """Declares the command."""
+    """Declares `zerojax check`."""
     parser = add_command(
         commands, "check", run, "check that a model trains the same on any number of devices", _HELP
     )
@@ -83,7 +84,7 @@ def add(commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the check on virtual CPU devices; a script or a function runs in a child process.
+    """Runs `zerojax check` on virtual CPU devices; a script or a function runs in a child process.
 
     Returns:
       0 all agree, 4 they do not; or the child's exit code.
@@ -126,7 +127,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _command(args: argparse.Namespace) -> list[str]:
-    """Returns the same command for the child, without the name of its notes file."""
+    """Returns the words of `zerojax check` for the child process, without the name of its notes
+    file."""
     numbers = {"devices": args.devices, "steps": args.steps, "time-limit": args.time_limit}
     options = [f"--{name}={number}" for name, number in numbers.items() if number is not None]
     flags = [f"--{name}" for name in ("thorough", "strict", "json") if getattr(args, name)]
@@ -145,7 +147,7 @@ def _start_on_the_cpu(devices: int) -> None:
 
 
 def check(args: argparse.Namespace, target: str, name: str, limit: float) -> int:
-    """Checks the model of a target and prints the result.
+    """Checks the model of a target of `zerojax check` and prints the result.
 
     Args:
       limit: seconds until the target must have provided something to check.

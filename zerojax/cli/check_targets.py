@@ -32,9 +32,9 @@ from zerojax.models.losses import next_token_of_call
 from zerojax.training.run_file import plan_from_config, tokenizer_spec
 
 ROWS = 16
-"""Default rows of a text batch, and their maximum for a run file."""
+"""Rows of a batch of text by default, and their maximum for a run file."""
 MOST_ROWS = 32
-"""Maximum rows of a script's batches, which are sized for accelerators."""
+"""Largest number of rows of a script's batches, which are sized for accelerators."""
 
 _NAME_A_FUNCTION = "name a function that returns what to check"
 
@@ -43,7 +43,7 @@ Parts = dict[str, Any]
 
 
 def read_target(target: str, name: str, *, overrides: list[str], steps: int) -> Parts:
-    """Returns the parts of a target to check.
+    """Returns what to check: the model, batches and optimizer of a target of `zerojax check`.
 
     Args:
       target: path of a run file or script, or the dotted name of a module.
@@ -70,7 +70,7 @@ def _fewer_rows(batch: Any) -> Any:
 
 
 def parts_of_run_file(path: str, overrides: list[str], steps: int) -> Parts:
-    """Returns the model, text and optimizer of a run file, in batches of a few rows."""
+    """Returns the model, text and optimizer that a run file sets, in batches of a few rows."""
     config = load(RunConfig, path, overrides)
     config = dataclasses.replace(config, mesh=MeshConfig(), num_microbatches=1)
     plan = plan_from_config(config, 1)
@@ -95,7 +95,7 @@ def parts_of_run_file(path: str, overrides: list[str], steps: int) -> Parts:
 
 
 def parts_by_name(target: str, name: str) -> Parts:
-    """Returns the parts that a function or a mapping of a script or module provides.
+    """Returns what to check from a function or a mapping in a script or module.
 
     Raises:
       ValueError: no such name, or it provides something else.
@@ -122,7 +122,8 @@ def parts_by_name(target: str, name: str) -> Parts:
 
 
 def parts_of_script(path: str, steps: int) -> Parts:
-    """Returns the parts in a script's first `train`, `make_plan` or engine step, which ends it.
+    """Runs a script until its first `train`, `make_plan` or engine step, and returns what to check
+    from that call.
 
     Args:
       path: of the script, which runs as with `python SCRIPT`.
@@ -205,7 +206,7 @@ def _of_engine(given: Mapping[str, Any], end: End) -> Any:
 
 
 class _Engine:
-    """Stand-in for an engine until its first step, which provides a batch."""
+    """Stand-in for a DeepSpeed engine in a checked script; its first step provides a batch."""
 
     def __init__(self, parts: Parts, end: End):
         self._parts, self._end = parts, end
@@ -218,7 +219,7 @@ class _Engine:
 
 
 def _optimizer_of(config: Any, given: Mapping[str, Any]) -> Any:
-    """Returns the optimizer of a DeepSpeed configuration, or the one passed to the call."""
+    """Returns the optimizer of a DeepSpeed configuration, or the one that the call was given."""
     says = deepspeed_config.CallerValues(
         optimizer=given["optimizer"],
         steps=given["steps"],

@@ -50,7 +50,7 @@ exit codes: 0 it worked, 1 it failed (verify: damage was found), 2 the input was
 
 
 def add(commands) -> None:
-    """Declares the command and its sub-commands."""
+    """Declares `zerojax checkpoint` and its sub-commands."""
     parser = add_command(commands, "checkpoint", run, "list, verify, export or delete steps", _HELP)
     actions = parser.add_subparsers(metavar="ACTION", dest="action", required=True)
     _add_list(actions)
@@ -120,7 +120,7 @@ def _add_prune(actions) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs one of the actions."""
+    """Runs one sub-command of `zerojax checkpoint`."""
     import jax
 
     jax.config.update("jax_platforms", "cpu")  # leaves accelerators to running jobs
@@ -198,7 +198,7 @@ def _as_json(one: SavedStep) -> dict[str, Any]:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Formats columns right-aligned, the last one left-aligned."""
+    """Formats rows of text as columns, right-aligned, the last column left-aligned."""
     widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]) - 1)]
     lines = []
     for *cells, last in rows:
@@ -229,7 +229,9 @@ def _verify(args: argparse.Namespace) -> int:
     if args.json:
         show(json.dumps([_verified(one) for one in found], indent=1))
     if not found:
-        raise CheckpointError(f"{path} has no complete step to verify")
+        raise CheckpointError(
+            f"{path} has no complete step to verify; name the folder of a run that has saved one"
+        )
     return OK if all(one.is_good for one in found) else FAILED
 
 

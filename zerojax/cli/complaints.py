@@ -22,7 +22,7 @@ _BAD_PATHS = (
 
 
 def explain(error: Exception) -> tuple[str | None, bool]:
-    """Returns the sentence for `error` and whether the input was wrong.
+    """Returns (sentence for the user about `error`, whether the input was wrong).
 
     Errors that zerojax raises on purpose contain their own sentence. Errors from another library
     are a defect of zerojax, except for the few that any program can have: files, memory, a missing

@@ -27,7 +27,7 @@ _WAYS = {
 
 
 def add(commands) -> None:
-    """Declares the command and its sub-commands."""
+    """Declares `zerojax data` and its sub-commands."""
     data = commands.add_parser("data", help="make token files", description="Make token files.")
     inner = data.add_subparsers(metavar="COMMAND", required=True)
     parser = add_command(inner, "prepare", run, "tokenise text into token files", _HELP)
@@ -57,7 +57,8 @@ def add(commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the token files and prints their contents and the command to train on them."""
+    """Runs `zerojax data prepare`: writes token files, and prints their contents and the command to
+    train on them."""
     if args.format == "chat":
         return _run_chats(args)
     given = [f"--{name}" for name in _OF_CHATS if getattr(args, name) != _OF_CHATS[name]]
@@ -104,7 +105,7 @@ def _run_chats(args: argparse.Namespace) -> int:
 
 
 def lines_of_chats(made) -> list[str]:
-    """Describes the result of `prepare_chats`."""
+    """Describes the result of `prepare_chats` in lines to print."""
     share = 100 * made.num_asked / made.num_tokens
     apart = (
         f", {made.num_validation_texts:,} of them to validate with"

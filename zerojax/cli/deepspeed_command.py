@@ -87,7 +87,8 @@ def add_deepspeed(commands) -> None:
 
 
 def choose(args: argparse.Namespace) -> int:
-    """Prints the elastic batch of the settings; other batch settings are ignored."""
+    """Runs `zerojax elastic`: prints the elastic batch of the settings; other batch settings are
+    ignored."""
     path, overrides = split_words(args.config, args.overrides)
     config = load(RunConfig, path, [*overrides, "elasticity.enabled=false"])
     batch = config.elasticity.choose_batch(config.mesh.devices_per_shard)
@@ -101,7 +102,7 @@ def choose(args: argparse.Namespace) -> int:
 
 
 def _table(batch: ElasticBatch, counts: list[int]) -> str:
-    """Formats the batch, and a line for each of these numbers of devices."""
+    """Formats the elastic batch, and a line for each number of devices in `counts`."""
     known = batch.device_counts
     lines = [
         f"batch      {batch.global_batch_size} rows, the same on every number of devices",
@@ -117,7 +118,8 @@ def _table(batch: ElasticBatch, counts: list[int]) -> str:
 
 
 def explain(args: argparse.Namespace) -> int:
-    """Prints the whole page; the exit code says whether a setting is refused."""
+    """Runs `zerojax deepspeed explain`: prints the whole page; the exit code says whether a key is
+    refused."""
     from zerojax import deepspeed_config
 
     for name in ("devices", "steps", "hidden_size"):
@@ -149,7 +151,7 @@ def _as_dict(translation: Translation) -> dict[str, object]:
 
 
 def list_keys(args: argparse.Namespace) -> int:
-    """Prints all keys of a ds_config.json."""
+    """Runs `zerojax deepspeed keys`: prints all keys of a ds_config.json."""
     from zerojax.deepspeed_config import keys_markdown, keys_page
 
     show(keys_markdown() if args.markdown else keys_page(args.word), end="")

@@ -40,7 +40,7 @@ exit codes: as of `zerojax train`."""
 
 
 def add(commands) -> None:
-    """Declares the command."""
+    """Declares `zerojax finetune`."""
     parser = add_command(
         commands, "finetune", run, "fine-tune a Hugging Face model on chats", _HELP
     )
@@ -64,7 +64,7 @@ def add(commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the run file, then trains."""
+    """Runs `zerojax finetune`: writes the run file, then trains."""
     # Reports errors in the settings before JAX is imported; weights and steps follow later.
     config = load(RunConfig, None, ["model.pretrained=FOLDER", "steps=1000000000", *args.overrides])
     _check_one_process()
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_one_process() -> None:
-    """Raises in one of several processes, which would all prepare the same chats.
+    """Raises if this is one of several processes, as all of them would prepare the same chats.
 
     Raises:
       ValueError: names the remedy.
@@ -114,13 +114,13 @@ def _check_one_process() -> None:
 
 
 def default_run_dir(folder: str, data: str) -> str:
-    """Returns runs/FOLDER-DATA from their last path components."""
+    """Returns runs/FOLDER-DATA, with the last path components of `folder` and `data`."""
     names = (user_path(folder).absolute().name, user_path(data).absolute().stem)
     return f"runs/{'-'.join(name for name in names if name) or 'finetuned'}"
 
 
 def closing(trainer: Any, config: RunConfig) -> str:
-    """Returns the commands that use the trained weights."""
+    """Returns the commands that use the fine-tuned weights, to print at the end."""
     del trainer
     run, zerojax = shlex.quote(config.run_dir), command_name()
     export, merged = f"{zerojax} checkpoint export {run}", shlex.quote(f"{config.run_dir}/merged")

@@ -100,7 +100,7 @@ def add(commands) -> None:
 
 
 def generate(args: argparse.Namespace) -> int:
-    """Prints the prompts and their continuations."""
+    """Runs `zerojax generate`: prints the prompts and their continuations."""
     prompts, overrides = _prompts_and_overrides(args)
     loaded = open_run(args.run, overrides, args.step, args.weights, args.pretrained)
     found = loaded.continuations(
@@ -133,7 +133,7 @@ def _as_json(each: Any) -> str:
 
 
 def _prompts_and_overrides(args: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """Returns (prompts, KEY=VALUE words).
+    """Splits the arguments into (prompts, KEY=VALUE words).
 
     PROMPT may follow options, and with --prompts the first KEY=VALUE stands in its place.
     """
@@ -197,7 +197,7 @@ def _of_objects(file: Path) -> list[str]:
 
 
 def _ids(text: str) -> tuple[int, ...]:
-    """Returns the token ids of an option."""
+    """Parses the token ids in an option's text."""
     if text == "none":
         return ()
     try:

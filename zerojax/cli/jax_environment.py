@@ -12,7 +12,7 @@ from zerojax.runtime.memory import PINNED_LIMIT, least_room, pinned_limit_for
 
 
 def use_cpu_devices(number: int | None) -> None:
-    """Makes JAX start with `number` virtual CPU devices; None changes nothing.
+    """Makes JAX start with `number` virtual CPU devices; None leaves JAX unchanged.
 
     Raises:
       ValueError: too many, or JAX_PLATFORMS names another kind of device.
@@ -61,7 +61,7 @@ def allow_pinned_memory(offload: OffloadConfig) -> None:
 
 
 def run_one_program_at_a_time() -> None:
-    """Disables concurrent programs on virtual CPU devices.
+    """Makes virtual CPU devices run one compiled program at a time.
 
     Call it after JAX is imported, before JAX starts its devices. Virtual devices share threads. Two
     concurrent programs with collectives can each take threads that the other needs, and XLA ends a

@@ -17,7 +17,7 @@ WIDTH = 96
 
 
 def add(commands) -> None:
-    """Declares the command."""
+    """Declares `zerojax keys`."""
     parser = add_command(commands, "keys", run, "list all settings with default and meaning")
     parser.add_argument(
         "word", metavar="WORD", nargs="?", help="only settings that contain this word"
@@ -25,7 +25,7 @@ def add(commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the settings that mention `args.word`, or all."""
+    """Runs `zerojax keys`: prints the settings that mention `args.word`, or all."""
     word = (args.word or "").lower()
     found = [item for item in all_keys() if word in item[0].lower() or word in item[2].lower()]
     if not found:
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def all_keys(cls: type = settings.RunConfig, prefix: str = "") -> Iterator[tuple[str, object, str]]:
-    """Yields (key as written on the command line, default, text) of every setting."""
+    """Yields (key as written on the command line, default, text) of every setting of a run."""
     texts, defaults = documented_fields(cls), cls()
     for field in dataclasses.fields(cls):
         default = getattr(defaults, field.name)
@@ -48,7 +48,7 @@ def all_keys(cls: type = settings.RunConfig, prefix: str = "") -> Iterator[tuple
 
 
 def documented_fields(cls: type) -> dict[str, str]:
-    """Returns {field name: the text below it in the source, on one line}."""
+    """Returns {field name: its docstring in the source, on one line} of a dataclass."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
     assert isinstance(tree, ast.ClassDef)
     texts: dict[str, str] = {}
@@ -62,7 +62,7 @@ def documented_fields(cls: type) -> dict[str, str]:
 
 
 def format_value(value: object) -> str:
-    """Returns a default as a user would type it."""
+    """Returns a setting's default as a user would type it."""
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -31,7 +31,7 @@ stopped the run and everything is saved. Neither 75 nor 2, a wrong input, is sta
 
 
 def add(commands) -> None:
-    """Declares the command."""
+    """Declares `zerojax launch`."""
     parser = add_command(commands, "launch", run, "run a command in several processes", _HELP)
     parser.add_argument(
         "--nprocs",
@@ -87,7 +87,8 @@ def add(commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Checks the options, then runs the command in all processes of this host."""
+    """Runs `zerojax launch`: checks the options, then runs the command in all processes of this
+    host."""
     from zerojax.runtime.launch import Job, check_gpus, launch
     from zerojax.runtime.launch.job import command_line
 

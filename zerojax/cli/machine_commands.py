@@ -102,7 +102,7 @@ def add_bench(commands) -> None:
 
 
 def show_environment(args: argparse.Namespace) -> int:
-    """Prints the table, or the facts as JSON. Missing facts are no error."""
+    """Runs `zerojax env`: prints a table, or the facts as JSON. Missing facts are no error."""
     facts = redact(collect())
     show(json.dumps(facts, indent=2) if args.json else format_table(facts))
     return 0
@@ -129,7 +129,7 @@ def collect() -> dict[str, Any]:
 
 
 def version_of(package: str) -> str | None:
-    """Returns the installed version, or None."""
+    """Returns the installed version of a package, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -137,7 +137,8 @@ def version_of(package: str) -> str | None:
 
 
 def describe_host() -> dict[str, Any]:
-    """Returns the cores this process may use, memory and free disk, in bytes."""
+    """Returns the cores that this process may use, and the host's memory and free disk,
+    in bytes."""
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     room = least_room()
     return {
@@ -183,7 +184,8 @@ def describe_devices() -> tuple[list[dict[str, Any]], str | None]:
 
 
 def describe_kernels() -> list[dict[str, Any]]:
-    """Returns the GPU measurements in this cache, and what is not tried again."""
+    """Returns the measurements of GPU kernels in this user's cache, and which are not
+    tried again."""
     from zerojax.training.tuning import KeptChoices
 
     kept = KeptChoices.of_user()
@@ -202,7 +204,8 @@ def describe_kernels() -> list[dict[str, Any]]:
 
 
 def _has_names(key: dict[str, Any]) -> bool:
-    """Returns whether a key has all shown fields; the file may be from another version."""
+    """Returns whether the key of a measurement has all fields that are shown; the file may be from
+    another version."""
     ways = key.get("ways")
     texts = [key.get("what"), key.get("device"), *(ways if isinstance(ways, list) else [])]
     numbers = [key.get("devices"), key.get("elements")]
@@ -219,7 +222,8 @@ def _of_key(key: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_advice(devices: list[dict[str, Any]], failure: str | None) -> list[str]:
-    """Returns one line per possible improvement, with the remedy."""
+    """Returns the advice at the end: the setting that is faster than the plan's by more than the
+    measurement noise, or none."""
     advice = []
     if failure:
         advice.append(f"JAX could not start its devices: {failure}")
@@ -237,7 +241,7 @@ def find_advice(devices: list[dict[str, Any]], failure: str | None) -> list[str]
 
 
 def format_table(facts: dict[str, Any]) -> str:
-    """Formats the facts as two columns of text."""
+    """Formats the facts of `zerojax env` as two columns of text."""
     host = facts["host"]
     rows = [("zerojax", facts["zerojax"]), ("python", facts["python"])]
     rows += [(name, version or "MISSING") for name, version in facts["packages"].items()]
@@ -289,7 +293,8 @@ def _format_device(device: dict[str, Any]) -> str:
 
 
 def bench_io(args: argparse.Namespace) -> int:
-    """Prints a line for each number of threads, and the best of them; or all as JSON."""
+    """Runs `zerojax bench io`: prints a line for each number of threads, and the best of them; or
+    all as JSON."""
     from zerojax.checkpoint.store.rates import measure_rates
     from zerojax.hardware.machine_rates import MeasuredDisk, disk_name, keep_rates
 
@@ -339,7 +344,7 @@ def _print_disk(rates: DiskRates, folder: Path, size: int, *, is_first: bool) ->
 def _disk_dict(
     folder: Path, found: Sequence[DiskRates], best: DiskRates, disk: str, kept: Path | None
 ) -> dict[str, object]:
-    """Returns the rates as a dictionary, in bytes per second."""
+    """Returns measured rates of a disk as a dictionary, in bytes per second."""
     return {
         "folder": str(folder),
         "disk": disk,
@@ -351,7 +356,8 @@ def _disk_dict(
 
 
 def bench_link(args: argparse.Namespace) -> int:
-    """Prints a line for each size, and which result is stored; or all as JSON."""
+    """Runs `zerojax bench link`: prints a line for each size, and which result is stored; or all as
+    JSON."""
     import jax
 
     from zerojax.hardware.local_devices import SIZES, measure_link, shares_host_memory

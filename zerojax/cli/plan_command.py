@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from zerojax.plan.make import Plan
 
 PlanFor = Callable[..., Any]
-"""(number of devices, gpu=None) -> the plan of a run."""
+"""Function (number of devices, gpu=None) -> the plan of a run."""
 
 EXIT_FITS, EXIT_DOES_NOT_FIT, EXIT_NOT_DECIDED = 0, 1, 3
 NO_COMPILE = "--no-compile was given"
@@ -57,11 +57,11 @@ not decide. ZEROJAX_CACHE is the folder of cached results (or off)."""
 
 MAX_DEVICES = 2**18
 MOST_UNROLLED = 64
-"""Maximum layers that a search unrolls: each is compiled separately."""
+"""Largest number of layers that a search unrolls, as each is compiled separately."""
 
 
 def add(commands) -> None:
-    """Declares the command."""
+    """Declares `zerojax plan`."""
     parser = add_command(
         commands,
         "plan",
@@ -107,7 +107,7 @@ def add(commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Reads the settings, then plans.
+    """Runs `zerojax plan`: reads the settings, then plans.
 
     Raises:
       ValueError: an invalid setting, card or number.
@@ -172,7 +172,7 @@ def _plan_of_script(path: str, overrides: list[str], devices: int, gpu: Gpu | No
 
 
 def _answer(args: argparse.Namespace, plan: Plan) -> str:
-    """Returns the page about one parameter, or the proposed rules."""
+    """Returns the page about the parameter that the options name, or the proposed rules."""
     from zerojax.plan.rule_proposal import propose_for
 
     if args.parameter is not None:
@@ -231,7 +231,7 @@ def search_config(
     budget: float,
     words: list[str],
 ) -> int:
-    """Finds the cheapest settings of a run file that fit, and prints them.
+    """Finds the cheapest settings that fit for the run of a run file, and prints them.
 
     Args:
       words: CONFIG and KEY=VALUE as typed, for the suggested commands.
@@ -294,7 +294,7 @@ def search_script(
     as_json: bool,
     budget: float,
 ) -> int:
-    """Finds the cheapest settings of a script's run that fit, and prints them.
+    """Finds the cheapest settings that fit for the run of a script, and prints them.
 
     Returns:
       0 something fits, 1 nothing does.
@@ -317,7 +317,7 @@ def search_script(
 
 
 def _search(searched: SearchedRun, gpu: Gpu, *, as_json: bool, budget: float) -> SearchResult:
-    """Searches with fast compiler options, and prints the result."""
+    """Searches for settings that fit with fast compiler options, and prints the result."""
     from zerojax.forecasting import forecast
     from zerojax.forecasting.settings_search import find_settings, search_dict, search_page
     from zerojax.hardware import compile_client
@@ -353,7 +353,7 @@ def can_unroll(config: RunConfig) -> bool:
 def with_candidate(
     config: RunConfig, candidate: Candidate, options: Mapping[str, Any] | None = None
 ) -> RunConfig:
-    """Returns the settings of a run, overridden by those of a candidate.
+    """Returns the settings of a run with those of a candidate of the search in their place.
 
     Args:
       options: other fields of the mesh settings.

@@ -48,7 +48,7 @@ A trace of a run as it goes on: zerojax train CONFIG.yaml log.profile=[100,103]"
 
 
 def add(commands) -> None:
-    """Declares the command."""
+    """Declares `zerojax profile`."""
     parser = add_command(
         commands, "profile", run, "measure a few training steps, by operation", _HELP
     )
@@ -67,7 +67,7 @@ def add(commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Reads the settings, then measures.
+    """Runs `zerojax profile`: reads the settings, then measures.
 
     Raises:
       ValueError: an invalid setting or number.
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def free_folder(out: str | None, config: RunConfig) -> Path:
-    """Returns a folder that does not exist yet, so that nothing is resumed.
+    """Returns a folder for the measured run that does not exist yet, so that nothing is resumed.
 
     Raises:
       ValueError: the requested folder exists.
@@ -108,7 +108,8 @@ def free_folder(out: str | None, config: RunConfig) -> Path:
 
 
 def measured(config: RunConfig, steps: int, folder: Path, *, save: bool) -> RunConfig:
-    """Returns the same run, shortened: equally many warm-up, measured and traced steps."""
+    """Returns the settings of a shorter run to measure: equally many warm-up, measured and traced
+    steps."""
     total = 3 * steps
     warmup = config.optimizer.warmup_steps
     offload = config.mesh.offload
@@ -140,7 +141,7 @@ def measured(config: RunConfig, steps: int, folder: Path, *, save: bool) -> RunC
 
 
 def profile(config: RunConfig, steps: int, *, as_json: bool) -> int:
-    """Runs `config` with a third of its steps traced, and prints the page."""
+    """Trains with `config`, with a third of the steps traced, and prints the page."""
     import jax
 
     from zerojax.forecasting.profiling import draw, profile_dict
@@ -169,7 +170,7 @@ def profile(config: RunConfig, steps: int, *, as_json: bool) -> int:
 
 
 def profile_start(config: RunConfig, *, as_json: bool) -> int:
-    """Runs one step of `config`, and prints where the seconds until its end were spent."""
+    """Trains one step with `config`, and prints where the seconds until its end were spent."""
     import jax
 
     from zerojax.runtime.distributed import join_processes
@@ -201,7 +202,7 @@ def profile_start(config: RunConfig, *, as_json: bool) -> int:
 
 
 def measure(trainer: Any, folder: Path, steps: int) -> StepProfile:
-    """Returns the profile of a finished run, from its files and its compiled step."""
+    """Returns the profile of a finished run, from the run's files and its compiled step."""
     from zerojax.forecasting import profiling
     from zerojax.forecasting.hlo.program import read_program
     from zerojax.tracing.flops import count_program_flops

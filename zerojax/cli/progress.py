@@ -15,7 +15,8 @@ WIDTH = 100
 
 
 class Progress:
-    """A line that is updated twice a second on a terminal; elsewhere only its first text.
+    """Line on stderr that shows progress, updated twice a second on a terminal; elsewhere only its
+    first text.
 
     Use it as a context manager and call it with a few words about the current work.
     """

@@ -69,7 +69,7 @@ def add_report(commands) -> None:
 
 
 def evaluate(args: argparse.Namespace) -> int:
-    """Prints the loss; for text also perplexity and bits per token."""
+    """Runs `zerojax eval`: prints the loss; for text also perplexity and bits per token."""
     if args.batches is not None and args.batches < 1:
         raise ValueError(f"--batches {args.batches}: at least 1 is needed")
     loaded = open_run(args.run, args.overrides, args.step, args.weights, args.pretrained)
@@ -84,7 +84,7 @@ def evaluate(args: argparse.Namespace) -> int:
 
 
 def report(args: argparse.Namespace) -> int:
-    """Writes the page and prints its path."""
+    """Runs `zerojax report`: writes the report page of a run and prints its path."""
     from zerojax.training.metrics.comparison import write_comparison
     from zerojax.training.metrics.report import write_report
 
@@ -97,10 +97,10 @@ def report(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ReadSettings:
-    """Settings for loading a run."""
+    """Settings that a command may change when it loads a run."""
 
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
-    """Options that override the run's own."""
+    """Mesh options that replace the run's own."""
     cpu_devices: int | None = None
     """Virtual CPU devices to make; default: as many as the run had, if it ran on CPUs."""
 
@@ -115,7 +115,7 @@ def open_run(
     weights: Literal["trained", "ema"] = "trained",
     pretrained: str | None = None,
 ) -> Any:
-    """Returns the `LoadedRun` of a folder.
+    """Loads the run in a folder.
 
     Args:
       run: the folder.

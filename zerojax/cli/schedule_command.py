@@ -26,7 +26,7 @@ examples:
 
 
 def add(commands) -> None:
-    """Declares the command."""
+    """Declares `zerojax schedule`."""
     parser = add_command(
         commands,
         "schedule",
@@ -51,7 +51,8 @@ def add(commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the names, or one picture; writes the requested files."""
+    """Runs `zerojax schedule`: prints the names, or the drawing of one schedule; writes the
+    requested files."""
     from zerojax.plan.schedules.drawing import describe, draw, draw_svg
     from zerojax.plan.schedules.known_schedules import make_schedule, write_csv
     from zerojax.plan.schedules.simulation import simulate
@@ -82,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def list_names() -> str:
-    """Returns every name and its use."""
+    """Returns the name of every pipeline schedule and its use."""
     from zerojax.plan.schedules.known_schedules import SCHEDULES
 
     width = max(map(len, SCHEDULES)) + 2
@@ -91,7 +92,7 @@ def list_names() -> str:
 
 
 def parse_costs(text: str) -> Costs:
-    """Parses `F,B,W` as three numbers.
+    """Parses the three numbers of `F,B,W`, the costs of forward, backward and weight gradients.
 
     Raises:
       ValueError: any other text.

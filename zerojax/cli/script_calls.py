@@ -22,10 +22,11 @@ from zerojax.training import entry
 
 End = Callable[[Any], NoReturn]
 Read = Callable[[Mapping[str, Any], End], Any]
-"""(arguments by name, end) -> the result of the call; `end(parts)` ends the script instead."""
+"""Function (arguments of a call by name, end) -> the result of the call; `end(parts)` ends the
+script instead."""
 
 _FUNCTIONS = {"train": entry, "make_plan": make, "initialize": engine}
-"""{public function: module that defines it}."""
+"""{public function whose call ends a script: module that defines it}."""
 
 
 class _Captured(BaseException):
@@ -33,7 +34,7 @@ class _Captured(BaseException):
 
 
 class _Calls:
-    """Record of a script's calls, which survives if the script catches everything.
+    """Record of a script's calls of zerojax, which survives if the script catches everything.
 
     Attributes:
       parts: of each call; failures: errors of calls without usable parts.
@@ -44,7 +45,7 @@ class _Calls:
         self.failures: list[Exception] = []
 
     def end(self, parts: Any) -> NoReturn:
-        """Records the parts of a call, and ends the script."""
+        """Records the parts of a call, and ends the script with an exception."""
         self.parts.append(parts)
         raise _Captured
 
@@ -70,7 +71,7 @@ class _Calls:
 def first_call(
     path: str, readers: Mapping[str, Read], otherwise: str, *, command: str = "check"
 ) -> Any:
-    """Runs a script until its first call of one of these functions, which ends it.
+    """Runs a script until its first call of one of the functions in `readers`, which ends it.
 
     Args:
       path: of the script, which runs as with `python SCRIPT`.
@@ -114,7 +115,7 @@ def first_call(
 
 @contextlib.contextmanager
 def as_script(path: str) -> Iterator[None]:
-    """Sets `sys.argv` and `sys.path` in the block as Python does for a script."""
+    """Sets `sys.argv` and `sys.path` in the block as Python does when it runs a script."""
     folder = str(Path(path).resolve().parent)
     with mock.patch.object(sys, "argv", [path]), mock.patch.object(sys, "path", [*sys.path]):
         sys.path.insert(0, folder)

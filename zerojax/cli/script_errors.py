@@ -14,7 +14,7 @@ from zerojax.config.display import show
 from zerojax.tracing.source_lines import is_of_users, source_line
 
 SHOWN = 4
-"""Lines of the script in the traceback that is printed."""
+"""Largest number of the script's lines in the traceback that is printed."""
 _FROZEN, _OURS = "<frozen", "zerojax"
 _AT_END = ("EOF when reading a line", "input(): lost sys.stdin")
 
@@ -38,7 +38,7 @@ def told_as_the_scripts(target: str) -> Iterator[None]:
 
 
 def as_the_scripts(error: BaseException, target: str, command: str = "check") -> ValueError | None:
-    """Returns the error to report for a script's error, whose traceback is printed.
+    """Returns the error to report for an error of a user's script, whose traceback is printed.
 
     Args:
       target: as the user named it.
@@ -48,7 +48,10 @@ def as_the_scripts(error: BaseException, target: str, command: str = "check") ->
       None: the error is zerojax's, not the script's.
     """
     if isinstance(error, SystemExit):
-        return ValueError(f"{target} ended ({error.code}) before it gave zerojax a model")
+        return ValueError(
+            f"{target} ended ({error.code}) before it gave zerojax a model; remove its "
+            "sys.exit, or give the script what it lacks"
+        )
     frames = list(traceback.walk_tb(error.__traceback__))
     names = [frame.f_code.co_filename for frame, _ in frames]
     own = [place for place, name in enumerate(names) if _is_own(name)]
@@ -84,7 +87,7 @@ def _is_own(filename: str) -> bool:
 
 
 def _print(error: BaseException, own: list[int]) -> None:
-    """Prints the traceback of the script's own lines, and of the one that raised."""
+    """Prints the traceback of an error: the script's own lines, and the line that raised."""
     frames = traceback.extract_tb(error.__traceback__)
     shown = sorted({*own[-SHOWN:], *([len(frames) - 1] if own else [])})
     lines = traceback.format_list([frames[place] for place in shown])

@@ -20,20 +20,22 @@ from pathlib import Path
 from zerojax.runtime.shutdown import FAILED, INTERRUPTED, end_with_parent
 
 BEGUN, OVER = "the script has begun\n", "the script is over\n"
-"""Notes of the child. Between them are the stacks that Python writes when the time is over."""
+"""Lines that the child writes to its notes file. Between them are the stacks that Python writes
+when the time is over."""
 GRACE = 5.0
-"""Seconds for a child that should have ended by itself."""
+"""Seconds to wait for a child process that should have ended by itself."""
 _POLL = 1.0
 _NAME_IT = "name a function that returns what to check: zerojax check {}:NAME"
 
 
 def run_in_child(command: Sequence[str], target: str, limit: float) -> int:
-    """Runs a command with an appended file name, to which `until_training` writes.
+    """Runs a command in a child process, which writes to the file whose name is appended to the
+    command.
 
     The child has this process's standard input and output, and gets its Ctrl-C as well.
 
     Args:
-      target: as the user named it.
+      target: script or function as the user named it.
       limit: seconds for the script alone.
 
     Returns:
@@ -62,7 +64,8 @@ def run_in_child(command: Sequence[str], target: str, limit: float) -> int:
 
 
 def _wait(child: subprocess.Popen[bytes], notes: Path, limit: float) -> int | None:
-    """Returns a child's exit code; None if its script still runs long after the limit."""
+    """Returns the exit code of a child process; None if its script still runs long after
+    the limit."""
     begun = None
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -77,7 +80,8 @@ def _wait(child: subprocess.Popen[bytes], notes: Path, limit: float) -> int | No
 
 
 def _code(code: int | None, notes: str, target: str, limit: float) -> int:
-    """Returns the exit code to use, see `run_in_child`."""
+    """Returns the exit code for `run_in_child`, or raises if the script did not end as
+    it should."""
     how = f"exit code {code}" if code is None or code >= 0 else signal.Signals(-code).name
     if OVER in notes or BEGUN not in notes:
         if how.startswith("SIG"):
@@ -97,7 +101,8 @@ def _code(code: int | None, notes: str, target: str, limit: float) -> int:
 
 
 def _place(notes: str, file: str) -> str:
-    """Returns the script's current position, from the stacks of all threads, main thread last."""
+    """Returns the line at which a script was when its time was over, from the stacks of all
+    threads, main thread last."""
     written = file.encode("ascii", "backslashreplace").decode()
     if not file.endswith(".py"):
         written = written.replace(".", os.sep)

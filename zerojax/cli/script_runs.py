@@ -47,7 +47,7 @@ _IN_THE_FILE = (
 
 @dataclass(frozen=True, kw_only=True)
 class _Settings:
-    """Settings of a script that KEY=VALUE words on the command line change."""
+    """Settings of a script that KEY=VALUE words on the command line may change."""
 
     mesh: MeshConfig
     num_microbatches: int | None = None
@@ -58,7 +58,7 @@ class _Settings:
 
 @dataclass(frozen=True)
 class _Target:
-    """Devices to plan for, and the mesh settings on the command line."""
+    """Devices to plan a script for, and the mesh settings on the command line."""
 
     num_devices: int
     gpu: Gpu | None
@@ -71,7 +71,7 @@ class _Target:
 def plan_of_script(
     path: str, overrides: Sequence[str], num_devices: int, gpu: Gpu | None = None
 ) -> Plan:
-    """Returns the plan of a script's first `train`, `make_plan` or engine step, for other devices.
+    """Returns the plan of a script's first `train`, `make_plan` or engine step, for given devices.
 
     The script runs up to that call, with its output on standard error.
 
@@ -92,7 +92,8 @@ def plan_of_script(
 def call_of_script(
     path: str, overrides: Sequence[str], num_devices: int, gpu: Gpu | None = None
 ) -> PlannedCall:
-    """Returns what a script's first `train` or `make_plan` says; arguments as in `plan_of_script`.
+    """Returns what the arguments of a script's first `train` or `make_plan` say; arguments as in
+    `plan_of_script`.
 
     Raises:
       ValueError: as in `plan_of_script`; or a DeepSpeed configuration sets the mesh.
@@ -168,7 +169,7 @@ def _engine(given: Mapping[str, Any], end: End, *, target: _Target) -> Any:
 
 
 class _Engine:
-    """Stand-in for an engine until its first step, which provides a batch."""
+    """Stand-in for a DeepSpeed engine in a planned script; its first step provides a batch."""
 
     def __init__(self, given: Mapping[str, Any], end: End, source: Any, target: _Target) -> None:
         self._given, self._end, self._target = given, end, target
@@ -205,7 +206,8 @@ class _Engine:
 
 
 def _settings(mesh: Any, overrides: Sequence[str]) -> _Settings | None:
-    """Returns the mesh options of a call with overrides; None for a DeepSpeed configuration.
+    """Returns the mesh options of a script's call with overrides; None for a DeepSpeed
+    configuration.
 
     Raises:
       ValueError: there are overrides, but a DeepSpeed configuration sets the mesh.
@@ -221,7 +223,7 @@ def _settings(mesh: Any, overrides: Sequence[str]) -> _Settings | None:
 
 
 def _with_words(settings: MeshConfig, overrides: Sequence[str]) -> _Settings:
-    """Returns settings with KEY=VALUE words such as "zero=3" applied.
+    """Returns mesh settings with KEY=VALUE words such as "zero=3" applied.
 
     Raises:
       ConfigError: an unknown key or a wrong value.

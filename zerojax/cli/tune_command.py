@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from zerojax.training.tuning import TimedStep
 
 MARGIN = 0.97
-"""Share of the planned step's time that a setting has to reach to be advised."""
+"""Largest share of the planned step's time that a setting may take to be advised."""
 
 _HELP = """\
 Checks the kernels of the update and of gradient statistics against XLA's results, implementations
@@ -37,7 +37,7 @@ examples:
 
 
 def add(commands) -> None:
-    """Declares the command."""
+    """Declares `zerojax tune`."""
     parser = add_command(
         commands, "tune", run, "measure which kernels are faster on these GPUs", _HELP
     )
@@ -48,7 +48,7 @@ def add(commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plans the run on the present devices, measures, and prints the choices.
+    """Runs `zerojax tune`: plans the run on the present devices, measures, and prints the choices.
 
     Raises:
       ValueError: nothing can be measured here, or the settings leave nothing to measure.
@@ -106,7 +106,8 @@ def _row(step: TimedStep, planned: TimedStep) -> str:
 
 
 def _advice(timed: Sequence[TimedStep]) -> str:
-    """Returns the setting that is faster than the plan by more than the measurement noise."""
+    """Returns the advice at the end: the setting that is faster than the plan's by more than the
+    measurement noise, or none."""
     planned, best = timed[0], min(timed, key=lambda step: step.seconds)
     if best is planned or best.seconds > MARGIN * planned.seconds:
         return f"no setting is faster by {1 - MARGIN:.0%}; leave the run file as it is"

@@ -38,7 +38,7 @@ class BlockLayout:
         self._check()
 
     def _check(self) -> None:
-        """Raises ConfigError if fields do not fit together."""
+        """Raises ConfigError if the layout's fields do not fit together."""
 
     @property
     def is_per_head(self) -> bool:
@@ -212,7 +212,10 @@ def layout_of_mode(values: Mapping[str, Any]) -> BlockLayout | None:
       ConfigError: an unknown mode or parameter, or values that are not valid for the layout.
     """
     if not isinstance(values, Mapping):
-        raise ConfigError(f"expected a mode and its parameters, got {quoted(values)}")
+        raise ConfigError(
+            f"expected a mode and its parameters, such as {{mode: fixed, block: 16}}, got "
+            f"{quoted(values)}"
+        )
     mode = values.get("mode", "fixed")
     if mode == "dense":
         return None
@@ -229,7 +232,7 @@ def layout_of_mode(values: Mapping[str, Any]) -> BlockLayout | None:
 
 
 def values_of_layout(layout: BlockLayout | None) -> dict[str, Any] | None:
-    """Returns a layout as JSON, which `layout_of_mode` reads; None without a layout."""
+    """Returns a layout as JSON values, which `layout_of_mode` reads; None for no layout."""
     return None if layout is None else {"mode": layout.mode, **to_dict(layout)}
 
 

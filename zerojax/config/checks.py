@@ -27,10 +27,11 @@ MAX_SIZE = 2**31 - 1
 """Limit of a dimension, a batch or a run's steps: devices index and count with 32 bits."""
 MAX_LAYERS = 10_000
 MAX_CPU_DEVICES = 1024
-"""Virtual devices: JAX starts this many in two seconds, and needs ten times as long for 4,096."""
+"""Largest number of virtual CPU devices: JAX starts this many in two seconds, and needs ten times
+as long for 4,096."""
 _MAX_NAME = 100
 _NOT_THE_USERS = ("zerojax", "jax", "flax", "contextlib", "functools")
-"""Modules whose frames may be between a warning and the user's line."""
+"""Packages whose frames are skipped in the search for the user's line that led to a warning."""
 
 
 def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
@@ -46,12 +47,12 @@ def _module_of(frame: types.FrameType) -> str:
 
 
 def refuse(name: str, value: Any, reason: str) -> None:
-    """Raises ConfigError for a field: the value, and the problem with it."""
+    """Raises the ConfigError of a field `name`: its value, and the problem with it (`reason`)."""
     raise ConfigError(f"{quoted(value)} {reason}", (name,))
 
 
 def check_whole_number(name: str, value: Any, limit: int, most: int | None = None) -> None:
-    """Raises if an argument is not an integer from `limit` to `most`; None passes."""
+    """Raises if the argument `value` is not an integer from `limit` to `most`; None passes."""
     if value is None:
         return
     if not isinstance(value, numbers.Integral) or isinstance(value, bool):
@@ -66,7 +67,7 @@ def check_whole_number(name: str, value: Any, limit: int, most: int | None = Non
 
 
 def check_folder(name: str, value: str | None) -> None:
-    """Raises for a URL instead of a folder; None passes."""
+    """Raises if `value` is a URL, as only folders can be used; None passes."""
     if value is not None and "://" in value:
         refuse(
             name,
@@ -103,13 +104,13 @@ def as_patterns(name: str, value: Any) -> tuple[str, ...]:
 
 
 def check_kind(name: str, value: Any, kinds: Any, wanted: str) -> None:
-    """Raises if an argument is not of a type in `kinds`; None passes."""
+    """Raises if the argument `value` is not of a type in `kinds`; None passes."""
     if value is not None and not isinstance(value, kinds):
         raise TypeError(f"{name} is a {type(value).__name__}; give {wanted}")
 
 
 def check_at_least(config: Any, limit: int, *names: str) -> None:
-    """Raises if a field is below a limit; None passes."""
+    """Raises if a field named in `names` is below `limit`; None passes."""
     for name in names:
         value = getattr(config, name)
         if value is not None and not value >= limit:
@@ -117,7 +118,7 @@ def check_at_least(config: Any, limit: int, *names: str) -> None:
 
 
 def check_size(config: Any, *names: str, least: int = 1, most: int = MAX_SIZE) -> None:
-    """Raises if a field is outside of [least, most]; None passes."""
+    """Raises if a field named in `names` is outside of [least, most]; None passes."""
     check_at_least(config, least, *names)
     for name in names:
         value = getattr(config, name)
@@ -126,7 +127,7 @@ def check_size(config: Any, *names: str, least: int = 1, most: int = MAX_SIZE) -
 
 
 def check_positive(config: Any, *names: str) -> None:
-    """Raises if a field is not above 0; None passes."""
+    """Raises if a field named in `names` is not above 0; None passes."""
     for name in names:
         value = getattr(config, name)
         if value is not None and not value > 0:
@@ -138,11 +139,11 @@ def check_finite(config: Any) -> None:
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if isinstance(value, float) and not math.isfinite(value):
-            refuse(field.name, value, "is not a finite number")
+            refuse(field.name, value, "is not a finite number; give one that is")
 
 
 def check_fraction(config: Any, *names: str, below_one: bool = False) -> None:
-    """Raises if a field is outside of [0, 1], or of [0, 1)."""
+    """Raises if a field named in `names` is outside of [0, 1], or with `below_one` of [0, 1)."""
     for name in names:
         value = getattr(config, name)
         if value is not None and not (0 <= value < 1 or (value == 1 and not below_one)):
@@ -150,7 +151,7 @@ def check_fraction(config: Any, *names: str, below_one: bool = False) -> None:
 
 
 def check_regex(name: str, pattern: str) -> None:
-    """Raises if text is not a regular expression."""
+    """Raises if `pattern` is not a regular expression."""
     try:
         re.compile(pattern)
     except re.error as error:

@@ -60,7 +60,7 @@ def as_html(text: object) -> str:
 
 
 def cut(text: str, limit: int) -> str:
-    """Returns the text, or its first `limit` characters with the total number."""
+    """Returns `text`; if it is longer than `limit`, its first `limit` characters and its length."""
     return text if len(text) <= limit else f"{text[:limit]}... ({len(text):,} characters)"
 
 

@@ -95,7 +95,11 @@ class ElasticityConfig:
         coerce_fields(self)
         check_size(self, "max_global_batch_size", "min_devices", "devices_per_node")
         if self.max_devices < self.min_devices:
-            refuse("max_devices", self.max_devices, f"is below min_devices ({self.min_devices})")
+            refuse(
+                "max_devices",
+                self.max_devices,
+                f"is below min_devices ({self.min_devices}); raise it",
+            )
         sizes = self.micro_batch_sizes
         if not sizes or min(sizes) < 1:
             refuse("micro_batch_sizes", sizes, "must be one or more numbers >= 1, such as [2, 4]")
@@ -103,7 +107,8 @@ class ElasticityConfig:
             refuse(
                 "micro_batch_sizes",
                 sizes,
-                f"has a size above max_global_batch_size ({self.max_global_batch_size})",
+                f"has a size above max_global_batch_size ({self.max_global_batch_size}); "
+                "use smaller sizes",
             )
 
     def choose_batch(self, devices_per_shard: int = 1) -> ElasticBatch:
@@ -140,7 +145,8 @@ class ElasticityConfig:
         if not counts:
             raise ConfigError(
                 f"no number of devices from {self.min_devices} to {self.max_devices} divides any "
-                f"batch of at most {self.max_global_batch_size} rows; widen the limits",
+                f"batch of at most {self.max_global_batch_size} rows; lower min_devices, or raise "
+                "max_devices",
                 ("elasticity",),
             )
         return ElasticBatch(
@@ -154,8 +160,8 @@ class ElasticityConfig:
 def _best(
     largest: int, sizes: tuple[int, ...], limits: tuple[int, int], prefer_larger: bool
 ) -> tuple[int, tuple[int, ...]]:
-    """Returns (batch, numbers of units that can divide it) of the candidate with most such
-    numbers."""
+    """Returns (batch, numbers of units) of the candidate batch that most numbers of units can
+    divide; a unit is a node or a data shard."""
     bases = {base for base in (*sizes, math.lcm(*sizes)) if base <= largest}
     candidates = {base * _highly_composite(largest // base) for base in bases}
     found = [(batch, _counts(batch, sizes, limits)) for batch in candidates]
@@ -164,7 +170,8 @@ def _best(
 
 
 def _counts(batch: int, sizes: tuple[int, ...], limits: tuple[int, int]) -> tuple[int, ...]:
-    """Returns the numbers within limits whose shares of a batch are whole micro-batches."""
+    """Returns the numbers of units (nodes or data shards), within `limits`, whose shares of a batch
+    are whole micro-batches."""
     whole = {n for size in sizes if batch % size == 0 for n in _divisors(batch // size)}
     return tuple(sorted(n for n in whole if limits[0] <= n <= limits[1]))
 
@@ -192,7 +199,8 @@ def _highly_composite(limit: int) -> int:
 def _falling_products(
     number: int, divisors: int, exponent: int, limit: int, primes: tuple[int, ...]
 ) -> Iterator[tuple[int, int]]:
-    """Yields (number, its divisors) of all products up to a limit with non-increasing exponents."""
+    """Yields (number, count of its divisors) of all products of `primes` up to a limit with
+    non-increasing exponents."""
     yield number, divisors
     if not primes:
         return

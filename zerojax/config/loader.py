@@ -109,7 +109,9 @@ def from_dict(cls: type[T], values: Mapping[str, Any]) -> T:
     for field in fields:
         has_default = (field.default, field.default_factory) != (dataclasses.MISSING,) * 2
         if field.name not in values and not has_default:
-            raise ConfigError(f"{cls.__name__} needs this key and it has no default", (field.name,))
+            raise ConfigError(
+                f"{cls.__name__} needs this key, as it has no default; set it", (field.name,)
+            )
     return cls(**values)
 
 
@@ -157,7 +159,8 @@ def load_dataclass(
 
 
 def _culprit(build: Callable[..., Any], overrides: Sequence[str]) -> str | None:
-    """Returns the override that makes a valid configuration invalid, or all if none alone does."""
+    """Returns the override without which the configuration is valid; all if no single one is at
+    fault; None if it is invalid without overrides, too."""
 
     def is_right(chosen: Sequence[str]) -> bool:
         try:
@@ -372,7 +375,7 @@ def read_text(path: Path, *, encoding: str = "utf-8") -> str:
 
 
 def check_length(text: str, source: str) -> None:
-    """Raises if a text is longer than `MAX_CHARACTERS`."""
+    """Raises if a configuration's text is longer than `MAX_CHARACTERS`."""
     if len(text) > MAX_CHARACTERS:
         raise ConfigError(
             f"more than {MAX_CHARACTERS:,} characters, too long for a configuration; give the path "

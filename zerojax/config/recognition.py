@@ -90,7 +90,8 @@ _MAX_NAME, _MAX_NAMES = 100, 100
 
 
 def is_deepspeed(values: Mapping[str, Any]) -> bool:
-    """Returns True if a dict has the keys of a ds_config; without known keys, by the nearest name.
+    """Returns True if a dict has the keys of a ds_config; a dict without known keys is judged by
+    the nearest known name.
 
     Raises:
       ConfigError: it has keys of both.

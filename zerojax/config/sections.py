@@ -20,17 +20,18 @@ from zerojax.config.checks import (
 from zerojax.config.loader import ConfigError, coerce_fields
 
 ADAPTERS_ONLY = (r"^(?!(?:.*/)?lora/[ab]$)",)
-"""For `freeze=`: every parameter that does not belong to an adapter."""
+"""Value of `freeze` that trains adapters only: a pattern for every parameter that does not belong
+to an adapter."""
 LARGEST_SCALE = 2.0**64
-"""Scales are between 1 / LARGEST_SCALE and LARGEST_SCALE: float32 has to represent the loss times
+"""Largest loss scale; the smallest is 1 / LARGEST_SCALE. float32 has to represent the loss times
 the scale, and 1 / (loss weight times scale), both with a margin."""
 MIN_STEP_SECONDS = 600.0
-"""PyTorch's default timeout of an NCCL collective."""
+"""Smallest default of `step_timeout`: PyTorch's default timeout of an NCCL collective."""
 LONGEST_STEPS = 3.0
 MIN_STOP_SECONDS, MAX_STOP_SECONDS = 60.0, 600.0
 STOP_STEPS = 3.0
-"""At a signal one step may be running on the devices and the next one may be dispatched; several
-processes may agree on the step after that."""
+"""Steps that may have to end before a run stops: at a signal one step may be running on the devices
+and the next one may be dispatched; several processes may agree on the step after that."""
 
 
 @names_keywords()
@@ -70,7 +71,8 @@ class LoraConfig:
 
     @property
     def freeze(self) -> tuple[str, ...]:
-        """For `freeze=`: everything but the adapters; empty without adapters."""
+        """Value of `freeze` for a run with these adapters: patterns for all other parameters; ()
+        without adapters."""
         return ADAPTERS_ONLY if self.rank else ()
 
 
@@ -235,7 +237,7 @@ class WatchConfig:
 
     @property
     def is_off(self) -> bool:
-        """Whether there is no limit for steps."""
+        """Whether steps have no time limit."""
         return self.step_timeout == 0
 
     def step_limit(self, longest_step: float | None) -> float:
@@ -324,5 +326,5 @@ class LogConfig:
 
     @property
     def report_every(self) -> int:
-        """Steps between reports, with the default filled in."""
+        """Steps between reports, with 10 for null."""
         return 10 if self.every is None else self.every

@@ -25,7 +25,7 @@ TOKEN_NAMES = ("tokens", "targets")
 
 
 class BatchPlan(Protocol):
-    """The attributes of a `zerojax.plan.make.Plan` that batch placement needs."""
+    """Plan of a run, as far as batches need it: some attributes of `zerojax.plan.make.Plan`."""
 
     @property
     def abstract_batch(self) -> Any:
@@ -34,12 +34,13 @@ class BatchPlan(Protocol):
 
     @property
     def traced(self) -> Any:
-        """Has `index_limits`: {name: bounds of integers that index rows of a parameter}."""
+        """Result of tracing; has `index_limits`: {name: bounds of integers that index rows of a
+        parameter}."""
         ...
 
     @property
     def batch_sharding(self) -> NamedSharding:
-        """Sharding of dimension 0 over the data axes."""
+        """Sharding that splits dimension 0, the rows, over the data axes."""
         ...
 
 
@@ -48,7 +49,7 @@ class BatchPlan(Protocol):
 def shard_batch(
     plan: BatchPlan, batch: Any, *, vocab_size: int | None = None, check_values: bool = True
 ) -> Any:
-    """Checks a batch and places it as global arrays with the plan's shardings.
+    """Checks a host batch and places it on the devices as global arrays with the plan's shardings.
 
     With several processes each passes its own rows, `local_rows(plan)` of the global batch. Arrays
     that already have the plan's sharding are passed through.
@@ -95,7 +96,8 @@ def shard_batch(
 
 
 def missing_rows(plan: BatchPlan, batch: Any) -> int:
-    """Returns how many rows a host batch lacks, the same number in all arrays; 0 if it is complete.
+    """Returns how many rows `batch` lacks to be this process's whole part, the same number in all
+    arrays; 0 if none.
 
     Reads names and shapes only.
 
@@ -130,12 +132,14 @@ def local_rows(plan: BatchPlan) -> tuple[int, int]:
 
 
 def local_rows_of_mesh(mesh: Mesh | AbstractMesh, size: int) -> tuple[int, int]:
-    """Returns the local rows of batches of `size` rows over a mesh, before there is a plan."""
+    """Returns `(lo, hi)`: the rows that this process provides of batches of `size` rows over
+    `mesh`, before there is a plan."""
     return _local_rows(NamedSharding(mesh, P(DATA_AXES)), size)
 
 
 def abstract_global(batch: Any, mesh: Mesh | AbstractMesh) -> Any:
-    """Returns the global batch's shapes from this process's rows, before there is a plan.
+    """Returns the shapes and dtypes of the global batch, given this process's rows, before there is
+    a plan.
 
     Args:
       batch: tree of arrays [rows, ...]; a scalar is the same on all processes.
@@ -298,7 +302,8 @@ def _as_numpy(name: str, value: Any) -> np.ndarray:
 
 
 def _cast(name: str, array: np.ndarray, wanted: np.dtype) -> np.ndarray:
-    """Casts `array` to `wanted` if the rule of `shard_batch` allows it."""
+    """Casts `array` to the dtype `wanted` if that is allowed by the rule in `shard_batch`; raises
+    otherwise."""
     dtype = array.dtype
     if dtype == wanted:
         return array

@@ -25,13 +25,13 @@ logger = logging.getLogger("zerojax.data")
 # Packing fewer texts takes about 0.3 s on one core; ten million take 3 s.
 CACHED_TEXTS = 1 << 20
 KEPT_FILES = 8
-"""Files kept in the user's cache; 4 bytes for each text and 8 for each row."""
+"""Packings kept as files in the user's cache, of 4 bytes for each text and 8 for each row."""
 _VERSION = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Packing:
-    """Assignment of texts to rows.
+    """Assignment of texts to rows of fixed length.
 
     Attributes:
       order: int32 or int64 [texts], the texts of row 0, then those of row 1, and so on; increasing
@@ -49,7 +49,7 @@ class Packing:
 
 
 class _OpenRows:
-    """Rows with free space, grouped by free space."""
+    """Rows that still have free space, grouped by its size in tokens."""
 
     def __init__(self) -> None:
         self._rooms: list[int] = []
@@ -69,7 +69,8 @@ class _OpenRows:
         self._rows[room].append(rows)
 
     def take(self, room: int, count: int) -> np.ndarray:
-        """Removes and returns at most `count` rows with this free space, oldest first."""
+        """Removes and returns at most `count` rows that have exactly `room` free tokens, oldest
+        first."""
         waiting, taken = self._rows[room], []
         while waiting and count:
             rows = waiting.pop(0)
@@ -129,7 +130,7 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> Packing:
 
 
 def _numbered(row_of_text: np.ndarray, num_rows: int) -> Packing:
-    """Renumbers rows in the order of their first texts, so that a part of them samples all
+    """Renumbers rows in the order of their first texts, so that a part of the rows samples all
     lengths."""
     order = np.argsort(row_of_text, kind="stable")
     sizes = np.bincount(row_of_text, minlength=num_rows)
@@ -144,7 +145,8 @@ def _numbered(row_of_text: np.ndarray, num_rows: int) -> Packing:
 
 
 def packing_of(lengths: np.ndarray, capacity: int) -> Packing:
-    """Returns `best_fit_decreasing`, cached in the user's cache if there are many texts."""
+    """Returns the result of `best_fit_decreasing`, cached in the user's cache if there are many
+    texts."""
     folder = user_cache()
     if folder is None or len(lengths) < CACHED_TEXTS:
         return best_fit_decreasing(lengths, capacity)

@@ -63,7 +63,8 @@ def existing_path(path: str | Path) -> Path:
 
 
 def other_suffixes(path: str | Path | None) -> list[str]:
-    """Returns the suffixes of a folder's files that are not read as text, one for each file."""
+    """Returns the suffix of each file of a folder that is not read because it has no
+    text suffix."""
     if path is None or not (root := existing_path(path)).is_dir():
         return []
     if saved_files(root) is not None:  # a saved dataset lists its own files
@@ -89,7 +90,7 @@ def find_files(folder: Path, suffixes: Collection[str]) -> list[Path]:
 
 
 def find_text_files(path: str | Path | None) -> list[Path]:
-    """Returns the text files of `path`: the embedded one, one file, or all of a folder.
+    """Returns the text files that `path` means: the embedded one, one file, or all of a folder.
 
     For a folder saved by `datasets`, these are the files of its split "train".
 

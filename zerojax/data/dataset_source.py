@@ -42,7 +42,7 @@ class DatasetSource(RowSource):
     """Makes a batch of a list of rows, as `collate_fn` of PyTorch's DataLoader; must be pure. None:
     rows are stacked."""
     seq_len: int = dataclasses.field(init=False, default=1)
-    """Not used: rows need not be sequences."""
+    """Has no meaning here, as rows need not be sequences."""
 
     def __post_init__(self) -> None:
         if not _has_random_access(self.dataset):
@@ -62,11 +62,11 @@ class DatasetSource(RowSource):
 
     @property
     def tokenizer(self) -> None:
-        """None: the dataset does not tell."""
+        """None, since a dataset does not say which tokenizer made it."""
         return None
 
     def rows_at(self, numbers: np.ndarray) -> Any:
-        """Returns the batch of the rows with these numbers of the endless sequence; pure.
+        """Returns the rows with these numbers, counted over all epochs, as a batch; pure.
 
         Args:
           numbers: int64 [rows], at least 0.
@@ -107,7 +107,7 @@ class DatasetSource(RowSource):
 def as_dataset_source(
     batches: Any, *, global_batch_size: int | None, seed: int, shuffle: bool = True
 ) -> Any:
-    """Returns a `DatasetSource` for a dataset of rows; anything else unchanged.
+    """Wraps a dataset of rows in a `DatasetSource`; returns anything else unchanged.
 
     Args:
       batches: a dataset of rows (see `is_dataset`), or batches.
@@ -130,7 +130,7 @@ def as_dataset_source(
 
 
 def is_dataset(thing: Any) -> bool:
-    """Returns whether an object is a dataset of rows.
+    """Returns whether an object is a dataset whose items are rows, not batches.
 
     Those of Hugging Face and PyTorch are, and others with a length and rows by number over which
     one cannot iterate: lists and loaders hold batches.
@@ -152,7 +152,7 @@ def _has_random_access(thing: Any) -> bool:
 
 
 def _column(name: str, values: Any) -> np.ndarray:
-    """Returns a column of rows as an array [rows, ...].
+    """Converts one column of several rows to an array [rows, ...].
 
     Raises:
       ValueError: the rows have different lengths. TypeError: they are not numbers.
@@ -170,7 +170,7 @@ def _column(name: str, values: Any) -> np.ndarray:
 
 
 def _as_row(row: Any) -> Any:
-    """Returns a row with lists of numbers, numbers and tensors as arrays."""
+    """Returns a row of a dataset whose lists of numbers, numbers and tensors are arrays."""
 
     def is_list(part: Any) -> bool:
         return isinstance(part, list)
@@ -179,7 +179,7 @@ def _as_row(row: Any) -> Any:
 
 
 def _stacked(rows: Sequence[Any]) -> Any:
-    """Returns rows stacked to a batch.
+    """Stacks rows, trees of arrays, to one batch.
 
     Raises:
       ValueError: rows differ in structure or shape. TypeError: a value is not a number.
@@ -187,7 +187,10 @@ def _stacked(rows: Sequence[Any]) -> Any:
     rows = [_as_row(row) for row in rows]
     structures = {jax.tree.structure(row) for row in rows}
     if len(structures) > 1:
-        raise ValueError(f"rows differ in their parts: {' and '.join(map(str, structures))}")
+        raise ValueError(
+            f"rows differ in their parts: {' and '.join(map(str, structures))}; give every row the "
+            "same keys, or pass a collate function"
+        )
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(rows[0])]
     columns = zip(*(jax.tree.leaves(row) for row in rows), strict=True)
     stacked = [_column(path, _joined(values)) for path, values in zip(paths, columns, strict=True)]
@@ -195,7 +198,7 @@ def _stacked(rows: Sequence[Any]) -> Any:
 
 
 def _joined(values: Sequence[np.ndarray]) -> np.ndarray:
-    """Returns arrays stacked; an array of objects if their shapes differ."""
+    """Stacks arrays; returns an array of objects if their shapes differ."""
     if len({value.shape for value in values}) == 1:
         return np.stack(values)
     column = np.empty(len(values), object)

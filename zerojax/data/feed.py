@@ -34,7 +34,8 @@ class Feed(abc.ABC):
     """Type of the data; part of the state, so that another type is detected."""
 
     allow_other_data = False
-    """Whether `restore` accepts other data and continues at the same number of batches."""
+    """Whether `restore` accepts a state of other data than the feed's, and continues at the same
+    number of batches."""
 
     def __init__(self, start: int):
         if start < 0:
@@ -68,7 +69,7 @@ class Feed(abc.ABC):
         return {"kind": self.kind, "position": self._position, **self._details()}
 
     def restore(self, state: Mapping[str, Any], *, allow_other_data: bool | None = None) -> None:
-        """Continues after the batch after which `state` was taken.
+        """Continues with the batch that followed when `state` was taken.
 
         Args:
           state: the result of `state()`, possibly of an earlier process.
@@ -97,7 +98,8 @@ class Feed(abc.ABC):
         self._position = int(state["position"])
 
     def take_rows(self, low: int, high: int) -> None:
-        """Makes every following batch rows `low` to `high` of the data's batches.
+        """Makes every following batch consist of rows `low` to `high` (exclusive) of the data's
+        batch.
 
         For one of several processes that all read the global batch.
         """
@@ -105,7 +107,8 @@ class Feed(abc.ABC):
         self._returned = collections.deque((self._cut(b), state) for b, state in self._returned)
 
     def peek(self) -> list[tuple[Batch, State]]:
-        """Returns the batches that `give_back` put back, each with the state after it."""
+        """Returns the batches that `give_back` put back and that are still to be read, each with
+        the state after it."""
         return list(self._returned)
 
     def _cut(self, batch: Batch) -> Batch:
@@ -136,16 +139,17 @@ class Feed(abc.ABC):
         """Returns the next batch; raises StopIteration at the end."""
 
     def _details(self) -> State:
-        """Returns the entries of the state besides kind and position."""
+        """Returns the entries of the feed's state besides kind and position."""
         return {}
 
     @abc.abstractmethod
     def _restore(self, position: int, details: Mapping[str, Any], allow_other: bool) -> None:
-        """Moves to `position`; `details` is the whole state, or empty for another type of data."""
+        """Moves the feed to batch `position`; `details` is the whole saved state, or empty for
+        another type of data."""
 
 
 class SourceFeed(Feed):
-    """Feed of the batches of a `RowSource`; the position is one row number."""
+    """Feed of the batches of a `RowSource`; its position is the number of the next row."""
 
     def __init__(self, source: RowSource, start: int, rows: tuple[int, int] | None):
         super().__init__(start)
@@ -202,9 +206,10 @@ class FunctionFeed(Feed):
 
 
 class IterableFeed(Feed):
-    """Feed of any iterable. A re-iterable starts again at its end; an iterator just ends.
+    """Feed of any iterable. One that can be iterated again is repeated at its end; an iterator just
+    ends.
 
-    An iterator with `get_state` and `set_state` (grain) is restored by them. Any other returns to
+    An iterator with `get_state` and `set_state` (grain) is restored by these. Any other returns to
     its position by reading and dropping the batches before it, which is logged.
     """
 
@@ -308,7 +313,8 @@ def _new_feed(batches: Any, start: int, rows: tuple[int, int] | None) -> Feed:
         return SourceFeed(batches, start, rows)
     if isinstance(batches, str | Path) or batches is None:
         raise TypeError(
-            f"batches={batches!r}is not a source of batches yet; make one of it with as_source(...)"
+            f"batches={batches!r} is not a source of batches; pass the first of the three "
+            "results of zerojax.data.as_source(...)"
         )
     if isinstance(batches, Mapping):
         raise TypeError(
@@ -369,7 +375,7 @@ def check_function(function: Callable[..., Any], option: str) -> None:
 
 
 def one_pass(batches: Any) -> tuple[Any, int | None]:
-    """Returns batches that end after one pass, if they have an end.
+    """Makes `batches` end after one pass, unless they have no end.
 
     Args:
       batches: as in `as_feed`.
@@ -386,7 +392,7 @@ def one_pass(batches: Any) -> tuple[Any, int | None]:
 
 
 def has_no_end(batches: Any) -> bool:
-    """Returns True for endless batches: those of a text, and of a function of the step."""
+    """Returns True for batches without end: those of a text, and of a function of the step."""
     is_function = callable(batches) and not isinstance(batches, Iterable)
     return batches is None or isinstance(batches, RowSource) or is_function
 

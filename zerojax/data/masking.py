@@ -45,7 +45,7 @@ class MaskedSource(TokenSource):
             )
         for token in (self.mask_token, *self.special_tokens):
             if token < 0:
-                raise ValueError(f"token {token}: ids of tokens are at least 0")
+                raise ValueError(f"token {token}: pass ids of at least 0")
         if not self._ordinary.size:
             raise ValueError(
                 f"the vocabulary of {self.vocab_size} ids has only special ones, so no random "
@@ -70,7 +70,7 @@ class MaskedSource(TokenSource):
         return ids[~np.isin(ids, (self.mask_token, *self.special_tokens))]
 
     def rows_at(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns the rows with these numbers; pure.
+        """Returns the rows with these numbers, counted over all epochs, with masks; pure.
 
         Returns:
           "tokens": int32 [rows, seq_len], some masked. "positions": int32 [rows, num_places],
@@ -92,7 +92,8 @@ class MaskedSource(TokenSource):
         return {"tokens": tokens, "positions": positions, "targets": targets, "weights": weights}
 
     def _places(self, tokens: np.ndarray, counters: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (positions int32, weights float32), both [rows, num_places]."""
+        """Chooses the positions to predict: (positions int32, weights float32), both [rows,
+        num_places]."""
         can_be = ~np.isin(tokens, (self.mask_token, *self.special_tokens))
         # Sorted by random words, ordinary tokens first.
         words = self._words(counters, 0) >> np.uint64(1)
@@ -103,7 +104,8 @@ class MaskedSource(TokenSource):
         return positions.astype(np.int32), weights
 
     def _counters(self, numbers: np.ndarray) -> np.ndarray:
-        """Returns a unique number for every position of every row, uint64 [rows, seq_len]."""
+        """Returns a unique number for every token position of the rows `numbers`, uint64 [rows,
+        seq_len]."""
         rows = numbers.astype(np.uint64)[:, None] * np.uint64(self.seq_len)
         return rows + np.arange(self.seq_len, dtype=np.uint64)[None, :]
 

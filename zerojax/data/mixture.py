@@ -46,8 +46,7 @@ class _Phase:
     is_one_block: bool
 
     def given(self, block: int) -> np.ndarray:
-        """Returns the rows that each source provided before this block of the phase, int64
-        [sources]."""
+        """Returns the rows that each source has provided before block `block`, int64 [sources]."""
         if self.is_one_block:
             return self.before + (block - self.first) * self.units
         return self.before + largest_remainders((block - self.first) * BLOCK, self.units)
@@ -68,9 +67,9 @@ class MixtureSource(RowSource):
     """The sources; their own batch sizes are ignored. Arrays that a source lacks are filled in:
     "weights" of 1, one segment, and the positions in it."""
     weights: tuple[float, ...]
-    """One for each source; the sum is arbitrary."""
+    """One weight for each source; their sum is arbitrary."""
     names: tuple[str, ...]
-    """One for each source, for messages."""
+    """One name for each source, for messages."""
     at_end: tuple[AtEnd, ...] = ()
     """What each source does after its last row; empty: all repeat."""
     global_batch_size: int
@@ -80,7 +79,7 @@ class MixtureSource(RowSource):
     seq_len: int = dataclasses.field(init=False)
     """Tokens of a row."""
     vocab_size: int | None = dataclasses.field(init=False, default=None)
-    """The largest of the sources'; None if one is unknown."""
+    """The largest vocabulary size of the sources; None if one is unknown."""
 
     def __post_init__(self) -> None:
         if not self.sources:
@@ -137,17 +136,18 @@ class MixtureSource(RowSource):
 
     @property
     def tokenizer(self) -> Mapping[str, Any] | None:
-        """Tokenizer of the sources."""
+        """Tokenizer that made the ids of all sources."""
         return next((x.tokenizer for x in self.sources if x.tokenizer is not None), None)
 
     @property
     def template(self) -> str | None:
-        """Template of the first source that has one."""
+        """Chat template of the first source that has one."""
         return next((x.template for x in self.sources if x.template is not None), None)
 
     @property
     def num_rows(self) -> int:
-        """Sum of the sources' rows; with uneven weights each source ends at another row."""
+        """Sum of the numbers of rows of the sources; with uneven weights each source ends at
+        another row."""
         return sum(source.num_rows for source in self.sources)
 
     @functools.cached_property
@@ -181,7 +181,7 @@ class MixtureSource(RowSource):
 
     @property
     def _limits(self) -> list[int | None]:
-        """Total rows that each source provides; None: unlimited."""
+        """Total rows that each source provides; None for a source without limit."""
         pairs = zip(self.sources, self.at_end, strict=True)
         return [source.num_rows if end == "stop" else None for source, end in pairs]
 
@@ -208,12 +208,13 @@ class MixtureSource(RowSource):
         return sources, rows
 
     def _given(self, block: int) -> np.ndarray:
-        """Returns the rows that each source provided before this block, int64 [sources]."""
+        """Returns the rows that each source has provided before block `block`, int64 [sources]."""
         firsts = [phase.first for phase in self._phases]
         return self._phases[bisect.bisect_right(firsts, block) - 1].given(block)
 
     def rows_at(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns the rows with these numbers; pure. The sources document their arrays."""
+        """Returns the rows with these numbers of the mixture; pure. The sources document the
+        arrays."""
         sources, rows = self.places(numbers)
         made: dict[str, np.ndarray] = {}
         for index in np.unique(sources).tolist():
@@ -226,7 +227,7 @@ class MixtureSource(RowSource):
         return made
 
     def epochs(self, row: int) -> dict[str, int]:
-        """Returns the epoch of each source, from 1, after `row` rows."""
+        """Returns the epoch that each source is in, from 1, after `row` rows of the mixture."""
         block, within = divmod(row, BLOCK)
         given = self._given(block)
         if within:
@@ -257,8 +258,8 @@ class MixtureSource(RowSource):
 
 
 def largest_remainders(total: int, units: np.ndarray) -> np.ndarray:
-    """Divides `total` items in proportion to `units`, in whole numbers, each within one of its
-    share.
+    """Divides `total` items in proportion to `units` into whole numbers, each less than one away
+    from its exact share.
 
     As `total` grows by 1,024, no count decreases if each share is at least 1/1,024: its quota then
     grows by at least one.
@@ -332,7 +333,7 @@ def _phases(weights: Sequence[float], limits: Sequence[int | None]) -> list[_Pha
 
 
 def _block_of_first_end(phase: _Phase, ends: np.ndarray, active: np.ndarray) -> int:
-    """Returns the first block that would need more rows of a source than it has."""
+    """Returns the first block of a phase that would need more rows of a source than it has."""
 
     def is_over(blocks: int) -> bool:
         return bool(np.any(phase.given(phase.first + blocks + 1)[active] > ends[active]))
@@ -344,7 +345,7 @@ def _block_of_first_end(phase: _Phase, ends: np.ndarray, active: np.ndarray) -> 
 
 
 def _counts_with_ends(units: np.ndarray, left: np.ndarray, active: np.ndarray) -> np.ndarray:
-    """Returns the rows of a block in which a source ends; the others fill its gap. int64
+    """Returns the rows of each source in a block in which one ends, and others fill the gap; int64
     [sources]."""
     counts, active = np.zeros(len(units), np.int64), active.copy()
     while True:
@@ -361,7 +362,7 @@ _FILLED = ("weights", "segments", "positions")
 
 
 def _filled(rows: dict[str, np.ndarray], names: Sequence[str]) -> dict[str, np.ndarray]:
-    """Adds missing arrays of `names` to rows: by default each row is one text."""
+    """Adds the arrays of `names` that `rows` lack: by default each row is one text."""
     shape = rows["tokens"].shape
     if "positions" in names and "positions" not in rows:
         rows = {**rows, "positions": _positions(rows.get("segments"), shape)}

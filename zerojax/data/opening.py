@@ -135,7 +135,7 @@ def array_names(data: Any, *, pack: bool = False) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Opening:
-    """Settings for opening data; fields as the arguments of `as_source`."""
+    """Arguments of `as_source`, kept while its data are opened."""
 
     tokenizer: Any
     seq_len: int
@@ -225,7 +225,7 @@ class _Opening:
 
 
 def open_texts(folder: Path) -> tuple[TextSet, TextSet | None]:
-    """Opens a folder of `prepare_chats`, with its tokenizer and its template.
+    """Opens the output folder of `prepare_chats`, with its tokenizer and its template.
 
     Returns:
       (the training texts, the validation texts or None).
@@ -283,7 +283,7 @@ def _open(data: Any, tokenizer: Any) -> tuple[Tokens, Tokens | None, Tokenizer |
 
 
 def _tokenizer_of(known: Mapping[str, Any] | None, name: str, spec: Any) -> Tokenizer | None:
-    """Returns the tokenizer of token files, checked against the user's explicit choice.
+    """Returns the tokenizer that made token files, checked against the user's explicit choice.
 
     Args:
       known: `Tokenizer.to_dict` of the tokenizer that made them.
@@ -313,7 +313,8 @@ def _tokenizer_of(known: Mapping[str, Any] | None, name: str, spec: Any) -> Toke
 
 
 def _stated_tokenizer(spec: Any) -> Tokenizer | None:
-    """Returns an explicitly chosen tokenizer for ids of unknown origin; None for a default."""
+    """Returns the tokenizer that the user chose explicitly, for ids of unknown origin; None for a
+    default."""
     return None if spec is None or spec == "bytes" or bpe_size(spec) else as_tokenizer(spec)
 
 

@@ -22,7 +22,7 @@ PACKED_NAMES = ("tokens", "targets", "segments", "weights", "positions")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Pieces:
-    """Units of packing: texts, and parts of texts that are longer than a row.
+    """Units that are packed into rows: texts, and parts of texts that are longer than a row.
 
     Attributes:
       starts: int64 [pieces], where each begins in the tokens of the set.
@@ -80,7 +80,7 @@ class PackedSource(RowSource):
 
     @functools.cached_property
     def pieces(self) -> Pieces:
-        """The pieces to pack, in the order of the texts.
+        """Texts and parts of texts to pack, in the order of the texts.
 
         Raises:
           ValueError: texts longer than a row with long_texts="refuse", or no text is left.
@@ -118,27 +118,27 @@ class PackedSource(RowSource):
 
     @functools.cached_property
     def packing(self) -> Packing:
-        """Assignment of pieces to rows."""
+        """Assignment of the pieces to rows."""
         return packing_of(self.pieces.lengths, self.seq_len)
 
     @property
     def num_rows(self) -> int:
-        """Packed rows, and those that fill the last batch."""
+        """Number of packed rows, including rows of padding that fill the last batch."""
         size, count = self.global_batch_size, self.packing.num_rows
         return -(-count // size) * size if self.fill else count
 
     @property
     def tokenizer(self) -> Mapping[str, Any] | None:
-        """Tokenizer of the texts."""
+        """Tokenizer that made the ids of the texts."""
         return self.texts.tokenizer
 
     @property
     def template(self) -> str | None:
-        """Template of the texts."""
+        """Chat template that made the texts."""
         return self.texts.template
 
     def rows_at(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns the rows with these numbers; pure.
+        """Returns the rows with these numbers, counted over all epochs; pure.
 
         Returns:
           [rows, seq_len] each. int32 "tokens", and "targets": the next token of the same text, or 0
@@ -233,6 +233,7 @@ class PackedSource(RowSource):
 
 
 def _counted(counts: np.ndarray) -> np.ndarray:
-    """Returns 0, ..., counts[0] - 1, 0, ..., counts[1] - 1, and so on: int64 [sum of counts]."""
+    """Counts from 0 for each of `counts`: 0, ..., counts[0] - 1, 0, ..., counts[1] - 1, and so on:
+    int64 [sum of counts]."""
     ends = np.cumsum(counts)
     return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)

@@ -15,7 +15,7 @@ from zerojax.data.tokenizer import Tokenizer
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Boundary:
-    """Rule for text boundaries in a stream of tokens: after an id, or at one.
+    """Rule that finds where texts begin in a stream of tokens: after an id, or at an id.
 
     Attributes:
       end_token: the id that ends each text, such as <|endoftext|>.
@@ -33,7 +33,7 @@ class Boundary:
             )
 
     def describe(self, windows: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns the segments and weights of a batch.
+        """Returns the number of the text of each token of a batch, and the weight of each target.
 
         Args:
           windows: integers [rows, seq_len + 1], tokens and the one that follows them.

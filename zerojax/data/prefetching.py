@@ -53,7 +53,7 @@ class Prefetch(Iterator[tuple[Any, State]]):
 
     @property
     def state(self) -> State:
-        """The data state after the last consumed batch."""
+        """Data state to save after the last consumed batch."""
         return self._state
 
     def close(self) -> None:
@@ -99,7 +99,7 @@ def prefetch(feed: Feed, *, put: Callable[[Batch], Any], depth: int = 2) -> Pref
 
 
 class _Worker:
-    """The thread and its queue; holds no reference to the Prefetch that owns it."""
+    """Thread that reads ahead, and its queue; holds no reference to the Prefetch that owns it."""
 
     def __init__(self, feed: Feed, put: Callable[[Batch], Any], depth: int):
         self.ready: queue.Queue[Any] = queue.Queue(maxsize=depth)
@@ -134,7 +134,7 @@ class _Worker:
         return False
 
     def stop(self) -> list[tuple[Batch, State]]:
-        """Ends the thread; returns the batches that were not consumed, in their order."""
+        """Ends the thread; returns the batches that were read and not consumed, in their order."""
         self._stopping.set()
         unused = self._take_all()  # makes room, which wakes a waiting thread
         self._thread.join(JOIN_SECONDS)

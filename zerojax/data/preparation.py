@@ -143,7 +143,8 @@ def _write_sidecar(file: Path, dtype: np.dtype, count: int, tokenizer: Tokenizer
 
 
 def make_tokenizer(spec: Any, files: Sequence[Path]) -> Tokenizer:
-    """Returns `as_tokenizer`, which trains a "bpe:..." on an equal share of each of `files`."""
+    """Returns the tokenizer of `as_tokenizer`; a "bpe:..." is trained on an equal share of each of
+    `files`."""
     return as_tokenizer(spec, _sample(files))
 
 
@@ -162,7 +163,8 @@ def _sample(files: Sequence[Path]) -> Iterator[str]:
 
 
 def encode_files(files: Sequence[Path], tokenizer: Tokenizer) -> Iterator[tuple[bool, np.ndarray]]:
-    """Yields the ids of all documents in order, with the tokenizer's separator between two of them.
+    """Yields the ids of all documents of `files` in order, with the tokenizer's separator between
+    two documents.
 
     Yields:
       `(starts_document, ids)`: int32 [n], one piece of text at a time.

@@ -77,7 +77,8 @@ def column_names(file: Path) -> list[str]:
 
 
 def saved_files(folder: Path) -> list[Path] | None:
-    """Returns the files of a folder saved by `datasets`, in their order; None for other folders.
+    """Returns the data files of a folder that `datasets` saved, in their order; None for other
+    folders.
 
     For a folder of several splits, these are the files of "train".
 

@@ -18,17 +18,18 @@ from zerojax.data.tokens import Tokens, check_block, check_not_cut, gather_windo
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class RowSource(abc.ABC):
-    """Rows of batches, each a pure function of its number; base class of all text sources."""
+    """Source of the rows of batches, each row a pure function of its number; base class of all text
+    sources."""
 
     kind: ClassVar[str] = "tokens"
-    """Type of the data, for a saved position."""
+    """Type of the data, stored in a saved position."""
 
     seq_len: int
     """Inputs per row."""
     global_batch_size: int
     """Rows per batch, over all processes."""
     vocab_size: int | None = None
-    """Limit of the ids that are read; None: unknown."""
+    """Bound of the ids that are read (all are below); None: unknown."""
 
     @property
     @abc.abstractmethod
@@ -42,12 +43,12 @@ class RowSource(abc.ABC):
 
     @property
     def template(self) -> str | None:
-        """The chat template that made the texts; None if there was none."""
+        """Chat template that made the texts; None if there was none."""
         return None
 
     @abc.abstractmethod
     def rows_at(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns the rows with these numbers of the endless sequence behind the batches; pure.
+        """Returns the rows with these numbers, counted over all epochs; pure.
 
         Args:
           numbers: int64 [rows], at least 0, in any order.
@@ -68,7 +69,7 @@ class RowSource(abc.ABC):
         return self.num_rows / self.global_batch_size
 
     def rows(self, first: int, last: int) -> dict[str, np.ndarray]:
-        """Returns rows [first, last) of the endless sequence; pure."""
+        """Returns rows `first` to `last` (exclusive), counted over all epochs; pure."""
         return self.rows_at(np.arange(first, last, dtype=np.int64))
 
     def epochs(self, row: int) -> dict[str, int]:
@@ -111,7 +112,8 @@ def check_sizes(source: RowSource) -> None:
 
 
 def in_epochs(rows: np.ndarray, size: int, seed: int | None) -> np.ndarray:
-    """Returns the item in each row of an endless sequence, with every item once per epoch.
+    """Returns the item that each row of an endless sequence shows; every item occurs once per
+    epoch.
 
     Args:
       rows: int64 [n], numbers of rows.
@@ -134,7 +136,8 @@ def in_epochs(rows: np.ndarray, size: int, seed: int | None) -> np.ndarray:
 @names_keywords()
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TokenSource(RowSource):
-    """Batches of next-token windows from tokens, shuffled again in every epoch.
+    """Source of rows of consecutive tokens and the tokens after them, shuffled again in every
+    epoch.
 
     Row r of the endless sequence of rows is window `permute(r mod n, n, (seed, r div n))` of all n
     windows. So no window is read twice within an epoch, and any process can compute any row of any
@@ -149,7 +152,8 @@ class TokenSource(RowSource):
     seed: int = 0
     shuffle: bool = True
     vocab_size: int | None = None
-    """Limit of the ids that are read; None: the vocabulary that the token files state."""
+    """Bound of the ids that are read (all are below); None: the vocabulary that the token files
+    state."""
     boundary: Boundary | None = None
     """Rule for text boundaries; batches then have segments and weights. None: a row counts as one
     text."""
@@ -171,21 +175,21 @@ class TokenSource(RowSource):
 
     @property
     def num_windows(self) -> int:
-        """Rows in one epoch."""
+        """Number of windows, which are the rows of one epoch."""
         return int(self._last_windows[-1]) if len(self._last_windows) else 0
 
     @property
     def num_rows(self) -> int:
-        """The number of windows."""
+        """Number of rows of one epoch, which are the windows."""
         return self.num_windows
 
     @property
     def tokenizer(self) -> Mapping[str, Any] | None:
-        """Tokenizer of the token files."""
+        """Tokenizer that made the token files."""
         return self.tokens.tokenizer
 
     def rows_at(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns the rows with these numbers; pure.
+        """Returns the rows with these numbers, counted over all epochs; pure.
 
         Returns:
           {"tokens": int32 [rows, seq_len], "targets": int32 [rows, seq_len]}; the targets are the
@@ -220,7 +224,8 @@ class TokenSource(RowSource):
         )
 
     def _read(self, numbers: np.ndarray) -> np.ndarray:
-        """Reads windows, integers [b, seq_len + 1]; one indexing operation per part."""
+        """Reads windows of the tokens, integers [b, seq_len + 1]; one indexing operation per part
+        of the tokens."""
         part_numbers = np.searchsorted(self._last_windows, numbers, side="right")
         touched = np.unique(part_numbers)
         if len(touched) == 1:
@@ -241,8 +246,8 @@ class TokenSource(RowSource):
         return windows
 
     def _check(self, windows: np.ndarray, name: str, offsets: np.ndarray) -> None:
-        """Raises for ids outside the vocabulary; if that is unknown, for ids that int32 cannot
-        hold."""
+        """Raises for ids of `windows` outside the vocabulary; if that is unknown, for ids that
+        int32 cannot hold."""
         limit = self.vocab_size or self.tokens.vocab_size or 1 << 31
         bounds = np.iinfo(windows.dtype)
         if bounds.min >= 0 and bounds.max < limit:

@@ -99,7 +99,8 @@ class BpeTokenizer:
 
     @property
     def separator(self) -> np.ndarray:
-        """The end-of-text id, int32 [1]; empty for a foreign tokenizer without such a token."""
+        """Id of the end-of-text mark, int32 [1]; empty for a tokenizer from elsewhere without such
+        a token."""
         end = self._backend.token_to_id(END_OF_TEXT)
         return np.asarray([] if end is None else [end], np.int32)
 
@@ -109,8 +110,8 @@ class BpeTokenizer:
         return _encode(self._backend, _pieces(text))
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Returns for each text (int32 [n] ids, int64 [n, 2]: characters [start, end) of each
-        id)."""
+        """Returns (ids, offsets) for each text: int32 [n], and int64 [n, 2], the characters [start,
+        end) of each id."""
         return _encode_with_offsets(self._backend, texts)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -172,7 +173,8 @@ class HuggingFaceTokenizer:
         self.separator = np.concatenate([closing, self.prefix])
 
     def _template(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the ids around a text, from one text encoded with and without them."""
+        """Returns the ids that the tokenizer's template puts before and after a text, from one text
+        encoded with and without."""
         probe = "a"
         bare = self._backend.encode(probe, add_special_tokens=False).ids
         full = self._backend.encode(probe, add_special_tokens=True).ids
@@ -204,7 +206,8 @@ class HuggingFaceTokenizer:
 
     @functools.cached_property
     def _is_cut_at_line_ends(self) -> bool:
-        """Whether no token spans a line end and none depends on the text before it."""
+        """Whether a text may be cut at line ends: no token spans one, and none depends on the text
+        before it."""
         encode = lambda text: _encode(self._backend, [text]).tolist()  # noqa: E731
         halves = ((probe, probe.partition("\n")) for probe in _PROBES)
         return all(
@@ -219,7 +222,8 @@ class HuggingFaceTokenizer:
         return _encode(self._backend, _pieces(text) if self._is_cut_at_line_ends else [text])
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Returns for each text (int32 [n] ids, int64 [n, 2]: characters [start, end) of each id).
+        """Returns (ids, offsets) for each text: int32 [n], and int64 [n, 2], the characters [start,
+        end) of each id.
 
         The template's tokens are not added; special tokens written in a text become tokens.
         """
@@ -271,7 +275,7 @@ class HuggingFaceTokenizer:
 
     @property
     def _padding_id(self) -> int:
-        """Returns the padding id; any id works, since padding is masked."""
+        """Returns the id for padding tokens; any id works, since padding is masked."""
         found = self._backend.token_to_id("[PAD]")
         return 0 if found is None else found
 
@@ -310,7 +314,7 @@ def _pieces(text: str) -> list[str]:
 
 
 def checked_ids(ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:
-    """Returns token ids as an integer array [n], after a check of their range.
+    """Returns token ids as an integer array [n], after checking that each is in [0, vocab_size).
 
     Raises:
       TypeError: not integers. ValueError: one is outside [0, vocab_size).

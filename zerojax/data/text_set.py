@@ -44,18 +44,18 @@ TOKENS, MASK, OFFSETS, SIDECAR = "tokens.bin", "mask.bin", "offsets.bin", "texts
 ROWS = "rows.bin"
 _PARTIAL = ".partial"
 _MASK_BYTES = 1 << 22
-"""Bytes of mask.bin that are counted at once."""
+"""Bytes of mask.bin whose bits are counted at once."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TextSet:
-    """Texts of token ids; arrays are read only when indexed.
+    """Texts as token ids, with a mask of the tokens to predict; arrays are read only when indexed.
 
     Attributes:
       tokens: unsigned integers, all texts of the folder.
       mask: uint8, the bits of mask.bin.
       offsets: int64 [texts + 1] into `tokens`; a part of a folder's texts has a part of them.
-      first: number within the folder of the first text.
+      first: number, within the folder, of the first text of this part.
       name: of the folder, for messages.
       vocab_size: every id is below it (guaranteed by the writer of the folder); None: unknown.
       tokenizer: `Tokenizer.to_dict` of the tokenizer that made the ids; None: unknown.
@@ -84,12 +84,12 @@ class TextSet:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of all texts."""
+        """Number of tokens of all texts together."""
         return int(self.offsets[-1] - self.offsets[0])
 
     @functools.cached_property
     def lengths(self) -> np.ndarray:
-        """Tokens of each text, int64 [texts].
+        """Number of tokens of each text, int64 [texts].
 
         Raises:
           ValueError: the offsets do not increase, or exceed the number of tokens.
@@ -105,18 +105,18 @@ class TextSet:
 
     @property
     def fingerprint(self) -> str:
-        """16 hex digits that identify the content and the part of the folder."""
+        """Text of 16 hex digits that identifies the content, and the part of the folder."""
         text = f"{self.checksum}:{self.first}:{self.num_texts}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
     def num_targets(self) -> int:
-        """Number of tokens that follow another one of their text."""
+        """Number of tokens that follow another token of their text."""
         return self.num_tokens - self.num_texts
 
     @functools.cached_property
     def num_asked(self) -> int:
-        """Number of targets that are to be predicted; reads the mask.
+        """Number of targets that the mask says are to be predicted; reads the mask.
 
         The first token of a text is never a target, whatever the mask says.
         """
@@ -129,7 +129,8 @@ class TextSet:
         return total - int(np.count_nonzero(self.asked(self.offsets[:-1])))
 
     def where(self, text: int) -> str:
-        """Returns the number of a text of this part, from 1, and its row in its file if known."""
+        """Describes a text for messages: its number in the folder, from 1, and its file and row if
+        known."""
         number = self.first + text
         if self.rows is None or not self.files:
             return f"text {number + 1}"
@@ -137,7 +138,7 @@ class TextSet:
         return f"text {number + 1} ({self.files[at][1]}:{self.rows[number]})"
 
     def part(self, low: int, high: int) -> TextSet:
-        """Returns texts [low, high), without a copy."""
+        """Returns the texts `low` to `high` (exclusive) as a `TextSet`, without a copy."""
         offsets = self.offsets[low : high + 1]
         return dataclasses.replace(self, offsets=offsets, first=self.first + low)
 
@@ -257,7 +258,7 @@ def read_text_sidecar(folder: Path) -> dict[str, Any]:
 
 
 def _are_files(files: Any, num_texts: Any) -> bool:
-    """Returns whether a value of the sidecar says which texts are from which file."""
+    """Returns whether `files`, a value of the sidecar, says which texts are from which file."""
     if not isinstance(files, list):
         return False
     for entry in files:
@@ -286,7 +287,8 @@ def verify_text_set(folder: str | Path) -> None:
 
 
 def check_targets(train: TextSet, validation: TextSet | None) -> str | None:
-    """Raises if a part of the texts has no target; returns a note if all targets are asked for.
+    """Raises if the training or validation texts have no target; returns a note if all targets are
+    to be predicted.
 
     Raises:
       ValueError: there is nothing to learn, or nothing to evaluate.

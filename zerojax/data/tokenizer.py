@@ -29,7 +29,7 @@ TEMPLATE_FILE = "chat_template.jinja"
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """Tokenizer interface that zerojax needs; any object with these members works."""
+    """Interface of a tokenizer; any object with these members works."""
 
     @property
     def vocab_size(self) -> int:
@@ -46,7 +46,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Returns the text of the ids; incomplete characters become U+FFFD."""
+        """Returns the text that `ids` encode; incomplete characters become U+FFFD."""
         ...
 
     def to_dict(self) -> dict[str, Any]:
@@ -65,7 +65,8 @@ class ByteTokenizer:
 
     @property
     def separator(self) -> np.ndarray:
-        """A blank line, because all 256 ids are bytes and none is free for an end-of-text mark."""
+        """Ids of a blank line, because all 256 ids are bytes and none is free for an end-of-text
+        mark."""
         return self.encode("\n\n")
 
     def encode(self, text: str) -> np.ndarray:
@@ -73,8 +74,8 @@ class ByteTokenizer:
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Returns for each text (int32 [n] ids, int64 [n, 2]: characters [start, end) of each
-        id)."""
+        """Returns (ids, offsets) for each text: int32 [n], and int64 [n, 2], the characters [start,
+        end) of each id."""
         made = []
         for text in texts:
             sizes = [len(character.encode("utf-8")) for character in text]
@@ -146,7 +147,8 @@ def bpe_size(spec: Any) -> int | None:
 
 
 def tokenizer_from_dict(value: Mapping[str, Any]) -> Tokenizer:
-    """Builds a tokenizer from `to_dict`, or from the content of a `tokenizers` tokenizer.json.
+    """Builds a tokenizer from the result of `to_dict`, or from the content of a tokenizer.json of
+    `tokenizers`.
 
     Raises:
       ValueError: a dict of no known kind.
@@ -166,13 +168,13 @@ def tokenizer_from_dict(value: Mapping[str, Any]) -> Tokenizer:
 
 
 def hugging_face_json(tokenizer: Tokenizer) -> dict[str, Any] | None:
-    """Returns the Hugging Face tokenizer.json of a tokenizer, or None for bytes, which have
-    none."""
+    """Returns the content of the Hugging Face tokenizer.json of a tokenizer; None for bytes, which
+    have none."""
     return tokenizer.to_dict().get("json")
 
 
 def save_tokenizer(tokenizer: Tokenizer, path: str | Path) -> Path:
-    """Writes `to_dict` as JSON; returns the path."""
+    """Writes the `to_dict` of a tokenizer as a JSON file; returns its path."""
     path = user_path(path)
     replace_text(path, json.dumps(tokenizer.to_dict(), ensure_ascii=False) + "\n")
     return path
@@ -217,8 +219,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def _stated_end(settings: Path) -> str | None:
-    """Returns the end-of-text token of a tokenizer_config.json: a name, or an object that has
-    it."""
+    """Returns the end-of-text token that a tokenizer_config.json states: a name, or an object that
+    has it."""
     if not settings.is_file():
         return None
     end = read_object(settings, "a tokenizer's settings").get("eos_token")

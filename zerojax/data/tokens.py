@@ -51,7 +51,7 @@ class TokenPart:
     ids: np.ndarray
     """Integer [n], usually memory-mapped: values are read only when indexed."""
     name: str
-    """The file it comes from, for messages."""
+    """File that the tokens come from, for messages."""
     offset: int = 0
     """Position of `ids[0]` in that file, in tokens."""
 
@@ -73,7 +73,7 @@ class Tokens:
 
     @property
     def name(self) -> str:
-        """A short name for messages."""
+        """Short name of the tokens for messages."""
         more = f" and {len(self.parts) - 1} more" if len(self.parts) > 1 else ""
         return f"{self.parts[0].name}{more}" if self.parts else "no tokens"
 
@@ -86,7 +86,7 @@ class Tokens:
         return np.maximum(sizes - 1, 0) // seq_len
 
     def split(self, fraction: float) -> tuple[Tokens, Tokens | None]:
-        """Splits into the head for training and the tail (`fraction` of all tokens) for validation.
+        """Splits tokens into the head for training and the tail (`fraction` of all) for validation.
 
         Deterministic, without shared tokens or copies. Fraction 0: no validation.
 
@@ -114,7 +114,8 @@ class Tokens:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """16 hex digits from the sizes and a few ids of every part; reads at most 8 KB of each."""
+        """Text of 16 hex digits from the sizes and a few ids of every part; reads at most 8 KB of
+        each."""
         digest = hashlib.sha256()
         for part in self.parts:
             digest.update(f"{len(part.ids)}:".encode())
@@ -146,7 +147,8 @@ def check_not_cut(array: np.ndarray, name: str) -> None:
 
 
 def gather_windows(ids: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
-    """Returns `ids[start : start + length]` for every start, in one indexing operation.
+    """Returns an array of the windows `ids[start : start + length]` for every start, in one
+    indexing operation.
 
     Args:
       ids: [n] any integer dtype, memory-mapped or not; only the windows are read.
@@ -329,7 +331,7 @@ def read_sidecar(file: Path) -> dict[str, Any]:
 
 
 def is_dtype_name(value: Any) -> bool:
-    """Returns True if a value is a key of `DTYPES`."""
+    """Returns True if a value is the name of a dtype that token files may have."""
     return isinstance(value, str) and value in DTYPES
 
 

@@ -26,7 +26,8 @@ _ALWAYS_BIDIRECTIONAL = ("bigbird", "bslongformer")
 
 
 def layout_of(file: File) -> BlockLayout | None:
-    """Returns the layout of a file; None if it has none or attention is dense."""
+    """Returns the attention layout that a ds_config sets; None if it sets none or attention is
+    dense."""
     if not isinstance(file.nested.get(_SECTION), Mapping):
         return None
     mode = file[f"{_SECTION}.mode"]
@@ -58,18 +59,18 @@ def _ignore(file: File, key: str, mode: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class SparseLoss(LossWithUnit):
-    """A loss that applies a layout to its calls of `zerojax.attention`.
+    """Loss function whose calls of `zerojax.attention` use a layout.
 
     Attributes:
-      layout: of the calls.
-      places: a table for each call so far; kept, since a jitted submodule is traced only once.
+      layout: of the calls of `zerojax.attention`.
+      places: a table for each such call so far; kept, since a jitted submodule is traced once.
     """
 
     layout: BlockLayout
     places: list[BlockTable] = dataclasses.field(default_factory=list, compare=False, repr=False)
 
     def __call__(self, model: Any, batch: Any) -> Any:
-        """Returns the loss of the function.
+        """Returns the result of the wrapped loss, with the layout in force.
 
         Raises:
           ConfigError: no call of `zerojax.attention` used the layout.
@@ -89,12 +90,13 @@ class SparseLoss(LossWithUnit):
 def with_layout(
     model: tracing.Model, loss: tracing.Loss | None, layout: BlockLayout | None
 ) -> tracing.Loss | None:
-    """Returns the loss with the layout of a file; unchanged if the model has the same layout.
+    """Makes a loss use the attention layout of a ds_config; returns it unchanged if the model has
+    the same layout.
 
     Args:
       model: of the run.
       loss: None means the model's own.
-      layout: of the file; None if it has none.
+      layout: of the ds_config; None if it has none.
 
     Raises:
       ConfigError: the model's attention_layout is another one, or not set.

@@ -19,11 +19,12 @@ from zerojax.deepspeed_config.translation import CallerValues
 from zerojax.optim.precision import DTYPES, Precision
 
 LEARNING_RATE, BETAS, EPS, WEIGHT_DECAY, CLIPPING = 5e-5, (0.9, 0.999), 1e-8, 0.0, 1.0
-"""Defaults of `TrainingArguments`."""
+"""Defaults of `TrainingArguments` in transformers."""
 
 
 class Auto:
-    """Fills "auto" values of a file, and notes contradictions with the caller's values.
+    """Filler of the "auto" values of a ds_config, which also notes contradictions with the caller's
+    values.
 
     Args:
       values: the file, which is copied.
@@ -36,7 +37,7 @@ class Auto:
         self._given, self._notes = given, notes
 
     def fill(self) -> dict[str, Any]:
-        """Returns the file with every "auto" filled by Hugging Face's rules."""
+        """Returns the ds_config with every "auto" filled by Hugging Face's rules."""
         self._precision()
         self._optimizer()
         self._scheduler()
@@ -62,7 +63,8 @@ class Auto:
         self._notes.reasons.append(f'{path}={value} for "auto": {why}')
 
     def _settle(self, path: str, wanted: Any, default: Any, keyword: str) -> None:
-        """Fills an "auto" key with the caller's value or a default; else compares both values.
+        """Fills a key of value "auto" with the caller's value or a default; compares any other
+        value with the caller's.
 
         Args:
           path: of the key.
@@ -186,7 +188,8 @@ def compute_name(precision: Precision | str | None) -> str | None:
 
 
 def _equal(found: Any, wanted: Any) -> bool:
-    """Returns whether a file's value equals the caller's; numbers may be written in any form."""
+    """Returns whether a value of the ds_config equals the caller's; numbers may be written in any
+    form."""
     if isinstance(wanted, (list, tuple)):
         same_kind = isinstance(found, (list, tuple)) and len(found) == len(wanted)
         return same_kind and all(map(_equal, found, wanted))

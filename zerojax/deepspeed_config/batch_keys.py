@@ -21,7 +21,8 @@ TRAIN, MICRO, PARTS = (
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Rows of a step, rows of a micro-batch per data shard, micro-batches; None: not known yet."""
+    """Batch sizes: rows of a step, rows of a micro-batch per data shard, and number of
+    micro-batches; None: not known yet."""
 
     train: int | None
     micro: int | None
@@ -29,12 +30,12 @@ class Batch:
 
 
 def settle_batch(file: File, shards: int | None, given: CallerValues) -> Batch:
-    """Returns the batch of a file, with the caller's values for "auto".
+    """Returns the batch sizes of a ds_config, with the caller's values for "auto".
 
     Contradictions, and sizes that do not divide, are noted as refusals.
 
     Args:
-      file: the file.
+      file: the ds_config.
       shards: number of data shards; None: not known, so only sizes in the file are known.
       given: the caller's values.
     """
@@ -110,7 +111,8 @@ def _divide(file: File, train: int, unit: int, named: str, shards: int) -> int |
 def settle_elastic(
     file: File, elasticity: ElasticityConfig, num_devices: int | None, devices_per_shard: int
 ) -> Batch:
-    """Returns the batch of an elastic file; refuses its batch keys, as DeepSpeed does."""
+    """Returns the batch sizes of a ds_config with `elasticity`; refuses its batch keys, as
+    DeepSpeed does."""
     for key in (TRAIN, MICRO, PARTS):
         if file.has(key) and not file["elasticity.ignore_non_elastic_batch_info"]:
             file.notes.refuse(
@@ -146,7 +148,7 @@ def check_rows(file: File, batch: Batch, given: CallerValues) -> None:
 
 
 def elasticity_of(file: File) -> ElasticityConfig:
-    """Returns the section `elasticity` as an `ElasticityConfig`."""
+    """Returns the section `elasticity` of a ds_config as an `ElasticityConfig`."""
     nodes = file["elasticity.num_gpus_per_node"]
     try:
         return ElasticityConfig(

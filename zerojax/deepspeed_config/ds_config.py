@@ -33,14 +33,14 @@ OLD_NAMES = {"bfloat16": "bf16"}
 
 
 class File:
-    """The values of a file, by path.
+    """Values of a ds_config, found by path such as "zero_optimization.stage".
 
     Args:
-      values: the file, with "auto" filled.
+      values: content of the ds_config, with "auto" filled.
       notes: collects a line for each key.
 
     Attributes:
-      nested: the file, with old names replaced.
+      nested: the content, with old names replaced.
     """
 
     def __init__(self, values: Mapping[str, Any], notes: KeyNotes):
@@ -49,19 +49,19 @@ class File:
         self._values = check(self.nested, TABLE, notes)
 
     def __getitem__(self, path: str) -> Any:
-        """Returns the value in the file, or DeepSpeed's default."""
+        """Returns the value of a path in the ds_config, or DeepSpeed's default."""
         return self._values[path] if path in self._values else default_of(TABLE, path)
 
     def has(self, path: str) -> bool:
         return path in self._values
 
     def optional(self, path: str) -> Any:
-        """Returns the value in the file; None if it is absent."""
+        """Returns the value of a path in the ds_config; None if it is absent."""
         return self._values.get(path)
 
 
 def _with_new_names(values: Mapping[str, Any], notes: KeyNotes) -> dict[str, Any]:
-    """Returns the file with alternative and old names replaced by current ones."""
+    """Returns a ds_config whose alternative and old names are replaced by current ones."""
     renamed = dict(values)
     for old, new in OLD_NAMES.items():
         if old in renamed and new not in renamed:
@@ -82,7 +82,7 @@ def _with_new_names(values: Mapping[str, Any], notes: KeyNotes) -> dict[str, Any
 
 
 def read(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """Returns the configuration and its name for messages.
+    """Reads a ds_config; returns its content and its name for messages.
 
     Args:
       source: a path of JSON or hjson, its text or urlsafe base64 (as DeepSpeed's launcher passes
@@ -178,7 +178,8 @@ def _parse_hjson(text: str, name: str, error: json.JSONDecodeError) -> Any:
 
 
 def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns the dict of a JSON object; raises for repeated keys, of which json keeps the last."""
+    """Returns the dict of a JSON object; raises for a repeated key, of which json would keep the
+    last value."""
     repeated = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
     if repeated:
         values = [value for key, value in pairs if key == repeated[0]]
@@ -209,7 +210,8 @@ def _too_deep(name: str) -> ConfigError:
 
 
 def _with_finite(values: dict[str, Any], name: str) -> dict[str, Any]:
-    """Checks that numbers are finite; an infinite `steps_per_print` becomes None.
+    """Checks that all numbers of a ds_config are finite; an infinite `steps_per_print` becomes
+    None.
 
     Accelerate writes an infinite `steps_per_print` to print never.
 
@@ -231,7 +233,8 @@ def _with_finite(values: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _check_nesting(value: Any, name: str) -> None:
-    """Raises if a value is nested too deeply or too large, such as a dict that contains itself."""
+    """Raises if a ds_config is nested too deeply or too large, such as a dict that
+    contains itself."""
     waiting = [(value, 0)]
     for _ in range(MAX_NODES):
         if not waiting:

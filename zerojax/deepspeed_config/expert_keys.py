@@ -25,12 +25,13 @@ _ROUTER = {
     "num_expert_groups": "num_groups",
     "num_limited_groups": "groups_per_token",
 }
-"""{key of the section: field of `MoEConfig` that must be equal}."""
+"""{key of the section `expert_parallel`: field of `MoEConfig` that must have the same value}."""
 _SHARED = "has_shared_experts"
 
 
 def expert_size(file: File) -> int:
-    """Returns the number of devices that experts are split over; 1 if the section is disabled."""
+    """Returns the number of devices that experts are split over; 1 if `expert_parallel` is
+    disabled."""
     if file[f"{SECTION}.enabled"]:
         if file[SIZE] < 1:
             file.notes.refuse(SIZE, file[SIZE], "must be at least 1")
@@ -45,12 +46,15 @@ def expert_size(file: File) -> int:
 
 
 def data_size(file: File, experts: int) -> int:
-    """Returns `mesh.data`: the file's data_parallel_size divided by the expert degree, else -1."""
+    """Returns `mesh.data`: data_parallel_size of the ds_config divided by the expert degree; -1 if
+    it is not set."""
     whole = file.optional("data_parallel_size")
     if not whole:
         return -1
     if whole % experts:
-        file.notes.refuse(SIZE, experts, f"does not divide data_parallel_size {whole}")
+        file.notes.refuse(
+            SIZE, experts, f"does not divide data_parallel_size {whole}; use a divisor of {whole}"
+        )
         return -1
     return whole // experts
 
@@ -59,19 +63,24 @@ def check_experts_of_mesh(file: File, mesh: MeshConfig, shards: int | None) -> N
     """Notes a refusal if the expert degree does not fit the devices or other options.
 
     Args:
-      file: the file.
-      mesh: its mesh options.
+      file: the ds_config.
+      mesh: mesh options of the ds_config.
       shards: number of devices that rows are split over; None if not known.
     """
     if mesh.expert == 1:
         return
     if shards is not None and shards % mesh.expert:
         file.notes.refuse(
-            SIZE, mesh.expert, f"does not divide the {shards} devices that rows are split over"
+            SIZE,
+            mesh.expert,
+            f"does not divide the {shards} devices that rows are split over; use a divisor "
+            f"of {shards}",
         )
     if mesh.replica > 1:
         file.notes.refuse(
-            SIZE, mesh.expert, "together with mics_shard_size is not supported, as in DeepSpeed"
+            SIZE,
+            mesh.expert,
+            "does not work with mics_shard_size, as in DeepSpeed; take one of them out",
         )
     if file["elasticity.enabled"]:
         file.notes.refuse(
@@ -83,7 +92,8 @@ def check_experts_of_mesh(file: File, mesh: MeshConfig, shards: int | None) -> N
 
 
 def router_of(file: File) -> dict[str, Any]:
-    """Returns {key: value} of a file's router description; {} if the section is disabled."""
+    """Returns {key: value} of a ds_config's description of the router; {} if `expert_parallel` is
+    disabled."""
     if not file[f"{SECTION}.enabled"]:
         return {}
     found = {name: file.optional(f"{SECTION}.{name}") for name in (*_ROUTER, _SHARED)}
@@ -91,7 +101,7 @@ def router_of(file: File) -> dict[str, Any]:
 
 
 def check_router(model: tracing.Model, says: Mapping[str, Any]) -> None:
-    """Raises if a file's router description does not match the model.
+    """Raises if a ds_config's description of the router does not match the model.
 
     Args:
       model: of the run.

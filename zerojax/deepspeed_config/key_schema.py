@@ -24,13 +24,13 @@ _MAX_NAME = 100
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """A key of a ds_config.
+    """Schema of one key of a ds_config, and how zerojax handles the key.
 
     Attributes:
       kind: type of its value: "bool", "int", "float", "text", "list", "dict" or "any".
       default: DeepSpeed's default if the key is absent.
       verdict: how the key is handled.
-      why: one sentence.
+      why: reason of the verdict, one sentence.
       only: values that have this verdict; None: all. Others are refused.
       otherwise: why others are refused, and what to write instead.
     """
@@ -62,19 +62,20 @@ Table = Mapping[str, "Key | AbsentFeature | Table"]
 
 
 def is_enabled(value: Any) -> bool:
-    """Returns whether a section has `"enabled": true`."""
+    """Returns whether a section of a ds_config has `"enabled": true`."""
     return bool(value.get("enabled", False)) if isinstance(value, Mapping) else bool(value)
 
 
 def is_enabled_inside(value: Any) -> bool:
-    """Returns whether a section, or one inside it, has `"enabled": true`."""
+    """Returns whether a section of a ds_config, or one inside it, has `"enabled": true`."""
     if not isinstance(value, Mapping):
         return False
     return is_enabled(value) or any(map(is_enabled_inside, value.values()))
 
 
 class KeyNotes:
-    """Collects one line per key while a file is read; a refusal is never replaced."""
+    """Collector of one line per key of a ds_config: value, verdict and reason; a refusal is never
+    replaced."""
 
     def __init__(self) -> None:
         self._lines: dict[str, Line] = {}
@@ -95,7 +96,7 @@ class KeyNotes:
             self._lines[key] = Line(key, value, verdict, why)
 
     def change(self, key: str, verdict: Verdict, why: str) -> None:
-        """Replaces the line of a key, if the file has the key."""
+        """Replaces verdict and reason in the line of a key, if the ds_config has the key."""
         if key in self._lines:
             self.say(key, self._lines[key].value, verdict, why)
 
@@ -106,7 +107,7 @@ class KeyNotes:
 def check(
     values: Mapping[str, Any], table: Table, notes: KeyNotes, prefix: str = ""
 ) -> dict[str, Any]:
-    """Returns {path: value} of all known keys, and notes a line for each key of the file.
+    """Checks a ds_config, or a section, against a table; returns {path: value} of its known keys.
 
     Values are converted to their types: 5e8 is an integer. null and, in a nested section, "auto"
     count as absent, as in DeepSpeed; meaningful "auto" values were filled before.
@@ -181,7 +182,7 @@ def _check_absent(path: str, value: Any, entry: AbsentFeature, notes: KeyNotes) 
 
 
 def _check_key(path: str, value: Any, entry: Key, notes: KeyNotes) -> bool:
-    """Notes the line of a value; returns whether the value is to be used."""
+    """Notes the line of a key with this value; returns whether the value is to be used."""
     if value is None or value == AUTO:
         shown = f"{'null' if value is None else AUTO}: as if it were not there"
         default = "" if entry.default is None else f" (DeepSpeed's default: {entry.default})"
@@ -212,7 +213,8 @@ _WANTED = {
 
 
 def as_kind(kind: str, value: Any) -> Any:
-    """Converts a value to its type; whole numbers as floats (5e8) or text ("5e8") are integers.
+    """Converts a value to the type `kind`; whole numbers as floats (5e8) or text ("5e8") are
+    integers.
 
     Raises:
       ValueError: the value has another type.
@@ -241,13 +243,15 @@ def _as_number(kind: str, value: Any) -> int | float:
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """Returns the end of an unknown-key message: the most similar key, or all known keys."""
+    """Returns the end of a message about an unknown key: the most similar key, or all
+    known keys."""
     match = difflib.get_close_matches(str(name)[:_MAX_NAME], known, 1, 0.6)
     return f"did you mean '{match[0]}'?" if match else f"known keys here: {', '.join(known)}"
 
 
 def _nearest(name: str, table: Table, prefix: str, whole: Table) -> str:
-    """Returns the most similar key of this section or, if there is none, of the whole file."""
+    """Returns the end of a message about an unknown key: the most similar key of its section or, if
+    there is none, of the whole file."""
     name = str(name)[:_MAX_NAME]
     by_name = {path.rpartition(".")[2]: path for path in (*_sections(whole), *paths(whole))}
     match = (
@@ -264,7 +268,7 @@ def _nearest(name: str, table: Table, prefix: str, whole: Table) -> str:
 
 
 def _longer(name: str, table: Table) -> list[str]:
-    """Returns keys that contain all words of a name, or sections that start with it ("zero")."""
+    """Returns keys that contain all words of `name`, and sections that start with it ("zero")."""
     words = set(name.split("_"))
     return [
         known
@@ -275,7 +279,7 @@ def _longer(name: str, table: Table) -> list[str]:
 
 
 def _sections(table: Table, prefix: str = "") -> Iterator[str]:
-    """Yields the path of every section of a table."""
+    """Yields the path of every section in a table of keys."""
     for name, entry in table.items():
         if isinstance(entry, Mapping):
             yield f"{prefix}{name}"
@@ -283,7 +287,7 @@ def _sections(table: Table, prefix: str = "") -> Iterator[str]:
 
 
 def paths(table: Table, prefix: str = "") -> Iterator[str]:
-    """Yields the path of every key of a table."""
+    """Yields the path of every key in a table of keys."""
     for name, entry in table.items():
         if isinstance(entry, (Key, AbsentFeature)):
             yield f"{prefix}{name}"
@@ -292,7 +296,7 @@ def paths(table: Table, prefix: str = "") -> Iterator[str]:
 
 
 def default_of(table: Table, path: str) -> Any:
-    """Returns DeepSpeed's default of a key."""
+    """Returns DeepSpeed's default of the key at `path`."""
     entry: Any = table
     for name in path.split("."):
         entry = entry[name]

@@ -564,4 +564,4 @@ ALIASES = {
     for name in ZERO
     if name.startswith("stage3_") and name != "stage3_gather_fp16_weights_on_model_save"
 }
-"""Names without "stage3_", which DeepSpeed takes as well."""
+"""{name without "stage3_", which DeepSpeed takes as well: full name}."""

@@ -21,7 +21,7 @@ ZERO, OPTIMIZER, PARAM = (
 
 
 def mesh_of(file: File, num_devices: int | None) -> MeshConfig:
-    """Returns the mesh options of a file.
+    """Translates the keys of mesh, ZeRO, pipeline and offload into mesh options.
 
     Args:
       file: the file.
@@ -52,7 +52,8 @@ def mesh_of(file: File, num_devices: int | None) -> MeshConfig:
 
 
 def _buckets(file: File) -> dict[str, Any]:
-    """Returns bucket sizes in elements, as in DeepSpeed; without keys, zerojax's defaults apply."""
+    """Returns the bucket sizes in elements that a ds_config sets, as in DeepSpeed; without keys,
+    zerojax's defaults apply."""
     fields: dict[str, Any] = {}
     for name in ("reduce_bucket_size", "allgather_bucket_size"):
         size = file.optional(f"{ZERO}.{name}")
@@ -83,7 +84,8 @@ def _buckets(file: File) -> dict[str, Any]:
 
 
 def _gradient_codes(file: File) -> dict[str, Any]:
-    """Translates qgZ of ZeRO++: quantized gradient reduction."""
+    """Returns the `WireConfig` fields for qgZ of ZeRO++, quantized gradient reduction; {} if it is
+    off."""
     key = f"{ZERO}.zero_quantized_gradients"
     if not file[key]:
         return {}
@@ -97,7 +99,8 @@ def _gradient_codes(file: File) -> dict[str, Any]:
 
 
 def _weight_codes(file: File) -> dict[str, Any]:
-    """Translates qwZ of ZeRO++: quantized weight gathering."""
+    """Returns the `WireConfig` fields for qwZ of ZeRO++, quantized weight gathering; {} if it is
+    off."""
     key, stage = f"{ZERO}.zero_quantized_weights", file[f"{ZERO}.stage"]
     if not file[key]:
         return {}
@@ -153,27 +156,33 @@ def _partition(file: File) -> dict[str, Any]:
 
 
 def _replicas(file: File, num_devices: int | None, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Translates MiCS: shards within groups of devices, replicated over the groups."""
+    """Translates MiCS, in which the state is sharded within groups of devices and replicated over
+    groups."""
     key = f"{ZERO}.mics_shard_size"
     size = file[key]
     if size <= 0:
         file.notes.change(key, "honoured", "off: shards over all devices")
         return {}
     if fields["zero"] != 3:
-        file.notes.refuse(key, size, f"needs stage 3, and stage is {fields['zero']}")
+        file.notes.refuse(key, size, f"needs stage 3, and stage is {fields['zero']}; take it out")
         return {}
     if num_devices is None:
         file.notes.reasons.append(f"mesh.data={size}; mesh.replica is what the devices leave")
         return {"data": size}
     group = size * fields["model"] * fields["stage"] * fields["context"]
     if num_devices % group:
-        file.notes.refuse(key, size, f"{num_devices} devices are not a multiple of {group}")
+        file.notes.refuse(
+            key,
+            size,
+            f"{num_devices} devices are not a multiple of {group}; use a size for which they are",
+        )
         return {}
     return {"data": size, "replica": num_devices // group}
 
 
 def _rules(file: File) -> tuple[tuple[str, tuple[str | None, ...]], ...] | None:
-    """Translates `layer_specs` into tensor-parallel rules, with Flax's names and [in, out]."""
+    """Translates `layer_specs` into tensor-parallel rules, with Flax's names and shapes
+    [in, out]."""
     key = "tensor_parallel.partition_config.layer_specs"
     rules = []
     for spec in file.optional(key) or ():
@@ -254,7 +263,7 @@ def _slice_of_tile(sub_group_size: int) -> tuple[int, str]:
 
 
 def _device(file: File, section: str, old_name: str) -> str:
-    """Returns the device of a section or of its old key: none, cpu or nvme."""
+    """Returns the offload device of a section, or of its old key: none, cpu or nvme."""
     device = file[f"{section}.device"]
     if not file.optional(f"{ZERO}.{old_name}"):
         return device if device in _TIERS else "none"
@@ -268,7 +277,7 @@ def _device(file: File, section: str, old_name: str) -> str:
 
 
 def _on_stage(file: File, optimizer: str, param: str, stage: int) -> tuple[str, str]:
-    """Returns the offload devices of optimizer and parameters at this ZeRO stage.
+    """Returns the offload devices that optimizer and parameters really have at ZeRO stage `stage`.
 
     DeepSpeed 0.19.8 uses offload_optimizer only at stages 1 to 3, and offload_param only at stage 3
     (`_configure_zero_optimizer` in `runtime/engine.py`); at other stages it silently ignores the
@@ -289,7 +298,8 @@ def _on_stage(file: File, optimizer: str, param: str, stage: int) -> tuple[str, 
 
 
 def _shares(file: File, device: str, stage: int) -> Any:
-    """Returns the tier of the optimizer state, or shares if only a part is offloaded."""
+    """Returns the memory tier of the optimizer state, or {tier: share} if only a part
+    is offloaded."""
     ratio, key = file[f"{OPTIMIZER}.ratio"], f"{OPTIMIZER}.ratio"
     if device == "none":
         return DEVICE
@@ -297,7 +307,9 @@ def _shares(file: File, device: str, stage: int) -> Any:
         file.notes.refuse(key, ratio, "must be between 0 and 1")
         return DEVICE
     if ratio < 1 and stage != 3:
-        file.notes.refuse(key, ratio, f"needs stage 3, as in DeepSpeed, and stage is {stage}")
+        file.notes.refuse(
+            key, ratio, f"needs stage 3, as in DeepSpeed, and stage is {stage}; set it to 1"
+        )
     if ratio in (0, 1):
         return _TIERS[device] if ratio else DEVICE
     return {DEVICE: 1 - ratio, _TIERS[device]: ratio}

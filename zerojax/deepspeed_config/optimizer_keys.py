@@ -182,11 +182,11 @@ _GROUPS = "max_grad_norm is not a parameter of an optimizer (DeepSpeed refuses i
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """The optimizer of a file, or the caller's optimizer with the file's clipping.
+    """Optimizer of a ds_config, or the caller's optimizer with the clipping of the ds_config.
 
     Attributes:
       optimizer: as in `zerojax.train`.
-      learning_rate: None if it is inside the caller's transformation.
+      learning_rate: schedule; None if it is inside `optimizer`.
       clip: limit of the gradient norm; 0: none.
     """
 
@@ -196,7 +196,7 @@ class Update:
 
 
 def update_of(file: File, given: CallerValues) -> Update:
-    """Returns the optimizer of a file. Errors are noted, and placeholders returned."""
+    """Builds the optimizer that a ds_config sets. Errors are noted, and placeholders returned."""
     clip = _clipping(file, given)
     kind = file.optional("optimizer.type")
     if kind is None:
@@ -245,7 +245,8 @@ def _clipping(file: File, given: CallerValues) -> float:
 
 
 def _without_section(file: File, given: CallerValues, clip: float) -> Update:
-    """Returns the caller's or default optimizer with the file's clipping and schedule."""
+    """Returns the caller's optimizer, or the default one, with the clipping and schedule of a
+    ds_config."""
     caller = given.optimizer
     if isinstance(caller, optax.GradientTransformation):
         if file.has("scheduler.type"):
@@ -288,7 +289,8 @@ def _without_section(file: File, given: CallerValues, clip: float) -> Update:
 
 
 def _params(file: File, kind: str) -> dict[str, Any] | None:
-    """Returns an optimizer's parameters with defaults; None if the optimizer is not known."""
+    """Returns an optimizer's parameters with DeepSpeed's defaults; None if the optimizer is not
+    known or a parameter is out of range."""
     name = kind.lower()
     table = OPTIMIZERS.get(name)
     if table is None:
@@ -314,7 +316,8 @@ def _params(file: File, kind: str) -> dict[str, Any] | None:
 
 
 def _rates_of_muon(values: Mapping[str, Any]) -> dict[str, float]:
-    """Returns {"lr": of matrices, "adam_lr": of the others}, with DeepSpeed's defaults."""
+    """Returns Muon's learning rates {"lr": of matrices, "adam_lr": of other parameters}, with
+    DeepSpeed's defaults."""
     own = [("lr", "muon_lr", 0.02), ("adam_lr", "adam_lr", 3e-4)]
     pick = lambda *rates: next(rate for rate in rates if rate is not None)  # noqa: E731
     return {to: pick(values[name], values["lr"], default) for to, name, default in own}
@@ -422,7 +425,8 @@ def _muon(
     schedule: DeepSpeedSchedule | None,
     clip: float,
 ) -> optax.GradientTransformation:
-    """Builds Muon as in `deepspeed/runtime/zero/muon/original_muon.py`, with Adam for the rest."""
+    """Builds Muon as in `deepspeed/runtime/zero/muon/original_muon.py`, with Adam for other
+    parameters than matrices."""
     others = params["adam_lr"]
     if schedule is not None:
         if schedule.b1 is not None:

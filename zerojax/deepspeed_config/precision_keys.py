@@ -14,7 +14,7 @@ _AUTOCAST = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 
 
 def precision_of(file: File, given: CallerValues) -> Precision:
-    """Returns the dtypes of a file; the caller's if the file sets none."""
+    """Returns the dtypes that a ds_config sets; the caller's if it sets none."""
     name = _compute(file)
     if name is None and isinstance(given.precision, Precision):
         return _with_wire(file, given, given.precision, {})
@@ -52,7 +52,7 @@ def precision_of(file: File, given: CallerValues) -> Precision:
 
 
 def _compute(file: File) -> str | None:
-    """Returns the compute dtype of the file; None if it sets none."""
+    """Returns the compute dtype that a ds_config sets; None if it sets none."""
     on = [name for name in ("fp16", "bf16") if file[f"{name}.enabled"]]
     if len(on) > 1:
         file.notes.refuse("bf16.enabled", True, "fp16 is enabled as well; keep one")
@@ -75,7 +75,7 @@ def _compute(file: File) -> str | None:
 
 
 def _autocast(file: File) -> str:
-    """Returns the compute dtype of torch_autocast."""
+    """Returns the compute dtype that the section torch_autocast sets."""
     text = (file.optional("torch_autocast.dtype") or "bfloat16").removeprefix("torch.")
     dtype = _AUTOCAST.get(text, text)
     if dtype not in ("bf16", "fp16"):
@@ -137,7 +137,8 @@ def _bf16_masters(file: File, name: str) -> dict[str, Any]:
 def _with_wire(
     file: File, given: CallerValues, precision: Precision, fields: dict[str, Any]
 ) -> Precision:
-    """Adds communication and accumulation dtypes: the file's, the caller's or zerojax's."""
+    """Adds the dtypes of communication and accumulation: of the ds_config, the caller
+    or zerojax."""
     reduce = _agreed(file, "communication_data_type", given.reduce_dtype, "reduce_dtype")
     key = "data_types.grad_accum_dtype"
     total = _agreed(file, key, given.accumulate_dtype, "accumulate_dtype")

@@ -129,7 +129,8 @@ def explain(
 
 
 def _in_order(notes: KeyNotes, values: Mapping[str, Any]) -> tuple[Line, ...]:
-    """Returns the lines in file order; a section whose keys all have lines has none itself."""
+    """Returns the noted lines in file order; a section whose keys all have lines has
+    none itself."""
     order = {path: place for place, path in enumerate(_paths(values))}
     lines = notes.lines
     parents = {line.key.rpartition(".")[0] for line in lines}
@@ -145,7 +146,8 @@ def _paths(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def _total_steps(file: File) -> int | None:
-    """Returns the run's length from the schedule, which has already noted errors; else None."""
+    """Returns the run's number of steps from the schedule, None if absent; errors were already
+    noted."""
     try:
         return as_kind("int", (file.optional("scheduler.params") or {}).get("total_num_steps"))
     except ValueError:
@@ -153,7 +155,8 @@ def _total_steps(file: File) -> int | None:
 
 
 def _data_shards(file: File, mesh: MeshConfig, num_devices: int | None) -> int | None:
-    """Returns the number of data shards; None if the number of devices is not known."""
+    """Returns the number of data shards; None if it is not known or does not fit the devices, which
+    is noted."""
     if num_devices is None:
         return None if mesh.data == -1 or mesh.replica == 1 else mesh.data * mesh.replica
     group = mesh.devices_per_shard
@@ -216,7 +219,7 @@ def _check_small_things(file: File, batch: Batch, mesh: MeshConfig) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class DsConfig:
-    """A ds_config with the caller's values, as used by `zerojax.train` and `initialize`.
+    """ds_config together with the caller's values, as used by `zerojax.train` and `initialize`.
 
     Attributes:
       source: the file, its text, or its content.
@@ -229,7 +232,7 @@ class DsConfig:
     given: CallerValues
 
     def translate(self) -> Translation:
-        """Returns the translation before the batches are known.
+        """Returns the translation of the ds_config before the batches are known.
 
         Raises:
           ConfigError: as `translate`.
@@ -237,7 +240,7 @@ class DsConfig:
         return translate(self.source, num_devices=self.num_devices, given=self.given)
 
     def with_rows(self, rows: int | None) -> Translation:
-        """Returns the translation for batches with `rows` rows over all devices.
+        """Returns the translation of the ds_config for batches with `rows` rows over all devices.
 
         Args:
           rows: None if the batches have no rows.
@@ -250,13 +253,13 @@ class DsConfig:
 
 
 def warn_of(translation: Translation) -> None:
-    """Emits the warnings of a configuration."""
+    """Emits the warnings of a translated ds_config."""
     for text in translation.warnings:
         warn_user(f"{translation.source}: {text}")
 
 
 def log_of(file: File, given: CallerValues) -> tuple[LogConfig, Path | None]:
-    """Returns the log settings, and the run folder if a monitor names one."""
+    """Returns the log settings of a ds_config, and the run folder if a monitor names one."""
     every = file.optional("steps_per_print")
     if every is not None and every < 1:
         file.notes.refuse("steps_per_print", every, "must be at least 1")

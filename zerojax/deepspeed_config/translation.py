@@ -32,11 +32,11 @@ _LONGEST_KEY = 52
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """The translation of one key.
+    """Translation of one key of a ds_config.
 
     Attributes:
       key: path in the file, such as "zero_optimization.stage".
-      value: in the file, or the value that replaced "auto".
+      value: value in the file, or the value that replaced "auto".
       verdict: one of `VERDICTS`.
       why: one sentence.
     """
@@ -49,7 +49,8 @@ class Line:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CallerValues:
-    """The caller's values, which fill "auto" and must not contradict the file.
+    """Values that the caller passes next to a ds_config; they fill "auto" and must not contradict
+    the file.
 
     Attributes:
       optimizer: an optax transformation, or an `OptimizerConfig`, which fills "auto" in the file.
@@ -136,7 +137,8 @@ class Translation:
 
 
 def explanation(translation: Translation) -> str:
-    """Returns the page: a line per key, the settings of the run, warnings and reasons."""
+    """Returns a translation as a page: a line per key, the settings of the run, warnings and
+    reasons."""
     parts = [
         "\n".join(_keys(translation.lines)),
         "\n".join(_totals(translation.lines)),

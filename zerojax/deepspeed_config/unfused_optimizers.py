@@ -96,7 +96,7 @@ def _with_moments(
     *,
     per_layer: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """Builds a transformation with Adam's two moments.
+    """Builds an optax transformation with Adam's two moments.
 
     Args:
       prepare: maps the number of previous updates to a function (moments, parameter) -> update.
@@ -122,7 +122,8 @@ def _with_moments(
 
 
 def _corrections(b1: float | Schedule, b2: float, count: jax.Array) -> tuple[Any, Any]:
-    """Returns 1 - beta ** count for both betas; count includes this update.
+    """Returns Adam's bias corrections 1 - beta ** count for both betas; `count` includes this
+    update.
 
     For a constant b2 near 1 it avoids cancellation: 1 - 0.999 in float32 has an error of 1e-5.
     """

@@ -159,7 +159,7 @@ def initialize(
 
 
 def _configuration(config: Any, args: Any, config_params: Any) -> Any:
-    """Returns the configuration, which DeepSpeed accepts under three names."""
+    """Returns the ds_config that the caller passed under one of its three names."""
     ways = {
         "config": config,
         "args.deepspeed_config": getattr(args, "deepspeed_config", None),
@@ -175,7 +175,8 @@ def _configuration(config: Any, args: Any, config_params: Any) -> Any:
 
 
 class Engine(EngineQueries, AbsentMethods):
-    """A run that is stepped by the user's loop. Created by `zerojax.initialize`.
+    """Run that is stepped by the user's loop, with DeepSpeed's methods. Created by
+    `zerojax.initialize`.
 
     Attributes:
       translation: the zerojax settings of the configuration, key by key.
@@ -242,7 +243,8 @@ class Engine(EngineQueries, AbsentMethods):
 
     @names_keywords()
     def eval_batch(self, batch: Any = None, *, data_iter: Iterator[Any] | None = None) -> Any:
-        """Returns a global batch's mean loss in evaluation mode; arguments as `train_batch`."""
+        """Returns the mean loss of a global batch in evaluation mode; arguments
+        as `train_batch`."""
         batch = self._take(batch, data_iter)
         runner = self._prepared(batch)
         with self._guard.supervising(), self._explaining(runner.plan):
@@ -252,7 +254,7 @@ class Engine(EngineQueries, AbsentMethods):
         return loss
 
     def prepare(self, example_batch: Any) -> Plan:
-        """Makes the plan for batches like this one, and creates or restores the state.
+        """Makes the plan for batches like `example_batch`, and creates or restores the state.
 
         `train_batch` and `eval_batch` call this with their first batch.
         """
@@ -280,7 +282,7 @@ class Engine(EngineQueries, AbsentMethods):
         return self._runner
 
     def _begin(self, runner: StepRunner) -> None:
-        """Makes a new state, or reads that of the loaded checkpoint."""
+        """Creates a new state, or reads that of the checkpoint that the user has loaded."""
         source, self._source = self._source, None
         self.metrics = {}
         if source is None:
@@ -290,7 +292,8 @@ class Engine(EngineQueries, AbsentMethods):
             runner.restore_from(checkpointer, may_be_durable=False)
 
     def reshard(self, mesh_config: MeshConfig | Mapping[str, Any]) -> Self:
-        """Changes ZeRO stage or mesh between two steps; batch, optimizer and counters stay.
+        """Changes ZeRO stage or mesh between two steps; batch, optimizer and counters stay the
+        same.
 
         Args:
           mesh_config: a `MeshConfig` or its fields as a dict, such as {"zero": 3}. Other fields
@@ -322,7 +325,7 @@ class Engine(EngineQueries, AbsentMethods):
             return as_batch(batch, data_iter, parts)
 
     def _settle_rows(self, example: Any) -> None:
-        """Resolves settings that depend on the rows of the first batch."""
+        """Resolves settings of the ds_config that depend on the rows of the first batch."""
         self.translation = self._ported.with_rows(self._rows_of(example))
         self._num_rows = self.translation.train_batch_size
 
@@ -374,21 +377,21 @@ class Engine(EngineQueries, AbsentMethods):
         return self.translation.steps_per_print or _DEFAULT_EVERY
 
     def _print_report(self, runner: StepRunner, values: Metrics) -> None:
-        """Prints the line of a report if `steps_per_print` is set and no log prints it."""
+        """Prints the metrics of a step if `steps_per_print` is set and no log prints them."""
         if runner.has_log or self.translation.steps_per_print is None:
             return
         if jax.process_index() == 0:
             print(_line(values, runner.plan.traced.metric_names), flush=True)
 
     def _say(self, text: str) -> None:
-        """Writes a line to the log; without a log, process 0 prints it."""
+        """Writes a line to the run's log; without a log, process 0 prints it."""
         if self._runner is not None and self._runner.has_log:
             self._runner.say(text)
         elif jax.process_index() == 0:
             print(text, flush=True)
 
     def _explaining(self, plan: Plan) -> contextlib.AbstractContextManager[None]:
-        """Explains out-of-memory errors in the block by the memory use of the plan."""
+        """Adds the memory use of the plan to out-of-memory errors that are raised in the block."""
         step = None if self._runner is None else self._runner.jitted_step
         return explaining_memory(lambda: (plan, self.state, self.global_steps, step), self._run_dir)
 
@@ -548,7 +551,7 @@ class Engine(EngineQueries, AbsentMethods):
 
 
 def as_batch(batch: Any, data_iter: Iterator[Any] | None, num_microbatches: int) -> Any:
-    """Returns this process's rows of one step, as NumPy or JAX arrays.
+    """Returns this process's rows of one step's batch, as NumPy or JAX arrays.
 
     Args:
       batch: all rows, or None.
@@ -585,7 +588,7 @@ def _check_is_batch(batch: Any) -> None:
 
 
 def _taken(batch: Any) -> Any:
-    """Returns the batch as NumPy or JAX arrays, or structs.
+    """Converts a batch to NumPy or JAX arrays; structs stay.
 
     Raises:
       TypeError: it contains text, or rows as Python lists.

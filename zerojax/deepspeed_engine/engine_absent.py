@@ -102,7 +102,7 @@ ABSENT: Mapping[str, str] = {
     "bfloat16": _ON_DEVICE,
     "float": _ON_DEVICE,
 }
-"""{name: replacement}."""
+"""{name in DeepSpeed's engine that zerojax does not have: sentence about its replacement}."""
 _FAMILIES = (
     (r".*(allreduce|all_gather|sparse_tensor)|(un)?flatten$|gradient_average$", _INSIDE),
     (r"register_compile|(is_|get_)?.*(compile|autosp|autotp_backend)", _COMPILED),
@@ -120,7 +120,7 @@ _FAMILIES = (
         _CONFIGURED,
     ),
 )
-"""(pattern of names, replacement) of groups of names."""
+"""(regular expression of names in DeepSpeed's engine, sentence about their replacement)."""
 
 
 def sentence_for(name: str) -> str | None:
@@ -132,7 +132,8 @@ def sentence_for(name: str) -> str | None:
 
 
 class AbsentMethods:
-    """Raises an error with a remedy for calls of DeepSpeed's engine that are not supported."""
+    """Base class that raises an error with a remedy when a method of DeepSpeed's engine that
+    zerojax lacks is used."""
 
     def __call__(self, *_: Any, **__: Any) -> NoReturn:
         raise TypeError(f"engine(batch): {ONE_CALL}")

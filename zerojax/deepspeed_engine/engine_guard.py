@@ -30,7 +30,8 @@ _known: weakref.WeakSet[Closable] = weakref.WeakSet()
 
 
 class Guard:
-    """Supervises the calls of a loop, and the steps that run on the devices between two calls.
+    """Supervisor of the calls of a user's loop, and of the steps that run on the devices between
+    two calls.
 
     There is no time limit while the devices are idle and the loop does its own work.
 
@@ -61,7 +62,7 @@ class Guard:
         weakref.finalize(self, _end, self.watchdog, self._under_way)
 
     def open(self) -> None:
-        """Starts supervision; does nothing if it is already running."""
+        """Starts supervision; does nothing if it is running already."""
         if self.is_open:
             return
         self.is_open = True
@@ -102,7 +103,8 @@ class Guard:
                 raise self._under_way.lost() from error
 
     def begun(self, step: int, result: jax.Array) -> None:
-        """Registers a dispatched step; `result` is one of its output arrays."""
+        """Registers a step that was dispatched to the devices; `result` is one of its output
+        arrays."""
         self._under_way.step, self.is_broken = step, False
         self._under_way.follow(result)
 
@@ -111,12 +113,12 @@ class Guard:
         self._under_way.follow(result)
 
     def saved(self, step: int) -> None:
-        """Registers a saved checkpoint."""
+        """Registers a checkpoint that was saved, for messages."""
         self._under_way.saved.append(step)
 
 
 class _UnderWay:
-    """Dispatched work that has not finished, followed by a thread."""
+    """Work that was dispatched to the devices and has not finished, followed by a thread."""
 
     def __init__(self) -> None:
         self.step, self.saved = 0, list[int]()
@@ -134,7 +136,8 @@ class _UnderWay:
             self._calls -= 1
 
     def sign(self) -> int | None:
-        """Returns a number that changes with every result; None if nothing is running."""
+        """Returns a number that changes with every result that is ready; None if nothing is
+        running."""
         if self._calls == 0 and self._given == self._finished:
             return None
         return self._finished
@@ -149,7 +152,7 @@ class _UnderWay:
         self._results.put((self._given, result))
 
     def end(self) -> None:
-        """Ends the thread after it has processed all registered work."""
+        """Ends the following thread after it has processed all registered work."""
         if self._results is not None:
             self._results.put(None)
 
@@ -167,7 +170,8 @@ class _UnderWay:
             del following, result
 
     def _say(self, error: Exception) -> None:
-        """Prints that a peer is lost: a loop that reads a loss itself gets only JAX's error."""
+        """Prints once that another process is lost: a loop that reads a loss itself gets only JAX's
+        error."""
         if self._calls or self._has_told or not _is_of_a_peer(error):
             return
         self._has_told = True
@@ -189,7 +193,7 @@ class Closable(Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Whether it is open."""
+        """Whether the object is open."""
         ...
 
     def close(self) -> None:

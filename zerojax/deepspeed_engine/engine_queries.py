@@ -20,7 +20,7 @@ from zerojax.training.step_runner import StepRunner
 
 
 class ConfigQueries:
-    """The queries of an engine that need only the configuration.
+    """Methods of DeepSpeed's engine that need only the configuration.
 
     Attributes:
       translation: the zerojax settings of the configuration, key by key.
@@ -32,7 +32,7 @@ class ConfigQueries:
         self._num_rows = translation.train_batch_size
 
     def train_batch_size(self) -> int:
-        """Returns the rows of a step, over all processes.
+        """Returns the rows of a step's batch, over all processes.
 
         Raises:
           ValueError: the configuration does not set it, and there was no batch yet.
@@ -84,20 +84,21 @@ class ConfigQueries:
         return copy.deepcopy(dict(self.translation.resolved))
 
     def optimizer_name(self) -> str | None:
-        """Returns the optimizer's name in lower case, as DeepSpeed does; None: no entry."""
+        """Returns the optimizer's name in lower case, as DeepSpeed does; None if the ds_config sets
+        none."""
         name = self._in_section("optimizer", "type")
         return None if name is None else name.lower()
 
     def optimizer_params(self) -> dict[str, Any] | None:
-        """Returns the parameters of the configuration's optimizer; None: no entry."""
+        """Returns the parameters of the ds_config's optimizer; None if it sets none."""
         return self._in_section("optimizer", "params")
 
     def scheduler_name(self) -> str | None:
-        """Returns the configuration's schedule; None: no entry."""
+        """Returns the name of the ds_config's schedule; None if it sets none."""
         return self._in_section("scheduler", "type")
 
     def scheduler_params(self) -> dict[str, Any] | None:
-        """Returns the parameters of the configuration's schedule; None: no entry."""
+        """Returns the parameters of the ds_config's schedule; None if it sets none."""
         return self._in_section("scheduler", "params")
 
     def _in_section(self, section: str, key: str) -> Any:
@@ -114,7 +115,7 @@ class ConfigQueries:
 
     @property
     def mp_world_size(self) -> int:
-        """Number of tensor-parallel devices."""
+        """Number of devices that each matrix is split over (tensor parallelism)."""
         return self.mesh.shape[meshes.MODEL]
 
     def steps_per_print(self) -> int | None:
@@ -140,7 +141,7 @@ class ConfigQueries:
 
 
 class EngineQueries(ConfigQueries):
-    """The queries of an engine that need its plan or state.
+    """Methods of DeepSpeed's engine that need the plan or the state.
 
     Attributes:
       metrics: of the last step, still on the devices; {} before the first.
@@ -159,7 +160,7 @@ class EngineQueries(ConfigQueries):
 
     @property
     def state(self) -> TrainState | None:
-        """The current state; None before the first batch."""
+        """The current train state; None before the first batch."""
         return None if self._runner is None else self._runner.state
 
     @property
@@ -191,12 +192,14 @@ class EngineQueries(ConfigQueries):
         return float(self.metrics["grad_norm"]) if self.metrics else None
 
     def was_step_applied(self) -> bool:
-        """Returns whether the last step was finite, so that it changed parameters. Blocks."""
+        """Returns whether the last step changed the parameters; False if its numbers were not
+        finite. Blocks."""
         return bool(self.metrics) and not int(self.metrics["skipped"])
 
     @property
     def skipped_steps(self) -> int:
-        """Number of steps skipped as non-finite. Blocks until the last step is done."""
+        """Number of steps skipped because their gradients were not finite. Blocks until the last
+        step is done."""
         return 0 if self.state is None else int(self.state["skipped"])
 
     @property
@@ -219,5 +222,5 @@ class EngineQueries(ConfigQueries):
         return self
 
     def eval(self) -> Self:
-        """Has no effect, see `train`."""
+        """Has no effect: `train_batch` trains and `eval_batch` evaluates."""
         return self

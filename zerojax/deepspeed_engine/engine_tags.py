@@ -33,7 +33,7 @@ _OF_DEEPSPEED = "*_states.pt"
 
 
 def check_tag(tag: str) -> None:
-    """Raises if a tag is not a valid folder name.
+    """Raises if a checkpoint's tag is not a valid folder name.
 
     Raises:
       ValueError: names the tag.
@@ -48,7 +48,7 @@ def check_tag(tag: str) -> None:
 @not_for_everybody()
 @not_for_everybody()
 def hold_tags(folder: Path) -> Hold | None:
-    """Locks the folder of the tags, for all processes of this run.
+    """Locks the folder that holds the checkpoints of all tags, for all processes of this run.
 
     Returns:
       The lock, to be released at the end of the run; None in all processes but process 0.
@@ -84,7 +84,7 @@ def save_tagged(
     A previous checkpoint of the tag stays until the new one is complete.
 
     Args:
-      folder: of the tags.
+      folder: with a folder for each tag.
       tag: the same on all processes.
       plan: the plan of `state`.
       state: its "step" is that of the checkpoint.
@@ -116,7 +116,7 @@ def save_tagged(
 
 
 def _in_first_process(failure: str, action: Callable[..., None], *arguments: Any) -> None:
-    """Changes files in process 0, while the others wait."""
+    """Runs `action`, which changes files, in process 0, while the others wait."""
     error: CheckpointError | None = None
     if is_first_process():
         try:
@@ -132,7 +132,8 @@ def _remove(folder: Path) -> None:
 
 
 def _replace(new: Path, target: Path) -> None:
-    """Replaces a folder by two renames; between them, `find_tag` returns the replaced folder."""
+    """Replaces the folder `target` by `new` with two renames; between them, `find_tag` returns the
+    replaced folder."""
     replaced = _replaced(target)
     if target.exists():
         _remove(replaced)
@@ -147,7 +148,8 @@ def _replaced(target: Path) -> Path:
 
 
 def find_tag(folder: Path, tag: str | None) -> Path | None:
-    """Returns the folder of a tag; None, with a warning, if `tag` is None and there is no latest.
+    """Returns the checkpoint folder of a tag; None, with a warning, if `tag` is None and there is
+    no latest.
 
     Raises:
       CheckpointError: the tag does not exist, or it was written by DeepSpeed.
@@ -182,5 +184,6 @@ def find_tag(folder: Path, tag: str | None) -> Path | None:
 
 
 def client_state_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the client state in a checkpoint's configuration; {} if it was not saved by tag."""
+    """Returns the user's client state in a checkpoint's configuration; {} if it was not saved by
+    tag."""
     return dict(config.get(_CLIENT_STATE, {}))

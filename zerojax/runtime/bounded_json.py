@@ -151,7 +151,8 @@ def depth_of(text: bytes) -> int:
 
 
 def inside(name: Any) -> bool:
-    """Returns whether a name read from a file is a path below a folder: relative, without "..".
+    """Returns whether a name that was read from a file is a path below a folder: relative, without
+    "..".
 
     >>> inside("arrays/d/1"), inside("../../x"), inside("/dev/zero"), inside("")
     (True, False, False, False)
@@ -195,7 +196,8 @@ def _refuse_constant(text: str) -> None:
 
 
 def _check_text(value: Any) -> None:
-    """Raises JsonError for lone surrogates. The limit of depth also limits the recursion."""
+    """Raises JsonError for texts with lone surrogates in a parsed value. The limit of depth also
+    limits the recursion."""
     if isinstance(value, dict):
         for key, item in value.items():
             _check_text(key)

@@ -33,8 +33,8 @@ from zerojax.runtime.shutdown import FAILED, leave_on_uncaught_errors
 
 HEARTBEAT_SECONDS, JOIN_SECONDS = "ZEROJAX_HEARTBEAT_SECONDS", "ZEROJAX_JOIN_SECONDS"
 DEFAULT_HEARTBEAT_SECONDS = 60
-"""Silence after which a process counts as lost. NCCL itself detects nothing: on GPUs the other
-processes wait in a collective for this time."""
+"""Seconds of silence after which a process counts as lost. NCCL itself detects nothing: on GPUs the
+other processes wait in a collective for this time."""
 DEFAULT_JOIN_SECONDS = 300
 _OWN_NAME_SECONDS = 60.0
 
@@ -108,7 +108,7 @@ def join_processes(group: ProcessGroup | None = None) -> ProcessGroup | None:
 
 
 def check_joined() -> None:
-    """Raises an error if the environment names a process group that was not joined.
+    """Raises if the environment names a process group that this process has not joined.
 
     Raises:
       RuntimeError: each of the processes would train by itself.
@@ -151,7 +151,8 @@ def _seconds(name: str, default: int) -> int:
 
 
 def _reach_directly(group: ProcessGroup) -> None:
-    """Prevents gRPC from using an HTTP proxy, named by variables, for the coordinator."""
+    """Prevents gRPC from reaching the coordinator through an HTTP proxy that environment variables
+    name."""
     host, _ = split_address(group.coordinator)
     around = os.environ.get(_NO_PROXY) or os.environ.get(_NO_PROXY_AT_ALL)
     os.environ[_NO_PROXY] = ",".join([*(around.split(",") if around else []), host])
@@ -204,7 +205,7 @@ def _check_free(bind: str, group: ProcessGroup, limit: float) -> None:
 
 
 def _names_of_port(is_own_choice: bool) -> str:
-    """Returns the variables that change process 0's port, according to those that are set."""
+    """Returns the environment variables that change process 0's port, for a message."""
     if is_own_choice:
         return f"{BIND_ADDRESS} and {COORDINATOR}"
     # A whole address has priority over the port alone.
@@ -228,7 +229,8 @@ def _resolve(host: str, port: int, limit: float) -> list[tuple[int, tuple]]:
 
 
 def _wait_for(group: ProcessGroup, limit: float) -> None:
-    """Waits until process 0 listens. In a cluster its name may be published only when it starts.
+    """Waits until process 0 listens on the coordinator's address. In a cluster its name may be
+    published only when it starts.
 
     Raises:
       ConnectionError: it does not listen within `limit` seconds.
@@ -283,7 +285,8 @@ def _initialize(group: ProcessGroup, *, seconds: float, **options: object) -> No
 
 
 def _describe(group: ProcessGroup, devices: list[int] | None, num_gpus: int) -> str:
-    """Returns one line about this process; that of process 0 begins with the whole group."""
+    """Returns one line about this process of the group; that of process 0 begins with the whole
+    group."""
     if os.environ.get(LOCAL_DEVICES):
         where = f"devices [{os.environ[LOCAL_DEVICES]}]"
     elif devices is not None:
@@ -297,7 +300,7 @@ def _describe(group: ProcessGroup, devices: list[int] | None, num_gpus: int) -> 
 
 
 class PeerLostError(RuntimeError):
-    """Another process of this run has ended, so that this one cannot continue.
+    """Another process of this run has ended, so this one cannot continue.
 
     Args:
       step: the last step that was begun here.
@@ -318,7 +321,7 @@ class PeerLostError(RuntimeError):
 
 
 def is_peer_loss(error: BaseException) -> bool:
-    """Returns whether an error, or its cause, comes from a connection to another process."""
+    """Returns whether an error, or its cause, comes from a lost connection to another process."""
     return any(_SIGNS.search(str(each)) for each in _chain(error))
 
 

@@ -37,7 +37,7 @@ from zerojax.config.display import cut, printable
 
 NAME = "writer.lock"
 BEAT = 5.0
-"""Seconds between renewals."""
+"""Seconds between two renewals of a lock by its holder."""
 
 EXPIRES = 60.0
 """Seconds without a renewal after which a lock of another machine expires."""
@@ -47,7 +47,8 @@ _OLD_BEATS = 3
 `EXPIRES` ago; those times may come from clocks that differ."""
 
 _DYING = 10.0
-"""Seconds within which a killed process ends; a write to a disk may have to finish first."""
+"""Seconds within which a killed process ends and releases its lock; a write to a disk may have to
+finish first."""
 
 _MOST_BYTES = 4096
 _NO_FLOCK = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL, errno.EBADF}
@@ -59,7 +60,8 @@ class FolderTakenError(RuntimeError):
 
 
 class _Holder:
-    """The fields that a lock file gives for its holder; an empty text where a field is missing."""
+    """Process that holds a lock, as its lock file describes it; an empty text where a field is
+    missing."""
 
     def __init__(self, text: str) -> None:
         fields = {key: value for key, _, value in (x.partition(": ") for x in text.splitlines())}
@@ -75,22 +77,22 @@ class _Holder:
 
     @property
     def is_of_this_kernel(self) -> bool:
-        """Whether the process runs, or ran, on this machine since its last boot."""
+        """Whether the holder runs, or ran, on this machine since its last boot."""
         return bool(self.kernel) and self.kernel == _kernel()
 
     @property
     def is_seen(self) -> bool:
-        """Whether its process id is valid here: containers have their own process ids."""
+        """Whether the holder's process id is valid here: containers have their own process ids."""
         return self.is_of_this_kernel and self.namespace == _namespace()
 
     @property
     def is_gone(self) -> bool:
-        """Whether its process has ended, as far as can be seen from here."""
+        """Whether the holder has ended, as far as can be seen from here."""
         return self.is_seen and self.process.isdecimal() and not _runs(self.process, self.began)
 
 
 class Hold:
-    """A folder locked by this process; created by `hold`.
+    """Lock of this process on a folder; created by `hold`.
 
     Attributes:
       folder: the folder.
@@ -119,11 +121,12 @@ class Hold:
 
     @property
     def is_over(self) -> bool:
-        """Whether the folder was released, or lost to another process."""
+        """Whether the lock on the folder was released, or lost to another process."""
         return self._refusal is not None
 
     def keep(self) -> None:
-        """Checks that the folder is still held; locks it again if the lock file was deleted.
+        """Checks that this process still holds the folder; locks it again if the lock file was
+        deleted.
 
         Raises:
           FolderTakenError: another process holds it, or it was released.
@@ -146,13 +149,15 @@ class Hold:
             raise FolderTakenError(self._refusal)
 
     def give_up(self, why: str) -> None:
-        """Ends the hold; `keep` raises an error with this reason. The file is not changed."""
+        """Ends the hold; later calls of `keep` raise an error with the reason `why`. The lock file
+        is not changed."""
         self._refusal = self._refusal or why
         self._is_over.set()
         self._close()
 
     def release(self) -> None:
-        """Releases the folder. May be called twice; does nothing in a forked process."""
+        """Releases the lock on the folder. May be called twice; does nothing in a
+        forked process."""
         if self._refusal is not None or os.getpid() != self._process:
             return
         with contextlib.suppress(OSError, FolderTakenError):
@@ -172,7 +177,8 @@ class Hold:
             self.close_descriptor()
 
     def close_descriptor(self) -> None:
-        """Releases only the flock, which a forked process would keep after this one has ended."""
+        """Releases only the flock of the lock file, which a forked process would keep after this
+        one has ended."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -199,7 +205,8 @@ class Hold:
         self._descriptor, self._token = descriptor, token
 
     def _replace(self, draft: Path, token: str) -> bool:
-        """Replaces the file of an ended holder by `draft`; False: start again.
+        """Replaces the lock file of an ended holder by `draft`; returns False if another attempt is
+        needed.
 
         Raises:
           FolderTakenError: its holder is alive.
@@ -349,7 +356,7 @@ def _record(token: str) -> str:
 
 
 def _put(draft: Path, path: Path) -> bool:
-    """Renames `draft` to an unused name; returns False if the name is in use."""
+    """Renames the file `draft` to `path` if that name is unused; returns False if it is in use."""
     try:
         os.link(draft, path)
         return True
@@ -380,13 +387,14 @@ def _open(path: Path) -> int:
 
 
 def _contents(descriptor: int) -> tuple[str, int]:
-    """Returns (text, time of the last change, in nanoseconds)."""
+    """Returns (text, time of the last change, in nanoseconds) of an open file."""
     text = os.pread(descriptor, _MOST_BYTES, 0).decode(errors="replace")
     return text, os.fstat(descriptor).st_mtime_ns
 
 
 def _read(path: Path) -> tuple[str, int]:
-    """Returns the `_contents` of a file; opening it makes an NFS client ask its server."""
+    """Returns the `_contents` of a file by its path; opening it makes an NFS client ask
+    its server."""
     descriptor = _open(path)
     try:
         return _contents(descriptor)
@@ -395,7 +403,7 @@ def _read(path: Path) -> tuple[str, int]:
 
 
 def _flock(descriptor: int) -> bool | None:
-    """Returns whether the file was locked; None if the file system has no locks."""
+    """Returns whether an open file could be locked; None if the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -439,7 +447,7 @@ def _namespace() -> str:
 
 
 def _began(process: str) -> str:
-    """Returns the start of a process in ticks since boot; empty if it cannot be read."""
+    """Returns when a process started, in ticks since boot; empty if it cannot be read."""
     fields = _fields_of(process)
     return fields[19] if len(fields) > 19 else ""
 

@@ -18,15 +18,16 @@ from jax.experimental.compilation_cache import compilation_cache
 from zerojax.runtime.user_files import CACHE_VARIABLE, replace_text, user_cache
 
 MAX_BYTES = 8 << 30
-"""Bytes of all kept programs; the oldest are removed at a start."""
+"""Limit of the bytes of all kept programs; the oldest are removed at a start."""
 _WHOLE = "whole"
-"""Name of the file that lists the entries known to be complete."""
+"""Name of the file that lists the cache entries known to be complete."""
 _ZLIB = b"\x78"
 _PIECE = 1 << 22
 MIN_SECONDS = 0.1
-"""A program that compiles faster is not kept."""
+"""Shortest compilation of a program that is kept, in seconds."""
 _SAFE_ON_CPU = (0, 11)
-"""Older versions of JAX may crash on a CPU program that was read from the cache."""
+"""Oldest version of JAX that reads CPU programs from the cache reliably; older versions
+may crash."""
 
 
 def keep_programs() -> str | None:
@@ -59,7 +60,7 @@ def keep_programs() -> str | None:
 
 
 def _processor() -> str:
-    """Returns a name for the model of this processor."""
+    """Returns a name for the model of this machine's processor."""
     words = [platform.machine()]
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
@@ -68,7 +69,7 @@ def _processor() -> str:
 
 
 def _remove_torn(folder: Path) -> None:
-    """Removes entries that were written only in part, for example by a killed process.
+    """Removes cache entries that were written only in part, for example by a killed process.
 
     JAX writes an entry in place, warns of a damaged one at every start, and never replaces it.
     Entries that were complete once are not read again. Only zlib's format is checked; JAX uses

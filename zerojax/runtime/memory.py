@@ -17,8 +17,9 @@ from pathlib import Path
 from zerojax.config.loader import user_path
 
 PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-"""Most pinned host memory that XLA uses for all GPUs of a process, in GiB. Its pool grows by
-doubling, so with a limit above the free memory it requests more than there is."""
+"""Variable that sets the most pinned host memory that XLA uses for all GPUs of a process, in GiB.
+XLA's pool grows by doubling, so with a limit above the free memory it requests more than
+there is."""
 SPARE = 0.95
 """Share of the free memory that a plan may use: Python, JAX and the data need some."""
 GIB = 2**30
@@ -26,9 +27,9 @@ PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
 _NO_LIMIT = 2**60  # cgroup v1 writes "no limit" as a number near 2^63
 TRAINING_STEP = "the training step"
-"""The purpose of memory that the step allocates; see `allocating_for`."""
+"""Purpose, for `allocating_for`, of the memory that the training step allocates."""
 _PURPOSE = "_zerojax_allocating_for"
-"""Attribute of an exception that holds the purpose."""
+"""Attribute of an exception that holds the purpose of the memory that was to be allocated."""
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_MAX = -4
 _M_ARENA_MAX = -8
@@ -37,7 +38,7 @@ _NEVER = -1
 
 @contextlib.contextmanager
 def allocating_for(purpose: str) -> Iterator[None]:
-    """Attaches a purpose to an error raised in this block or in a function decorated with it.
+    """Attaches a purpose of memory to errors raised in a block or in a decorated function.
 
     The innermost block counts. `purpose_of` reads the purpose, so that a report of insufficient
     memory says what the memory was for, wherever that code is.
@@ -54,18 +55,18 @@ def allocating_for(purpose: str) -> Iterator[None]:
 
 
 def purpose_of(error: BaseException) -> str | None:
-    """Returns the purpose that `allocating_for` attached to an error, or None."""
+    """Returns the purpose of memory that `allocating_for` attached to an error, or None."""
     return getattr(error, _PURPOSE, None)
 
 
 @dataclasses.dataclass(frozen=True)
 class Room:
-    """Memory under one limit, bytes.
+    """Memory under one limit (of the kernel, a cgroup or ulimit), in bytes.
 
     Attributes:
       limit: shared by all processes under it.
       free: unused part of it.
-      source: who sets it.
+      source: what sets the limit.
     """
 
     limit: int
@@ -74,18 +75,20 @@ class Room:
 
 
 def rooms() -> list[Room]:
-    """Returns all known limits, the tightest first; [] if none is known."""
+    """Returns all known limits of this process's memory, the tightest first; [] if none
+    is known."""
     found = [*_machine(), *_cgroups(), *_process()]
     return sorted(found, key=lambda room: room.free)
 
 
 def least_room() -> Room | None:
-    """Returns the limit that is reached first; None if none is known."""
+    """Returns the limit of memory that this process reaches first; None if none is known."""
     return next(iter(rooms()), None)
 
 
 def pinned_limit_for(room: Room | None) -> int | None:
-    """Returns a value for `PINNED_LIMIT`, GiB: the memory that a plan may use; None if unknown."""
+    """Returns a value for `PINNED_LIMIT`, in GiB: the host memory that a plan may use; None if
+    unknown."""
     return None if room is None else max(int(room.free * SPARE) // GIB, 1)
 
 
@@ -98,7 +101,8 @@ def _machine() -> Iterator[Room]:
 
 
 def _cgroups() -> Iterator[Room]:
-    """Yields the limits of this process's cgroups and their parents, in version 2 and version 1."""
+    """Yields the memory limits of this process's cgroups and their parents, in version 2 and
+    version 1."""
     try:
         lines = (PROC / "self" / "cgroup").read_text().splitlines()
     except OSError:
@@ -113,7 +117,8 @@ def _cgroups() -> Iterator[Room]:
 
 
 def _above(root: Path, path: str, files: tuple[str, str, str]) -> Iterator[Room]:
-    """Yields the limits of a group and its visible parents: a container sees only its own."""
+    """Yields the memory limits of a cgroup and its visible parents: a container sees only
+    its own."""
     parts = [part for part in path.split("/") if part not in ("", "..")]
     limit_file, used_file, cache_name = files
     for length in range(len(parts), -1, -1):
@@ -128,7 +133,7 @@ def _above(root: Path, path: str, files: tuple[str, str, str]) -> Iterator[Room]
 
 
 def _process() -> Iterator[Room]:
-    """Yields the limits `ulimit -v` and `ulimit -d` (getrlimit(2))."""
+    """Yields this process's limits of `ulimit -v` and `ulimit -d` (getrlimit(2))."""
     used = _table(PROC / "self" / "status", ":")
     kinds = (
         (resource.RLIMIT_AS, "VmSize", "ulimit -v"),
@@ -141,7 +146,7 @@ def _process() -> Iterator[Room]:
 
 
 def _table(path: Path, separator: str) -> dict[str, int]:
-    """Returns {name: first number} of a file with a name and a number in each line."""
+    """Returns {name: first number of its line} of a file with a name and a number in each line."""
     try:
         lines = path.read_text().splitlines()
     except OSError:

@@ -13,7 +13,7 @@ import os
 from zerojax.runtime.process_group import visible_gpus
 
 _LOGGER = "jax._src.xla_bridge"
-"""The logger that JAX uses for it: a name, not an import."""
+"""Logger through which JAX reports plugins that do not start: a name, not an import."""
 _BEGINNING = "Jax plugin configuration error"
 _LONGEST = 200
 
@@ -21,7 +21,7 @@ _hidden: list[str] = []
 
 
 class _HidePluginErrors(logging.Filter):
-    """Drops the errors of plugins for GPUs, where this process sees no GPU."""
+    """Log filter that drops errors of GPU plugins if this process sees no GPU."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if not str(record.msg).startswith(_BEGINNING) or visible_gpus(_environment()):
@@ -31,12 +31,12 @@ class _HidePluginErrors(logging.Filter):
 
 
 def _environment() -> dict[str, str]:
-    """Returns the environment, in which JAX_PLATFORMS does not exclude GPUs."""
+    """Returns the environment variables without JAX_PLATFORMS, which may exclude GPUs."""
     return {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
 
 
 def _one_line(record: logging.LogRecord) -> str:
-    """Returns the message of a record, followed by the last line of its exception."""
+    """Returns the message of a log record, followed by the first line of its exception's text."""
     try:
         text = record.getMessage()
     except TypeError:  # JAX 0.10 logs a message without its argument
@@ -50,7 +50,8 @@ _FILTER = _HidePluginErrors()
 
 
 def hide_plugin_errors() -> None:
-    """Hides these errors from now on; call it before JAX starts its devices.
+    """Hides errors of JAX's GPU plugins from now on if there is no GPU; call it before JAX starts
+    its devices.
 
     Errors are shown as JAX logs them if the process sees a GPU, since they then explain why JAX
     does not use it. Further calls have no effect.
@@ -59,5 +60,5 @@ def hide_plugin_errors() -> None:
 
 
 def hidden_plugin_errors() -> list[str]:
-    """Returns one line for each error that was hidden in this process."""
+    """Returns one line for each error of a GPU plugin that was hidden in this process."""
     return list(dict.fromkeys(_hidden))

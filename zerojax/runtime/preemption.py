@@ -25,12 +25,14 @@ SAME_REQUEST_SECONDS = 1.0
 launcher and its processes."""
 
 STOP_SECONDS = 60.0
-"""Limit for work outside of the steps when a signal arrives, such as compiling."""
+"""Seconds within which work outside of the steps, such as compiling, has to end after a signal."""
 AGAIN_SECONDS = 3.0
-"""Time for Python to raise a second signal's exception, before the process is ended without it."""
+"""Seconds for Python to raise a second signal's exception, before the process is ended
+without it."""
 _POLL_SECONDS = 1.0
 _TELL_SECONDS = 3.0
-"""Time for the last message. The disk that it reads, or the reader of standard error, may hang."""
+"""Seconds for the last message. The disk that it reads, or the reader of standard error,
+may hang."""
 
 _MARK = b"Stack ("
 _SERVICE = "jax_enable_preemption_service"
@@ -40,7 +42,7 @@ _calls = itertools.count(1)
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal stopped training after a step was finished and, if configured, saved.
+    """Raised when a signal stopped training after a step was finished and, if configured, saved.
 
     Attributes:
       signal_name: "SIGINT" (Ctrl-C) or "SIGTERM".
@@ -113,16 +115,18 @@ class StopRequest:
         return self.is_due
 
     def step_over(self) -> None:
-        """Notes that the devices are idle: after a stop request, no limit applies from now on."""
+        """Notes that the devices are idle: after a stop request, no time limit applies from
+        now on."""
         if self.is_due:
             self._watcher.cancel()
 
     def unhurried(self) -> contextlib.AbstractContextManager[None]:
-        """Suspends the limit that ends the process, for example while it saves."""
+        """Suspends in the block the time limit that would end the process, for example while it
+        saves."""
         return self._watcher.paused()
 
     def interrupted(self, step: int, text: str, *, saved: bool = False) -> Interrupted:
-        """Returns the exception to raise when a run stops for this request after a step.
+        """Returns the exception that ends a run which stops for this request after `step`.
 
         Args:
           text: what happened to the state of that step.
@@ -158,7 +162,7 @@ class StopRequest:
             self._listener.close()
 
     def _restore(self) -> None:
-        """Restores the previous signal handlers."""
+        """Restores the signal handlers that were installed before."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
         self._previous = {}
@@ -171,7 +175,7 @@ class StopRequest:
             signal.signal(again, at_once)  # type: ignore[arg-type]
 
     def _heard(self, number: int) -> None:
-        """Records the first signal; runs in the watcher's thread."""
+        """Records the first signal `number`; runs in the watcher's thread."""
         self.signal_name = self.signal_name or signal.Signals(number).name
         if self._listener is not None and number == signal.SIGINT:
             os.kill(os.getpid(), signal.SIGTERM)  # to JAX's handler, which informs the others
@@ -184,7 +188,8 @@ class StopRequest:
 
 
 class _OneLine:
-    """A `sys.excepthook` that prints an `Interrupted` as one line, and other errors as before.
+    """Hook for `sys.excepthook` that prints an `Interrupted` as one line, and other errors as
+    before.
 
     A user who pressed Ctrl-C wants to know what was saved, not where in the loop it happened.
     """
@@ -204,7 +209,7 @@ _one_line = _OneLine()
 
 
 def _say_in_one_line() -> None:
-    """Installs the one-line hook, unless another hook for uncaught errors is installed."""
+    """Installs the hook that prints an `Interrupted` as one line, unless there is another hook."""
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _one_line
 
@@ -242,7 +247,7 @@ _watchers: list[_Watcher] = []
 
 
 class _Watcher:
-    """A thread that receives signals and ends the process if the main thread does not.
+    """Thread that receives signals, and ends the process if the main thread does not.
 
     Python writes the number of every handled signal into a pipe at once, also while the main thread
     is in compiled code (`signal.set_wakeup_fd`).
@@ -266,7 +271,8 @@ class _Watcher:
         self._num_paused = 0
 
     def open(self, numbers: Collection[int]) -> None:
-        """Starts listening to these signals, which Python handles; if any, in the main thread."""
+        """Starts listening to the signals `numbers`, which Python handles; if any, in the main
+        thread."""
         self._numbers = tuple(int(number) for number in numbers)
         reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
@@ -292,17 +298,18 @@ class _Watcher:
         os.close(writer)
 
     def note(self, number: int) -> None:
-        """Passes on a signal that Python does not handle; from any thread."""
+        """Passes on the signal `number`, which Python does not handle; from any thread."""
         with contextlib.suppress(OSError):
             os.write(self._writer, bytes([number]))
 
     def cancel(self) -> None:
-        """Cancels the deadline: the signal was obeyed; only a second one ends the process."""
+        """Cancels the deadline after a signal, which was obeyed; only a second signal ends the
+        process."""
         self._is_cancelled = True
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Suspends the deadline; only a second signal ends the process."""
+        """Suspends the deadline in the block; only a second signal ends the process."""
         self._num_paused += 1
         try:
             yield
@@ -377,12 +384,12 @@ class _Watcher:
 
 
 def _is_kept(number: int) -> bool:
-    """Returns whether a second Ctrl-C keeps the process: a user is at its prompt."""
+    """Returns whether a second Ctrl-C keeps the process, because a user is at its prompt."""
     return number == signal.SIGINT and hasattr(sys, "ps1")
 
 
 class _Listener:
-    """A listener for a signal that keeps the handler of another library.
+    """Listener for a signal that keeps the handler of another library.
 
     `signal.signal` would replace JAX's handler. `faulthandler` calls the previous handler too: its
     output into a pipe shows that the signal arrived, also while the main thread is in C++.
@@ -414,6 +421,6 @@ class _Listener:
                     last = now
 
     def close(self) -> None:
-        """Stops listening."""
+        """Stops listening to the signal."""
         faulthandler.unregister(self._number)
         os.close(self._writer)

@@ -21,7 +21,7 @@ _FIRST_PORT, _NUM_PORTS = 61440, 4096
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProcessGroup:
-    """One process among those of a run.
+    """Description of the processes of a run, and of this one among them.
 
     Attributes:
       coordinator: "host:port" of process 0, which every process can reach.
@@ -63,7 +63,7 @@ class ProcessGroup:
 
 
 def split_address(address: str, name: str = COORDINATOR) -> tuple[str, int]:
-    """Returns host and port of "host:port" or "[::1]:port".
+    """Splits "host:port" or "[::1]:port" into host and port.
 
     Args:
       name: the variable or option that holds it, for the message.
@@ -82,7 +82,7 @@ def split_address(address: str, name: str = COORDINATOR) -> tuple[str, int]:
 
 
 def number_of(environment: Mapping[str, str], name: str) -> int:
-    """Returns the integer in a variable.
+    """Returns the integer in an environment variable.
 
     Raises:
       ValueError: it holds something else, or is not set.
@@ -91,18 +91,19 @@ def number_of(environment: Mapping[str, str], name: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise ValueError(f"{name}={text!r} is not a whole number") from None
+        raise ValueError(f"{name}={text!r} is not a whole number; give one") from None
 
 
 def optional_number_of(environment: Mapping[str, str], name: str) -> int | None:
-    """Returns `number_of`, or None if the variable is not set."""
+    """Returns the integer in an environment variable, or None if the variable is not set."""
     return number_of(environment, name) if environment.get(name) else None
 
 
 def coordinator_on(
     host: str, environment: Mapping[str, str], *, seed: int, num_hosts: int | None = None
 ) -> str:
-    """Returns the address of process 0 on `host`, with a port that all processes compute alike.
+    """Returns the coordinator's address: process 0 on `host`, with a port that all processes
+    compute alike.
 
     Args:
       seed: a number of this job that other jobs on the host do not have.
@@ -149,7 +150,8 @@ def _may_open(path: Path) -> bool:
 
 
 def local_device_ids(group: ProcessGroup, num_gpus: int) -> list[int] | None:
-    """Returns the visible GPUs that this process uses; None leaves it to JAX, which uses all.
+    """Returns the ids of the visible GPUs that this process uses; None leaves the choice to JAX,
+    which uses all.
 
     A single process on the host uses all. A process that sees one GPU uses it, for example if the
     scheduler makes one GPU visible to each task; the same holds for any number per process that the
@@ -185,6 +187,7 @@ def local_device_ids(group: ProcessGroup, num_gpus: int) -> list[int] | None:
 
 
 def even_counts(num_gpus: int) -> str:
-    """Returns the numbers of processes that divide this many GPUs, such as "1, 2, 3 or 6"."""
+    """Returns the numbers of processes that can share `num_gpus` GPUs equally, such as "1, 2, 3 or
+    6"."""
     counts = [str(count) for count in range(1, num_gpus + 1) if num_gpus % count == 0]
     return " or ".join([", ".join(counts[:-1]), counts[-1]] if len(counts) > 1 else counts)

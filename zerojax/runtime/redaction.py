@@ -9,26 +9,28 @@ from typing import Any, TypeVar
 
 HIDDEN = "[hidden]"
 LEAST_LENGTH = 8
-"""Shorter values of a variable are not treated as keys; hiding them would only damage texts."""
+"""Characters from which on the value of a variable may be a secret; hiding shorter ones would only
+damage texts."""
 
 T = TypeVar("T")
 
 _NOT_SECRET = ("PWD",)
-"""Variables whose name looks secret: the working folder, also if it was renamed or removed."""
+"""Variables that are no secrets, though their names look so: the working folder, also if it was
+renamed or removed."""
 _SECRET_NAME = re.compile(
     r"(?i)(^|[_\-.])(api_?key|access_?key|secret_?key|private_?key|auth_?key|key_?id|secrets?|token"
     r"|auth_?token|passwords?|passwd|pwd|passphrase|credentials?|authorization|bearer|signature)$"
 )
-"""Secret names of settings and variables; not `tokenizer`, `tokens_per_step`, `max_seq_len` or a
-`key` of a mapping."""
+"""Pattern of names of settings and variables that hold secrets; not `tokenizer`, `tokens_per_step`,
+`max_seq_len` or a `key` of a mapping."""
 
 _KNOWN_FORMS = re.compile(
     r"\b(hf_[A-Za-z0-9]{20,}|gh[opsur]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|glpat-[\w\-]{20,}"
     r"|sk-[A-Za-z0-9_\-]{20,}|xox[abprs]-[\w\-]{10,}|A[KS]IA[A-Z0-9]{16}|AIza[\w\-]{35}"
     r"|eyJ[\w\-]{10,}\.[\w\-]{10,}\.[\w\-]{5,}|wandb_v1_\w{20,})"
 )
-"""Forms of secrets of Hugging Face, GitHub, GitLab, OpenAI and others, Slack, AWS, Google, JSON web
-tokens and Weights & Biases."""
+"""Pattern of secrets of Hugging Face, GitHub, GitLab, OpenAI and others, Slack, AWS, Google, JSON
+web tokens and Weights & Biases."""
 
 _IN_ADDRESS = re.compile(r"(?P<start>\b[A-Za-z][\w+.\-]*://)(?P<who>[^\s/?#@]+)@")
 _IN_QUERY = re.compile(
@@ -57,12 +59,13 @@ def redact(value: T, environment: Mapping[str, str] | None = None) -> T:
 
 
 def is_secret_name(name: str) -> bool:
-    """Returns whether a name is that of a password, a key or a token."""
+    """Returns whether a setting or variable of this name holds a password, a key or a token."""
     return _SECRET_NAME.search(name) is not None
 
 
 def _secret_values(environment: Mapping[str, str]) -> list[str]:
-    """Returns the secrets, longest first, so that one that contains another is replaced whole."""
+    """Returns the secrets in environment variables, longest first, so that one that contains
+    another is replaced whole."""
     found = {
         value
         for name, value in environment.items()
@@ -106,7 +109,8 @@ def _redact_text(text: str, secrets: list[str]) -> str:
 
 
 def _hide_assigned(match: re.Match[str]) -> str:
-    """Hides the value of `password=...` in a text; not `token: 5`, nor a sentence about a token."""
+    """Hides the value in a match of `password=...`; not `token: 5`, nor a sentence about
+    a token."""
     value = match["value"]
     if len(value) < LEAST_LENGTH or value.startswith(HIDDEN):
         return match[0]

@@ -31,7 +31,7 @@ _KUBERNETES_PORT = 12355
 
 
 def process_group_of(environment: Mapping[str, str]) -> ProcessGroup | None:
-    """Returns the group that the environment names; None when this process runs alone.
+    """Returns the process group that environment variables name; None when this process runs alone.
 
     ZEROJAX_* have priority: COORDINATOR, NUM_PROCESSES and PROCESS_ID together describe the group,
     and ZEROJAX_NUM_PROCESSES=1 alone makes each process a separate run, whatever else is set. Then
@@ -73,13 +73,14 @@ def _own_group(environment: Mapping[str, str]) -> ProcessGroup:
 
 
 def _moved(group: ProcessGroup, environment: Mapping[str, str]) -> ProcessGroup:
-    """Returns `group` with the coordinator of ZEROJAX_COORDINATOR, if it is set."""
+    """Returns `group` with the coordinator that ZEROJAX_COORDINATOR names, if it is set."""
     address = environment.get(COORDINATOR)
     return dataclasses.replace(group, coordinator=address) if address else group
 
 
 def torchrun_group(environment: Mapping[str, str]) -> ProcessGroup | None:
-    """Returns the group that RANK and WORLD_SIZE name; None without both, and for one process.
+    """Returns the process group that RANK and WORLD_SIZE name; None without both, and for one
+    process.
 
     torchrun sets them, and so do Ray and Kubeflow.
 
@@ -120,7 +121,7 @@ def _torchrun_coordinator(environment: Mapping[str, str]) -> str:
 
 
 def open_mpi_group(environment: Mapping[str, str]) -> ProcessGroup | None:
-    """Returns the processes of this `mpirun`; None outside one, and for a single process.
+    """Returns the process group of this `mpirun`; None outside one, and for a single process.
 
     Raises:
       ValueError: a variable is not a number, or there are several hosts and no variable says on
@@ -158,7 +159,7 @@ def _open_mpi_coordinator(environment: Mapping[str, str], *, is_one_host: bool) 
 
 
 def _mpirun_4(environment: Mapping[str, str]) -> tuple[str, int] | None:
-    """Returns the address of `mpirun`'s host and a number of this job, before Open MPI 5.
+    """Returns (address of `mpirun`'s host, a number of this job), before Open MPI 5.
 
     Such as "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911", or "...;tcp6://[fe80::1,...]:43370".
     """
@@ -169,7 +170,7 @@ def _mpirun_4(environment: Mapping[str, str]) -> tuple[str, int] | None:
 
 
 def _mpirun_5(environment: Mapping[str, str]) -> tuple[str, int] | None:
-    """Returns the host name and process id of `mpirun`, which identify a job since Open MPI 5.
+    """Returns (host name, process id) of `mpirun`, which identify a job since Open MPI 5.
 
     PMIX_NAMESPACE is "prterun-HOST-PID@JOB"; PMIX_SERVER_URI* and PRTE_* begin with it.
     """
@@ -182,7 +183,8 @@ def _mpirun_5(environment: Mapping[str, str]) -> tuple[str, int] | None:
 
 
 def slurm_group(environment: Mapping[str, str]) -> ProcessGroup | None:
-    """Returns the tasks of this job step; None outside one, and in a step of a single task.
+    """Returns the process group of this Slurm job step; None outside one, and in a step of a single
+    task.
 
     A shell inside `salloc` and the batch script itself belong to a job, but to no step of several
     tasks, whatever SLURM_NTASKS says there about the allocation.
@@ -221,7 +223,7 @@ def _step_of(environment: Mapping[str, str]) -> int:
 
 
 def expand_hosts(text: str) -> Iterator[str]:
-    """Yields the hosts of a compressed list: "n[01-03,7],gpu2" is n01, n02, n03, n7 and gpu2.
+    """Yields the hosts of Slurm's compressed list: "n[01-03,7],gpu2" is n01, n02, n03, n7 and gpu2.
 
     Raises:
       ValueError: the list is not one that Slurm writes.
@@ -248,7 +250,7 @@ def _expand_name(name: str, text: str) -> Iterator[str]:
 
 
 def expand_counts(text: str, name: str) -> list[int]:
-    """Returns the tasks of each host of "8(x2),4": 8, 8 and 4.
+    """Returns the numbers of tasks on each host in Slurm's "8(x2),4": 8, 8 and 4.
 
     Raises:
       ValueError: the text is not such a list.
@@ -263,7 +265,7 @@ def expand_counts(text: str, name: str) -> list[int]:
 
 
 def _tasks_here(environment: Mapping[str, str], num_processes: int, num_hosts: int) -> int | None:
-    """Returns the number of tasks on this host; None if Slurm's variables do not tell."""
+    """Returns the number of Slurm tasks on this host; None if Slurm's variables do not tell."""
     for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
         if not environment.get(name):
             continue
@@ -281,14 +283,15 @@ def _tasks_here(environment: Mapping[str, str], num_processes: int, num_hosts: i
 
 
 def _gpus_per_task(environment: Mapping[str, str]) -> int | None:
-    """Returns the number in --gpus-per-task: "2", or with a type, "h200:2" or "gpu:h200:2"."""
+    """Returns the number in Slurm's --gpus-per-task: "2", or with a type, "h200:2"
+    or "gpu:h200:2"."""
     text = environment.get("SLURM_GPUS_PER_TASK", "")
     last = text.rpartition(":")[2]
     return int(last) if last.isdecimal() else None
 
 
 def kubernetes_group(environment: Mapping[str, str]) -> ProcessGroup | None:
-    """Returns the pods of this indexed Job; None outside one.
+    """Returns the process group of the pods of this indexed Kubernetes Job; None outside one.
 
     JOB_COMPLETION_INDEX comes from Kubernetes, ZEROJAX_NUM_PROCESSES from the manifest. Without the
     latter each pod of the Job is a separate run.
@@ -318,7 +321,7 @@ def kubernetes_group(environment: Mapping[str, str]) -> ProcessGroup | None:
 
 
 def _kubernetes_coordinator(environment: Mapping[str, str]) -> str:
-    """Returns process 0's address, by the name that the Job's headless service gives its pod."""
+    """Returns the address of process 0: the name that the Job's headless service gives its pod."""
     address = environment.get(COORDINATOR, "")
     if ":" in address:
         return address

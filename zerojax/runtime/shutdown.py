@@ -21,24 +21,26 @@ from typing import NoReturn
 OK = 0
 FAILED = 1
 BAD_INPUT = 2
-"""The same command would fail again; do not restart it."""
+"""Exit code of a command that would fail again with the same input; do not restart it."""
 DIFFERS = 4
-"""`zerojax check`: runs of a model differ, or the model is refused."""
+"""Exit code of `zerojax check` if runs of a model differ, or the model is refused."""
 SAVED_AND_STOPPED = 75
-"""A signal requested the end and everything is saved: the same command resumes. It is the number of
-a temporary failure in sysexits.h, which schedulers are often configured to requeue."""
+"""Exit code after a signal requested the end and everything was saved: the same command resumes. It
+is the number of a temporary failure in sysexits.h, which schedulers are often configured to
+requeue."""
 HUNG = 79
-"""The watchdog ended a step that did not finish."""
+"""Exit code of a process that the watchdog ended because a step did not finish."""
 INTERRUPTED = 130
-"""Ctrl-C, as in shells. Another signal n, with nothing saved, is 128 + n."""
+"""Exit code after Ctrl-C, as in shells. After another signal n, with nothing saved, it is 128
++ n."""
 
 
 AGREED = (OK, SAVED_AND_STOPPED)
 """Exit codes with which all processes of a run end together."""
 
 COORDINATOR_WAITS = 1.0
-"""Seconds. When process 0 ends, the runtime of every other process aborts it; each of them should
-first report a failure that is common to all."""
+"""Seconds that process 0 waits before it ends, as the runtime of every other process then aborts
+it; each of them should first report a failure that is common to all."""
 
 _LOOK_SECONDS = 0.5
 _is_coordinator = False
@@ -46,13 +48,13 @@ _PR_SET_PDEATHSIG = 1
 
 
 def in_group() -> bool:
-    """Returns whether this process has joined others."""
+    """Returns whether this process has joined the process group of a run."""
     jax = sys.modules.get("jax")
     return jax is not None and jax.distributed.is_initialized()
 
 
 def leave(code: int) -> NoReturn:
-    """Ends this process of a group with `code`.
+    """Ends this process, one of a group, with exit code `code`.
 
     After a failure JAX would first wait at exit, for five minutes, for all other processes, which
     wait for this one in a collective; and it would end as aborted. So after a failure the process
@@ -94,7 +96,7 @@ def leave_group_when_over() -> None:
 
 
 def exit_code_of(error: BaseException) -> int:
-    """Returns the exit code for an uncaught `error`; zerojax's own errors have one."""
+    """Returns the exit code for an uncaught `error`; zerojax's own errors define theirs."""
     code = getattr(error, "exit_code", None)
     if isinstance(code, int):
         return code
@@ -126,7 +128,7 @@ def leave_on_uncaught_errors(*, is_coordinator: bool) -> None:
 
 
 class _ExceptHook:
-    """A `sys.excepthook` that calls the previous hook, then leaves."""
+    """Hook for `sys.excepthook` that calls the previous hook, then leaves the process group."""
 
     previous = staticmethod(sys.__excepthook__)
 

@@ -22,7 +22,7 @@ KINDS = {
 
 @dataclasses.dataclass
 class Phase:
-    """One phase of a start.
+    """Measured phase of the start of a run.
 
     Attributes:
       name: such as "planning".
@@ -37,7 +37,7 @@ class Phase:
 
 
 class StartClock:
-    """A clock of a start, from the moment at which this process began.
+    """Clock of a run's start, from the moment at which this process began.
 
     Attributes:
       phases: in the order in which they began. The first is "imports", the last one "rest".
@@ -64,7 +64,7 @@ class StartClock:
 
     @contextlib.contextmanager
     def during(self, name: str) -> Iterator[None]:
-        """Counts the seconds of a block for a phase."""
+        """Counts the seconds of a block for the phase `name`."""
         self._count()
         phase = next((one for one in self.phases if one.name == name), None)
         if phase is None:
@@ -77,7 +77,7 @@ class StartClock:
             self._stack.pop()
 
     def stop(self) -> list[Phase]:
-        """Returns all phases, the rest last."""
+        """Stops the clock; returns all phases of the start, the phase "rest" last."""
         self._count()
         return [*self.phases, self._rest]
 
@@ -87,7 +87,7 @@ _running: StartClock | None = None
 
 @contextlib.contextmanager
 def measure_start() -> Iterator[StartClock]:
-    """Measures the blocks inside it that `phase` names."""
+    """Measures the phases of a start: the blocks inside it that `phase` names."""
     global _running  # functions that contain phases do not get the clock
     _running = StartClock()
     try:
@@ -97,7 +97,8 @@ def measure_start() -> Iterator[StartClock]:
 
 
 def phase(name: str) -> contextlib.AbstractContextManager[None]:
-    """Names the work of a block for `measure_start`; does nothing elsewhere."""
+    """Names the phase of a start that a block is, for `measure_start`; does nothing outside
+    of it."""
     return contextlib.nullcontext() if _running is None else _running.during(name)
 
 

@@ -34,7 +34,8 @@ def not_for_everybody() -> Iterator[None]:
 
 
 def open_to_everybody(folder: str | Path) -> str | None:
-    """Returns a warning if every user may write into an existing folder; else None."""
+    """Returns a warning if every user of the machine may write into an existing folder;
+    else None."""
     try:
         mode = Path(folder).stat().st_mode
     except OSError:
@@ -69,7 +70,8 @@ def user_cache() -> Path | None:
 def replacing(
     path: str | os.PathLike[str], *, mode: int = 0o666, durable: bool = False
 ) -> Iterator[IO[bytes]]:
-    """Yields a stream whose bytes replace a file atomically: readers see the old or new content.
+    """Yields a stream whose bytes replace the file `path` atomically: readers see the old or new
+    content.
 
     The bytes are written to a new file with an unpredictable name, which then replaces the old one.
     If the path is a symbolic link, the link is replaced, and the file it points to stays.
@@ -77,7 +79,7 @@ def replacing(
     Args:
       path: path of the file, in an existing folder.
       mode: permissions, reduced by the umask.
-      durable: whether it is on the disk when this returns, even if the machine stops.
+      durable: whether the new content stays even if the machine stops afterwards.
 
     Raises:
       UnreadableError: the path is a pipe, a device, a socket or a folder.

@@ -22,22 +22,22 @@ from zerojax.runtime.user_files import open_appending
 
 POLL_SECONDS = 1.0
 STOPPED_SECONDS = 5.0
-"""Delay of a poll that shows that the process was stopped (Ctrl-Z, SIGSTOP, a closed laptop): no
+"""Seconds by which a poll is late if the process was stopped (Ctrl-Z, SIGSTOP, a closed laptop): no
 progress was possible, and this is not a hang."""
 TELL_SECONDS = 10.0
-"""Limit for writing the stacks. The disk, or the reader of standard error, may be what hangs."""
+"""Seconds for writing the stacks. The disk, or the reader of standard error, may be what hangs."""
 PEERS_SECONDS = 3.0
-"""When a process ends, those that wait for it fail. Their own watchdogs, whose times differ by a
-poll or two, get this time to report their state first."""
+"""Seconds for the watchdogs of other processes to report their state before this one ends: those
+that wait for it then fail, and their watchdogs differ by a poll or two."""
 FIRST_PROCESS_SECONDS = 2.0
-"""Additional wait of process 0: when it ends, JAX aborts the others."""
+"""Seconds that process 0 waits in addition, because JAX aborts the others when it ends."""
 NET_SECONDS = 15.0
-"""Time after which `faulthandler` ends the process if this thread has not."""
+"""Seconds after which `faulthandler` ends the process if the watchdog's thread has not."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Phase:
-    """The current activity of the process.
+    """Current activity of the process.
 
     Attributes:
       what: such as "waiting for data".
@@ -53,7 +53,7 @@ class _Phase:
 
 
 class Watchdog:
-    """A context manager that ends the process when it shows no progress for longer than its limit.
+    """Context manager that ends the process when it shows no progress for longer than a limit.
 
     Signs of progress are a finished step, and the begin and end of each block of `during`. All
     times are of the monotonic clock, so changing the system time has no effect. It may be entered
@@ -61,8 +61,7 @@ class Watchdog:
 
     With several processes there is a second timer: C code that needs no interpreter
     (`faulthandler`) ends the process (with code 1) when the thread of this class itself cannot run.
-    Not
-    with a single process: the timer could not distinguish that from Ctrl-Z.
+    It is not used with a single process: it could not distinguish that from Ctrl-Z.
 
     Args:
       config: the limits.
@@ -133,7 +132,7 @@ class Watchdog:
             self._thread = None
 
     def stop(self) -> None:
-        """Ends the watch without waiting for its thread; from any thread."""
+        """Ends the supervision without waiting for the watchdog's thread; from any thread."""
         self._stopping.set()
 
     # --- signs of progress ------------------------------------------------------------------------
@@ -147,7 +146,7 @@ class Watchdog:
         is_apart: bool = False,
         limit: float | None = None,
     ) -> Iterator[None]:
-        """Names the current activity, as it reads in "it was ...".
+        """Names the activity of a block, as it reads in "it was ...", and measures its time.
 
         Args:
           what: such as "waiting for data".
@@ -166,7 +165,7 @@ class Watchdog:
                 self._step_ended = None
 
     def alive(self) -> None:
-        """Reports progress, such as one finished batch of many."""
+        """Reports progress inside a long activity, such as one finished batch of many."""
         self._phase = dataclasses.replace(self._phase, since=self._clock())
 
     def finished(self, step: int) -> None:
@@ -213,7 +212,7 @@ class Watchdog:
                 faulthandler.cancel_dump_traceback_later()
 
     def _is_quiet(self) -> bool:
-        """Returns whether nothing is being waited for; records the sign."""
+        """Returns whether nothing is being waited for; also checks `sign` for progress."""
         if self._sign is None:
             return False
         sign, now = self._sign(), self._clock()

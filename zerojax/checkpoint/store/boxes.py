@@ -41,7 +41,7 @@ def boxes_of_run(shape: Shape, first: int, count: int) -> Iterator[Box]:
 
 
 def overlap(box: Box, other: Box) -> Box | None:
-    """Returns the intersection of two boxes, or None if it is empty.
+    """Returns the intersection of two boxes of one array, or None if it is empty.
 
     >>> overlap(((0, 5), (2, 5)), ((1, 0), (4, 7)))
     ((1, 5), (1, 2))
@@ -55,7 +55,7 @@ def overlap(box: Box, other: Box) -> Box | None:
 
 
 def box_of(index: tuple[slice, ...], shape: Shape) -> Box:
-    """Converts an index of slices to a box.
+    """Converts an index, a tuple of slices, of an array of this shape to a box.
 
     >>> box_of((slice(2, 4), slice(None)), (4, 10))
     ((2, 0), (2, 10))
@@ -75,7 +75,7 @@ def slices_of(box: Box, origin: Shape) -> tuple[slice, ...]:
 def parts_of_run(
     block: Box, run: tuple[int, int], rows: tuple[int, ...] | None, wanted: Box
 ) -> Iterator[tuple[int, Shape, tuple[slice, ...], Box]]:
-    """Yields the parts of a wanted box that a run of a block's elements contains.
+    """Yields the parts of the box `wanted` whose values are in a run of a block's elements.
 
     Args:
       block: start of the block in the stored array, and its shape.
@@ -103,7 +103,8 @@ def parts_of_run(
 
 
 def _rows_of_array(box: Box, rows: tuple[int, ...] | None) -> Iterator[tuple[Box, Box]]:
-    """Yields (a part of the stored box, the same part in the array), without rows of padding."""
+    """Yields (part of the stored box, the same part's box in the array) for stretches of rows,
+    without padding."""
     if rows is None:
         yield box, box
         return

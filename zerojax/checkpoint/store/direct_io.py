@@ -88,7 +88,7 @@ def write_from(descriptor: int, buffer: memoryview, offset: int) -> None:
 
 
 def _whole_blocks(done: int, length: int) -> int:
-    """Rounds `done` down to whole blocks, from which a transfer that stopped in a block
+    """Rounds `done` bytes down to whole blocks, from where a transfer that stopped inside a block
     continues."""
     return done if done == length else done // BLOCK * BLOCK
 
@@ -141,7 +141,8 @@ def check_space(folder: Path, needed: int, *, remedy: str | None) -> None:
 
 
 def allocate(path: Path, num_bytes: int) -> None:
-    """Creates or extends the file and reserves its blocks, so that no sweep runs out of space."""
+    """Creates or extends the file to `num_bytes` and reserves its blocks, so that no later write
+    runs out of space."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         os.posix_fallocate(descriptor, 0, num_bytes)
@@ -191,7 +192,8 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Syncs the names in `folder` to disk."""
+    """Syncs the list of names in `folder` to disk, so that new and renamed files survive
+    a crash."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -106,7 +106,7 @@ def first_manifest(
 
 
 def check_at_least(name: str, value: int, least: int) -> None:
-    """Raises if a number is too small.
+    """Raises if the number `value` is below `least`.
 
     Raises:
       ValueError: naming it and the limit.
@@ -256,6 +256,7 @@ def make_files(folder: Path, manifest: Manifest) -> None:
 
 
 def give_up(folder: Path) -> None:
-    """Removes the manifest, then the buckets, including remains of an interrupted creation."""
+    """Deletes a store's files: the manifest, then the buckets, including remains of an interrupted
+    creation."""
     for path in (folder / NAME, slot_path(folder, 0), slot_path(folder, 1)):
         path.unlink(missing_ok=True)

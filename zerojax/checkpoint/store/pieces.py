@@ -34,7 +34,7 @@ _MOST_BYTES = 256 << 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardBlock:
-    """Part of an array, whose elements come in pieces.
+    """Block of an array, such as one device's shard, whose elements are written in pieces.
 
     Attributes:
       name: of the array.
@@ -134,7 +134,7 @@ class PieceReader:
     """Reads arrays that `PieceWriter`s of all processes have written into a folder."""
 
     def __init__(self, folder: Path):
-        """Reads the tables.
+        """Reads the tables of all processes, which list the arrays.
 
         Args:
           folder: of the writers.
@@ -198,7 +198,7 @@ class PieceReader:
 
 
 def _read_table(path: Path) -> list[_Pieces]:
-    """Reads the blocks of one process.
+    """Reads the table that one process wrote: its blocks and where their pieces are.
 
     Raises:
       StoreError: the table was not written by this version, or does not match its file.
@@ -229,7 +229,7 @@ def _read_table(path: Path) -> list[_Pieces]:
 
 
 def _as_pieces(data: Path, entry: dict[str, Any], size: int) -> _Pieces:
-    """Converts the entry of a block.
+    """Converts an entry of the table, one block, to `_Pieces`.
 
     Raises:
       KeyError, TypeError, ValueError: it is not a valid entry, or its pieces are not in the file.
@@ -255,7 +255,8 @@ def _as_pieces(data: Path, entry: dict[str, Any], size: int) -> _Pieces:
 
 
 def _read_run(pieces: _Pieces, run: tuple[int, int, int], wanted: Box, result: np.ndarray) -> int:
-    """Copies the elements that a run has of the wanted box into `result`; returns their number."""
+    """Copies those elements of a run that are in the box `wanted` into `result`; returns their
+    number."""
     (first, count, offset), block, found = run, pieces.block, 0
     parts = parts_of_run((block.start, block.shape), (first, count), block.rows, wanted)
     for before, size, inside, box in parts:
@@ -270,7 +271,7 @@ def _read_run(pieces: _Pieces, run: tuple[int, int, int], wanted: Box, result: n
 
 
 def _fill(path: Path, byte: int, target: np.ndarray) -> None:
-    """Reads a contiguous array from a position in a file."""
+    """Fills the contiguous array `target` from position `byte` of a file."""
     view = target.reshape(-1).view(np.uint8).data
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:

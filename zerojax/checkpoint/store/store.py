@@ -43,7 +43,7 @@ NUM_THREADS = 4
 
 
 class BucketStore:
-    """Numbered buckets in the files of a folder, read and written in sweeps.
+    """Store of numbered buckets of bytes in the files of a folder, read and written in sweeps.
 
     By default a store is scratch space: one copy, which a sweep overwrites. If a process ends
     inside a sweep, the buckets are of two generations, and the store cannot be opened any more. A
@@ -156,7 +156,7 @@ class BucketStore:
 
     @property
     def num_buckets(self) -> int:
-        """Number of buckets."""
+        """Number of buckets in the store."""
         return self._manifest.num_buckets
 
     @property
@@ -340,7 +340,8 @@ class BucketStore:
             raise OSError(error.errno, f"{text}; {remedy}" if remedy else text) from error
 
     def _begin(self) -> None:
-        """Marks a scratch store on disk as being overwritten, before the first write."""
+        """Marks a scratch store on disk as incomplete, before a sweep overwrites its
+        first bucket."""
         if self.is_durable:
             return
         self._keep_lock()

@@ -17,8 +17,8 @@ from zerojax.checkpoint.store.direct_io import BLOCK, StoreError, read_into, wri
 
 FEWEST_BUFFERS = 3  # one being read, one computed on, one being written
 Start = Callable[[int, np.ndarray], Callable[[], None]]
-"""Starts to move a bucket, given its number and buffer; returns a function that waits for the
-end."""
+"""Function that starts to move a bucket, given its number and buffer; returns a function that waits
+for the end of the transfer."""
 
 
 class BucketTransfer:

@@ -21,16 +21,16 @@ _EMPTY_THOUGHT = re.compile(r"\s*<think>\s*</think>\s*")
 
 @runtime_checkable
 class OffsetTokenizer(Protocol):
-    """Additional tokenizer interface that chats need."""
+    """Interface that chats need of a tokenizer: ids with the characters that they cover."""
 
     @property
     def separator(self) -> np.ndarray:
-        """The ids between two documents."""
+        """Ids between two documents."""
         ...
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Returns for each text (int32 [n] ids, int64 [n, 2]: characters [start, end) of each
-        id)."""
+        """Returns (ids, offsets) for each text: int32 [n], and int64 [n, 2], the characters [start,
+        end) of each id."""
         ...
 
 
@@ -55,7 +55,7 @@ class EncodedChat:
 
     Attributes:
       ids: int32 [n].
-      asked: bool [n], whether it is part of an answer.
+      asked: bool [n], whether the token is part of an answer.
       num_seams: answers that begin inside a token that also covers a part of the question.
     """
 
@@ -65,7 +65,7 @@ class EncodedChat:
 
 
 def marked_pair(pair: Pair) -> MarkedText:
-    """Joins a text and its continuation."""
+    """Joins a prompt and its completion to one text, with the completion as the answer."""
     text = pair.prompt + pair.completion
     return MarkedText(text=text, answers=((len(pair.prompt), len(text)),), is_pair=True)
 
@@ -73,10 +73,10 @@ def marked_pair(pair: Pair) -> MarkedText:
 def without_frame(
     text: str, answers: Sequence[tuple[int, int]], special: tuple[str, ...]
 ) -> tuple[tuple[int, int], ...]:
-    """Returns answer positions found by rendering, without parts that belong to the frame.
+    """Shortens the positions of answers to what the model has to write.
 
-    These are an empty thought before an answer, which belongs to the request if there is no
-    reasoning, and white space after the token that ends it, which a model never has to predict.
+    Excluded are an empty thought before an answer, which belongs to the request if there is no
+    reasoning, and white space after the token that ends the answer, which is never predicted.
 
     Args:
       special: texts of the tokenizer's special tokens.
@@ -134,7 +134,7 @@ def _encoded(one: MarkedText, ids: np.ndarray, offsets: np.ndarray) -> EncodedCh
 
 
 def _framed(tokenizer: Any, made: EncodedChat) -> EncodedChat:
-    """Adds prefix and end ids to a text unless it has them; prefix ids count as question."""
+    """Adds the ids that begin and end a text unless it has them; prefix ids count as question."""
     prefix = np.asarray(getattr(tokenizer, "prefix", ()), np.int32)
     closing = _closing(tokenizer)
     if prefix.size and np.array_equal(made.ids[: len(prefix)], prefix):

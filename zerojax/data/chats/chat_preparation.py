@@ -69,12 +69,12 @@ class PreparedChats:
     Attributes:
       num_records: rows that were read.
       num_texts: chats that were written, including the validation chats.
-      num_validation_texts: the last ones, for validation.
+      num_validation_texts: how many of these, the last ones, are for validation.
       num_tokens, num_asked: tokens of all texts, and those of answers.
       longest: tokens of the longest text.
       num_seams: answers that begin inside a token that also covers a part of the question.
       skipped: rows that were left out.
-      reasons: of the first of them, with file and number.
+      reasons: why the first of these rows were left out, with file and number.
       way: how answers were found: by "marks" of the template, by "renderings" of the chat up to an
         answer, or in "pairs".
     """
@@ -212,7 +212,7 @@ def _tokenizer_of(spec: Any) -> Tokenizer:
 
 
 def _home_of(spec: Any) -> Path | None:
-    """Returns the folder of a tokenizer's files."""
+    """Returns the folder that has the files of the tokenizer `spec`; None if it is not a path."""
     path = user_path(spec) if isinstance(spec, str | Path) else None
     if path is None or not path.exists():
         return None
@@ -220,7 +220,8 @@ def _home_of(spec: Any) -> Path | None:
 
 
 def _model_size(home: Path | None) -> int | None:
-    """Returns the vocabulary size of the model in a tokenizer's folder; None if there is none."""
+    """Returns the vocabulary size of the model in a tokenizer's folder; None if the folder has no
+    model."""
     file = None if home is None else home / "config.json"
     if file is None or not file.is_file():
         return None
@@ -231,7 +232,7 @@ def _model_size(home: Path | None) -> int | None:
 
 @dataclasses.dataclass(kw_only=True)
 class _Preparation:
-    """State of one run over the records; fields as the arguments of `prepare_chats`."""
+    """State of one call of `prepare_chats`; fields as its arguments."""
 
     tokenizer: Any
     template: FoundTemplate | None
@@ -298,7 +299,8 @@ class _Preparation:
         return "marks" if self.process.has_markers else "renderings"
 
     def _write_beside(self, folder: Path) -> dict[str, str]:
-        """Writes tokenizer and template; returns {file name: sha256}."""
+        """Writes the files of the tokenizer and the template into `folder`; returns {file name:
+        sha256}."""
         files = [save_tokenizer(self.tokenizer, folder / TOKENIZER_FILE)]
         if self.process is not None and self.template is not None:
             files.append(folder / TEMPLATE_FILE)
@@ -374,7 +376,8 @@ class _Preparation:
         )
 
     def _receive(self, batch: Sequence[_Placed]) -> list[tuple[str, MarkedText]]:
-        """Returns the texts of the batch that was sent, without those that are left out."""
+        """Returns (place, rendered text) of the chats of `batch`, which was sent, without those
+        that are left out."""
         is_chat = [isinstance(chat, Chat) for _, chat in batch]
         answers = iter(self.process.receive() if self.process is not None and any(is_chat) else ())
         found = []
@@ -427,7 +430,7 @@ class _Preparation:
 
 
 def _why_not(rendering: Rendering) -> str | None:
-    """Returns why a chat has no text with answers, or None if it has."""
+    """Returns the reason why a rendered chat has no text with answers; None if it has."""
     if rendering.error is not None:
         return f"the template fails ({rendering.error}); fix the row, or pass --template FILE"
     if rendering.turn is not None:

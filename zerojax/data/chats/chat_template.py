@@ -31,12 +31,12 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class TurnError(ValueError):
-    """Raised for an answer whose position in the rendered text cannot be found."""
+    """Raised for an assistant's message whose position in the rendered text cannot be found."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Limits of one chat's rendering.
+    """Limits of rendering one chat.
 
     Attributes:
       seconds: of processor time; the operating system kills a process that exceeds it.
@@ -50,10 +50,10 @@ class Limits:
 
 
 class ChatTemplate:
-    """Compiled template.
+    """Compiled chat template in Jinja's sandbox.
 
     Attributes:
-      has_markers: whether it marks the assistant's text itself.
+      has_markers: whether the template itself marks the assistant's text.
     """
 
     def __init__(
@@ -150,7 +150,8 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = False,
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Returns (text, [start, end) of each marked answer in characters).
+        """Renders a chat: (text, [start, end) in characters of each answer that the template
+        marks).
 
         Raises:
           ValueError: more characters than the limit.
@@ -229,8 +230,8 @@ class ChatTemplate:
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Returns a message without empty entries, with its reasoning under each name that templates
-    read."""
+    """Returns a message without empty entries, with its reasoning under every name that some
+    template reads."""
     kept = {key: value for key, value in message.items() if value is not None}
     thought = next((kept[key] for key in REASONING if key in kept), None)
     if thought is not None:

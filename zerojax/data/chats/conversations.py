@@ -12,7 +12,7 @@ from zerojax.data.chats.chat_template import REASONING
 from zerojax.runtime.bounded_json import JsonError, loads
 
 COLUMNS = ("messages", "conversations", "prompt", "completion", "tools", "system")
-"""Columns that are read from tables."""
+"""Columns that are read from tables of chats."""
 ASSISTANT = "assistant"
 _FORMS = (
     'a chat is {"messages": [{"role": "user", "content": "..."}, ...]}, {"conversations": '
@@ -34,21 +34,21 @@ _READ = (
 )
 """Keys of a message that templates and zerojax read; others may hold what JSON cannot."""
 _MARKS = ("weight", "train")
-"""Keys of OpenAI's and other formats: 0 and false leave an answer without loss."""
+"""Keys of a message whose values 0 and false leave an answer without loss."""
 
 
 class RecordError(ValueError):
-    """Record that is not a chat, or cannot be trained on; callers add its place."""
+    """Record that is not a chat, or cannot be trained on; callers add its file and row."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chat:
-    """Messages for a template.
+    """One conversation, as messages for a chat template.
 
     Attributes:
       messages: {"role", "content", ...}, in the format of templates.
       tools: tools that the assistant may call; None: none.
-      first: messages before it are part of the question.
+      first: index of the first message that may be trained on; those before are the question.
     """
 
     messages: tuple[Mapping[str, Any], ...]
@@ -73,7 +73,7 @@ class Chat:
         return sum(len(str(message)) for message in self.messages)
 
     def as_request(self) -> dict[str, Any]:
-        """Returns the request for a `TemplateProcess`."""
+        """Returns the chat as a request for a `TemplateProcess`."""
         return {"messages": self.messages, "tools": self.tools, "turns": self.turns}
 
     def each_answer(self) -> Iterator[Chat]:
@@ -84,7 +84,7 @@ class Chat:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pair:
-    """Text and its continuation, used without a template."""
+    """Prompt and its completion as plain text, used without a template."""
 
     prompt: str
     completion: str
@@ -109,7 +109,8 @@ def chat_of(record: Any, columns: Sequence[str] = ()) -> Chat | Pair:
     """Converts a record to a chat.
 
     Args:
-      columns: of its table, for messages: records have only those in `COLUMNS`.
+      columns: all columns of the record's table, for messages; a record has only those in
+        `COLUMNS`.
 
     Raises:
       RecordError: it is not a chat, is empty, or has no answer.
@@ -131,7 +132,7 @@ def chat_of(record: Any, columns: Sequence[str] = ()) -> Chat | Pair:
 def _with_system(
     system: Any, messages: tuple[Mapping[str, Any], ...]
 ) -> tuple[Mapping[str, Any], ...]:
-    """Returns the messages behind the text of a key "system", unless they begin with it."""
+    """Returns `messages` with the text `system` as first message, unless they begin with it."""
     if system is None or system == "":
         return messages
     if not isinstance(system, str):
@@ -259,7 +260,7 @@ def _foreign(value: Any) -> tuple[str, Any] | None:
 
 
 def _check_marks(message: Mapping[str, Any], where: str) -> None:
-    """Checks the marks that leave an answer without loss."""
+    """Checks the keys of a message that leave an answer without loss."""
     for key in _MARKS:
         value = message.get(key)
         is_known = type(value) is bool if key == "train" else type(value) in (int, float)
@@ -279,7 +280,8 @@ def _is_text_part(part: Any) -> bool:
 
 
 def _tools(value: Any) -> Any:
-    """Returns a list of tools; some data store it as text, because tables have no such type."""
+    """Returns the tools of a record as a list; some data store it as text, because tables have no
+    such type."""
     if value is None or value == "" or value == []:
         return None
     _check_json(value, "the tools")

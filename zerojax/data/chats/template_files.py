@@ -19,7 +19,7 @@ _MAX_BYTES = 1 << 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FoundTemplate:
-    """Chat template with its variables.
+    """Chat template that was found, with the variables that it uses.
 
     Attributes:
       source: Jinja.
@@ -65,8 +65,8 @@ def find_template(folder: Path | None, wanted: str | Path | None) -> FoundTempla
 
 
 def special_variables(folder: Path) -> dict[str, str]:
-    """Returns `{"bos_token": "<s>", ...}` of tokenizer_config.json, else of
-    special_tokens_map.json."""
+    """Returns the special tokens that templates use, `{"bos_token": "<s>", ...}`, from
+    tokenizer_config.json, else from special_tokens_map.json."""
     found: dict[str, str] = {}
     for file in (folder / SETTINGS_FILE, folder / "special_tokens_map.json"):
         about = read_object(file, "a tokenizer's settings") if file.is_file() else {}
@@ -79,7 +79,8 @@ def special_variables(folder: Path) -> dict[str, str]:
 
 
 def _templates_of(folder: Path) -> dict[str, str]:
-    """Returns {name: source}; files take precedence over the settings, as in transformers."""
+    """Returns {name: source} of the chat templates in a folder; files take precedence over the
+    settings, as in transformers."""
     settings = folder / SETTINGS_FILE
     about = read_object(settings, "a tokenizer's settings") if settings.is_file() else {}
     value = about.get("chat_template")

@@ -30,7 +30,7 @@ class Rendering:
       text: "" if there is an error.
       answers: [start, end) of the assistant's text, in characters of `text`.
       error: why there is no text, the rest of a sentence about the template; None without an error.
-      turn: the same about one turn of the chat.
+      turn: why one turn of the chat was not found, a sentence; None without such a problem.
     """
 
     text: str = ""
@@ -45,7 +45,7 @@ class TemplateProcess:
     A chat at which the process ends gets an error, and a new process continues after it.
 
     Attributes:
-      has_markers: whether the template marks the assistant's text itself.
+      has_markers: whether the template itself marks the assistant's text.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class TemplateProcess:
         self._write(chats)
 
     def receive(self) -> list[Rendering]:
-        """Returns the results of the chats that were sent, in their order."""
+        """Waits for the renderings of the chats that were sent; returns them in their order."""
         found: list[Rendering] = []
         while len(found) < len(self._waiting):
             answer = self._read()
@@ -159,7 +159,7 @@ class TemplateProcess:
             self._process.stdin.flush()
 
     def _read(self) -> dict[str, Any] | None:
-        """Returns the next answer, or None if the process has ended."""
+        """Returns the process's next line of output, parsed, or None if the process has ended."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         return json.loads(line) if line.endswith("\n") else None

@@ -25,19 +25,19 @@ from zerojax.runtime.shutdown import FAILED, OK, SAVED_AND_STOPPED
 
 _DEFAULT_JOIN_SECONDS = 300
 _MAX_FORWARDED = 2
-"""Stop signals forwarded to the processes: the first requests a save, the second stops at once; a
-third kills them."""
+"""Largest number of stop signals that are forwarded to the processes: the first requests a save,
+the second stops at once; a third kills them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Signalled:
-    """An event: the launcher itself received a signal."""
+    """Event: the launcher itself received a signal."""
 
     number: int
 
 
 def launch(job: Job) -> int:
-    """Runs `job` to its end.
+    """Runs the processes of `job` on this host to their end.
 
     Returns:
       0; 75 if a signal stopped the run and everything is saved; else the exit code of the first
@@ -92,7 +92,7 @@ def launch(job: Job) -> int:
 
 
 class _Launcher:
-    """The launcher of any host: it forwards signals to its processes."""
+    """Base of the launchers of all hosts: forwards signals to the processes of its host."""
 
     def __init__(self, children: Children, events: queue.SimpleQueue, printer: Printer):
         self.children, self.events, self.printer = children, events, printer
@@ -110,7 +110,7 @@ class _Launcher:
 
 
 class _Leader(_Launcher):
-    """The launcher of host 0."""
+    """Launcher of host 0, which decides for all hosts."""
 
     def __init__(
         self,
@@ -180,7 +180,8 @@ class _Leader(_Launcher):
         self.children.end_soon(since)
 
     def _outcome(self, ends: list[End]) -> tuple[int, str | None]:
-        """Returns the exit code of the run, and a sentence if it is a failure."""
+        """Returns the exit code of the run for these ends of processes, and a sentence if it is a
+        failure."""
         failure = first_failure(ends)
         if failure is None and not self.lost:
             codes = {end.code for end in ends if not end.was_killed}
@@ -212,7 +213,7 @@ class _Leader(_Launcher):
 
 
 class _Follower(_Launcher):
-    """The launcher of another host, which follows host 0."""
+    """Launcher of a host other than 0, which follows the launcher of host 0."""
 
     def __init__(
         self,
@@ -257,14 +258,15 @@ class _Follower(_Launcher):
 
 
 def _end_of(content: dict) -> End:
-    """Converts the end of a process on another host to the clock of this one."""
+    """Converts a message about the end of a process on another host to this host's clock."""
     when = time.monotonic() - float(content["ago"])
     return End(int(content["ended"]), int(content["code"]), when, bool(content["was_killed"]))
 
 
 @contextlib.contextmanager
 def _signals_into(events: queue.SimpleQueue) -> Iterator[None]:
-    """Puts SIGINT, SIGTERM and SIGHUP (a lost terminal, as SIGTERM) into `events` as events."""
+    """Puts a `Signalled` into `events` for each SIGINT, SIGTERM and SIGHUP (a lost terminal, as
+    SIGTERM)."""
 
     def note(number: int, frame: FrameType | None) -> None:
         events.put(Signalled(signal.SIGTERM if number == signal.SIGHUP else number))

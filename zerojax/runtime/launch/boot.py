@@ -31,7 +31,7 @@ _LAUNCHER = "--launcher="
 
 
 def main() -> int:
-    """Runs what the arguments of this process name, and returns its exit code after a regular end.
+    """Runs the script, module or program that this process's arguments name.
 
     Returns:
       The exit code; a process of a group returns only with a code of `AGREED`.
@@ -60,7 +60,7 @@ def main() -> int:
 
 
 def _run(words: list[str]) -> None:
-    """Runs `python script.py ...` or `python -m module ...`."""
+    """Runs the words `script.py ...` or `-m module ...` as Python would."""
     if words[0] == "-m":
         sys.argv = words[1:]
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
@@ -82,7 +82,7 @@ def _first_on_path(folder: str) -> Iterator[None]:
 
 
 def _become(words: list[str]) -> int:
-    """Replaces this process by another program; the kernel keeps its tie to the parent."""
+    """Replaces this process by another program; the kernel still ends it when its parent ends."""
     try:
         os.execvp(words[0], words)
     except OSError as error:
@@ -91,7 +91,7 @@ def _become(words: list[str]) -> int:
 
 
 def _without_boot(error: BaseException) -> BaseException:
-    """Removes the frames of this module and of `runpy` from the traceback."""
+    """Removes the frames of this module and of `runpy` from an error's traceback."""
     outside = (__file__, runpy.run_path.__code__.co_filename)
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename in outside:

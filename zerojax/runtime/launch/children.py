@@ -20,7 +20,8 @@ from typing import BinaryIO, TextIO
 from zerojax.runtime.launch.job import OF_ONE_PROCESS, End, Job, command_line, variables_of
 
 _SECONDS_FOR_OUTPUT = 0.5
-"""Time for the last output of an ended process, which its own children may still write."""
+"""Seconds to wait for the last output of an ended process, which its own children may
+still write."""
 _GLOO = re.compile(rb"\[Gloo\] Rank|\d is connected to \d+ peer ranks")
 # Each device of a process prints it from its own thread, a few words at a time.
 _GLOO_WORDS = re.compile(
@@ -40,7 +41,8 @@ RUNTIME_SUMMARY = b"(JAX's runtime has lost the other processes; --show-all prin
 
 
 class Children:
-    """The processes of this host. Each `End` goes into `events`, after the process's output."""
+    """Processes of a job on this host. Each `End` goes into `events`, after the
+    process's output."""
 
     def __init__(self, job: Job, events: queue.SimpleQueue, printer: Printer):
         self._job, self._events, self._printer = job, events, printer
@@ -50,7 +52,8 @@ class Children:
         self._deadline: float | None = None
 
     def start(self, coordinator: str, restart: int) -> None:
-        """Starts all of them. Call it in the main thread: they end with the starting thread."""
+        """Starts all processes of this host. Call it in the main thread: they end with the starting
+        thread."""
         self._killed, self._deadline = False, None
         inherited = {name: os.environ[name] for name in os.environ if name not in OF_ONE_PROCESS}
         for process_id in self._job.process_ids:
@@ -93,7 +96,7 @@ class Children:
         self._events.put(End(process_id, code, when, was_killed))
 
     def forward(self, number: int) -> None:
-        """Sends a signal to every process, not to their children."""
+        """Sends the signal `number` to every process of this host, not to their children."""
         with self._lock:
             for process in self._running.values():
                 with contextlib.suppress(ProcessLookupError):
@@ -111,7 +114,7 @@ class Children:
             self._deadline = (time.monotonic() if since is None else since) + self._job.grace
 
     def kill(self) -> None:
-        """Kills all of them, with their children."""
+        """Kills all processes of this host, with their children."""
         with self._lock:
             self._killed, self._deadline = True, None
             for process in self._running.values():
@@ -169,7 +172,7 @@ def _is_gloo(line: bytes) -> bool:
 
 
 class Printer:
-    """A writer of whole lines of many processes to this process's streams."""
+    """Writer of whole lines of many processes to this process's streams."""
 
     def __init__(self, num_processes: int, *, show_all: bool = False):
         self._width = len(str(num_processes - 1))
@@ -178,7 +181,7 @@ class Printer:
         self._given_up: set[bool] = set()
 
     def copy(self, process_id: int, source: BinaryIO, *, is_error: bool) -> None:
-        """Copies `source` to its end; run it in its own thread."""
+        """Copies the stream `source` of a process to its end; run it in its own thread."""
         prefix = f"[{process_id:{self._width}}] ".encode()
         lines = (line.rstrip(b"\r\n") for line in source)
         for line in lines if self._show_all else without_noise(lines):
@@ -209,7 +212,7 @@ class Printer:
 
 
 def _discard(stream: TextIO) -> None:
-    """Discards what is left in the stream's buffer and everything written later."""
+    """Discards what is left in a stream's buffer and everything written to it later."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     with contextlib.suppress(OSError, ValueError):  # a stream without a descriptor
         os.dup2(nowhere, stream.fileno())

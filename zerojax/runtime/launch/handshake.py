@@ -33,14 +33,14 @@ REMEDY = (
     "file that all hosts see"
 )
 SECONDS = 10.0
-"""Limit for the whole handshake, however slowly the bytes arrive."""
+"""Seconds for a whole handshake, however slowly the bytes arrive."""
 _LONGEST = 4096
 _NAME = "zerojax_launch"
 _NUMBERS = ("host", "num_hosts", "num_processes")
 
 
 class Token:
-    """The token of this user's launchers; it is read again for each use.
+    """Shared secret of this user's launchers; it is read again for each use.
 
     In order: the variable ZEROJAX_LAUNCH_TOKEN, which a scheduler passes to every host; a file that
     all hosts see, such as a mounted secret; a file in this user's cache, in a home folder that the
@@ -72,11 +72,11 @@ class Token:
 
     @property
     def place(self) -> str:
-        """The origin of the token, for messages."""
+        """Where the token comes from, for messages."""
         return TOKEN if self._text else str(self._path)
 
     def make(self) -> None:
-        """Creates the file if it is missing, readable by this user only.
+        """Creates the file of the token if it is missing, readable by this user only.
 
         Raises:
           OSError: it cannot be written.
@@ -132,12 +132,12 @@ class Token:
 
 
 class UnauthenticatedPeer(Exception):
-    """The other end of a connection is not a launcher of this run."""
+    """Raised if the other end of a connection is not a launcher of this run."""
 
 
 @dataclasses.dataclass
 class Handshake:
-    """One handshake on a new connection, with a time limit.
+    """Mutual authentication of two launchers on a new connection, with a time limit.
 
     Args:
       connection: a new connection.
@@ -242,7 +242,8 @@ class Handshake:
 
 
 def _numbers(value: Any) -> dict[str, int] | None:
-    """Returns the numbers with which a launcher describes its job, or None if they are invalid."""
+    """Returns the numbers with which a launcher describes its job, if `value` is valid;
+    else None."""
     if not isinstance(value, dict) or set(value) != set(_NUMBERS):
         return None
     are_numbers = all(type(number) is int and 0 <= number < 2**31 for number in value.values())

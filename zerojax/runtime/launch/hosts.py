@@ -25,9 +25,9 @@ from zerojax.runtime.process_group import split_address
 
 _LONGEST_LINE = 65536
 _MAX_GREETINGS = 32
-"""Limit of concurrent handshakes; further connections are dropped meanwhile."""
+"""Largest number of concurrent handshakes; further connections are dropped meanwhile."""
 _MAX_NAMED = 10
-"""Number of dropped connections that are reported with their own line."""
+"""Largest number of dropped connections that are reported with their own line."""
 _POLL_SECONDS = 0.1
 
 Say = Callable[[str], object]
@@ -35,14 +35,14 @@ Say = Callable[[str], object]
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """A message of another host's launcher; content None: its connection is lost."""
+    """Message of another host's launcher; its content is None if the connection is lost."""
 
     host: int
     content: dict[str, Any] | None
 
 
 class Connection:
-    """A connection to the launcher of `host`; received messages go into `events`.
+    """Connection to the launcher of `host`; received messages go into `events`.
 
     Args:
       connection: a connection with a finished handshake.
@@ -94,14 +94,14 @@ class Connection:
             self._connection.sendall(_line(content))
 
     def close(self) -> None:
-        """Closes the connection."""
+        """Closes the connection to the other launcher."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
 
 class Followers:
-    """The launchers of all other hosts, seen from host 0; none on a single host."""
+    """Connections of host 0 to the launchers of all other hosts; none on a single host."""
 
     def __init__(self, links: dict[int, Connection]):
         self._links = links
@@ -166,19 +166,19 @@ class Followers:
         return cls(links)
 
     def send(self, **content: Any) -> None:
-        """Sends the same message to all."""
+        """Sends the same message to the launchers of all other hosts."""
         for link in self._links.values():
             link.send(**content)
 
     def close(self) -> None:
-        """Closes all connections."""
+        """Closes the connections to all other launchers."""
         for link in self._links.values():
             link.close()
 
 
 @dataclasses.dataclass
 class _Guest:
-    """An authenticated launcher of this run."""
+    """Launcher of this run that has been authenticated, and its connection."""
 
     handshake: Handshake
     numbers: dict[str, int]
@@ -186,7 +186,7 @@ class _Guest:
 
 
 class _Door:
-    """The listener's handshakes, each in its own thread, so that none delays another.
+    """Handshakes with launchers that connect, each in its own thread, so that none delays another.
 
     Attributes:
       come_in: authenticated launchers, in order.
@@ -199,7 +199,7 @@ class _Door:
         self.come_in: list[_Guest] = []
 
     def open(self, connection: socket.socket, address: tuple[Any, ...]) -> None:
-        """Starts one handshake; returns at once."""
+        """Starts one handshake on a new connection; returns at once."""
         where = str(address[0])
         if not self._free.acquire(blocking=False):
             self._drop(
@@ -228,7 +228,7 @@ class _Door:
 
 
 def listen(address: str) -> socket.socket:
-    """Returns a socket that listens on this address only.
+    """Returns a socket that listens on `address` only.
 
     Raises:
       OSError: it is in use, or not an address of this host.
@@ -250,7 +250,7 @@ def listen(address: str) -> socket.socket:
 
 
 def free_address(address: str | None) -> str:
-    """Returns the host of `address` with a port that is free now, for JAX's coordinator."""
+    """Returns the host of `address` with a port that is unused now, for JAX's coordinator."""
     host = "127.0.0.1" if address is None else split_address(address)[0]
     family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
     with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -314,7 +314,7 @@ def _line(content: dict[str, Any]) -> bytes:
 
 @dataclasses.dataclass(frozen=True)
 class _EndsOf:
-    """A check whether a message reports the end of one of these processes of a follower."""
+    """Check whether a message reports the end of one of a follower's processes."""
 
     process_ids: range
 
@@ -334,7 +334,7 @@ class _EndsOf:
 
 
 def _is_order(content: dict[str, Any]) -> bool:
-    """Returns whether a message is one of host 0: start, end or finish."""
+    """Returns whether a message is an order of host 0: start, end or finish."""
     kinds = {"start": int, "coordinator": str, "end": bool, "finish": int}
     return (
         set(content) in ({"start", "coordinator"}, {"end"}, {"finish"})

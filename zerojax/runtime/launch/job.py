@@ -24,15 +24,16 @@ from zerojax.runtime.process_group import (
 from zerojax.runtime.shutdown import BAD_INPUT, HUNG, INTERRUPTED, OK, SAVED_AND_STOPPED
 
 RESTART = "ZEROJAX_RESTART"
-"""Variable with the number of earlier starts of the run by this launcher."""
+"""Environment variable with the number of earlier starts of the run by this launcher."""
 
 OF_ONE_PROCESS = ("JAX_COORDINATOR_BIND_ADDRESS", "JAX_LOCAL_DEVICE_IDS", TOKEN)
-"""Variables that differ between processes, or hold the launcher's secret: they are not passed to
-the processes."""
+"""Environment variables that differ between processes, or hold the launcher's secret: they are not
+passed to the processes."""
 
 DEFAULT_GRACE = 3.0
 MAX_GRACE = 4.0
-"""Seconds; all processes have to end within five seconds after a failure."""
+"""Largest grace period in seconds; all processes have to end within five seconds after
+a failure."""
 
 _BOOT = "zerojax.runtime.launch.boot"
 _OPTIONS_WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
@@ -42,7 +43,7 @@ _OPTIONS = {
     "max_restarts": "--max-restarts",
 }
 TOGETHER = 0.5
-"""Seconds within which ends may be observed in another order than they happened."""
+"""Seconds within which ends of processes may be observed in another order than they happened."""
 _MEANINGS = {
     BAD_INPUT: "exit code 2: its input was wrong, see its message above",
     HUNG: f"exit code {HUNG}: it was stuck, and its watchdog ended it",
@@ -57,7 +58,7 @@ _KILLS = (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -sig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """One command, run by several processes on one or several hosts.
+    """Command that is run by several processes on one or several hosts.
 
     Attributes:
       command: the words, such as ("zerojax", "train", "x.yaml") or ("python", "train.py").
@@ -92,9 +93,11 @@ class Job:
             )
         for name, least in (("num_processes", 1), ("num_hosts", 1), ("max_restarts", 0)):
             if getattr(self, name) < least:
-                raise ValueError(f"{_OPTIONS[name]} {getattr(self, name)} is less than {least}")
+                raise ValueError(
+                    f"{_OPTIONS[name]} {getattr(self, name)} is less than {least}; give more"
+                )
         if self.cpu_devices is not None and self.cpu_devices < 1:
-            raise ValueError(f"--cpu-devices {self.cpu_devices} is less than 1")
+            raise ValueError(f"--cpu-devices {self.cpu_devices} is less than 1; give 1 or more")
         if not 0 <= self.grace <= MAX_GRACE:
             raise ValueError(
                 f"--grace {self.grace:g} is not between 0 and {MAX_GRACE:g} seconds; with more, "
@@ -114,22 +117,22 @@ class Job:
 
     @property
     def total(self) -> int:
-        """Number of processes on all hosts."""
+        """Number of processes of the job on all hosts."""
         return self.num_processes * self.num_hosts
 
     @property
     def process_ids(self) -> range:
-        """Indices of the processes on this host."""
+        """Indices of the job's processes on this host."""
         first = self.host * self.num_processes
         return range(first, first + self.num_processes)
 
     def host_of(self, process_id: int) -> int:
-        """Returns the host of a process."""
+        """Returns the index of the host that runs a process."""
         return process_id // self.num_processes
 
 
 def check_gpus(job: Job, environment: Mapping[str, str]) -> None:
-    """Raises ValueError if the processes cannot share this host's GPUs, before any is started.
+    """Raises if the job's processes cannot share this host's GPUs equally, before any is started.
 
     Raises:
       ValueError: the message has the numbers that can.
@@ -151,7 +154,8 @@ def check_gpus(job: Job, environment: Mapping[str, str]) -> None:
 
 
 def variables_of(job: Job, process_id: int, coordinator: str, restart: int) -> dict[str, str]:
-    """Returns the variables of one process, in addition to the launcher's environment."""
+    """Returns the environment variables of one process, in addition to the
+    launcher's environment."""
     told = {
         COORDINATOR: coordinator,
         NUM_PROCESSES: str(job.total),
@@ -207,7 +211,7 @@ def _split_options(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 @dataclasses.dataclass(frozen=True)
 class End:
-    """The end of one process.
+    """End of one process of a job.
 
     Attributes:
       process_id: its index in the run.
@@ -223,16 +227,16 @@ class End:
 
     @property
     def failed(self) -> bool:
-        """Whether it ended neither normally nor saved and stopped."""
+        """Whether the process failed by itself: it was not killed by a launcher, and ended neither
+        normally nor saved and stopped."""
         return self.code not in (OK, SAVED_AND_STOPPED) and not self.was_killed
 
 
 def first_failure(ends: Iterable[End]) -> End | None:
-    """Returns the process whose failure caused the others.
+    """Returns the end whose failure caused the others.
 
     Among failures at about the same time, one from outside (a kill, a crash) has priority over an
-    exit
-    code, and that over an abort: when process 0 ends, the runtime of all others aborts.
+    exit code, and that over an abort: when process 0 ends, the runtime of all others aborts.
     """
     failed = [end for end in ends if end.failed]
     if not failed:
@@ -245,7 +249,7 @@ def first_failure(ends: Iterable[End]) -> End | None:
 
 
 def describe(code: int) -> str:
-    """Describes what ended a process, such as "exit code 3"."""
+    """Describes how a process ended, such as "exit code 3"."""
     if code in _MEANINGS:
         return _MEANINGS[code]
     if code >= 0:
@@ -257,10 +261,10 @@ def describe(code: int) -> str:
 
 
 def exit_code(code: int) -> int:
-    """Returns the exit code as shells count it: 128 + n for signal n."""
+    """Returns a process's end as shells count it: 128 + n for signal n."""
     return code if code >= 0 else 128 - code
 
 
 def may_restart(code: int) -> bool:
-    """Returns whether a restart can help after a process has ended with `code`."""
+    """Returns whether a restart can help after a process has ended with exit code `code`."""
     return code not in (OK, BAD_INPUT, SAVED_AND_STOPPED, INTERRUPTED)
