@@ -153,9 +153,10 @@ def find_loops(
 
 def _joined(named: NamedProgram, lists: Sequence[LayerList]) -> list[LayerList]:
     """Returns the first list joined with those of the same Python loop, then the list alone."""
-    first, others = lists[0], lists[1:]
-    low, high = _program(named, first).span
-    together = [first]
+    first, together = lists[0], [lists[0]]
+    # Lists within its layers, such as two norms of each, are no partners.
+    others = [other for other in lists[1:] if first.places.keys().isdisjoint(other.places)]
+    low, high = _program(named, first).span if others else (0, 0)
     for other in others:
         own = _program(named, other).span
         if max(low, own[0]) < min(high, own[1]):
