@@ -368,7 +368,7 @@ def test_a_model_that_continues_no_text_is_refused(tmp_path, capsys):
     folder = write_folder(tmp_path / "model", "llama", tensors=tensors)
     (folder / "config.json").write_text(json.dumps(case["config"]))
     told = fails(capsys, "finetune", str(folder), str(chat_file(tmp_path / "c.jsonl")))
-    assert "is a t5, which does not generate text" in told
+    assert "is a t5, which is not a decoder" in told
 
 
 def test_one_of_several_processes_is_told_how(model, chats, capsys, monkeypatch):

@@ -253,7 +253,9 @@ class WatchConfig:
         return max(MIN_STEP_SECONDS, LONGEST_STEPS * longest_step)
 
     def stop_limit(self, longest_step: float | None) -> float | None:
-        """Returns the seconds that work in progress may take after a signal; None: no limit.
+        """Returns the seconds that a step may still take after a signal; None: no limit.
+
+        The same limit holds for a compilation and an evaluation. A save has no limit.
 
         Args:
           longest_step: as in `step_limit`.

@@ -253,7 +253,8 @@ def read_text_sidecar(folder: Path) -> dict[str, Any]:
     }
     for key, (is_good, kind) in wanted.items():
         if not is_good:
-            raise ValueError(f"{str(path)!r}: {key}={quoted(about.get(key))}; it must be {kind}")
+            value = quoted(about.get(key))
+            raise ValueError(f"{str(path)!r}: {key}={value}, but it must be {kind}; {remedy}")
     return about
 
 

@@ -210,7 +210,11 @@ def bytes_per_parameter(kind: str) -> float:
 
 
 def _nearest_nf4(xp: Any, blocks: Any, scale: Any, axis: int) -> Any:
-    """Returns nf4 codes, two values per byte; ties go to the lower level."""
+    """Returns the codes of the nf4 levels nearest to `blocks / scale`, the lower one in a tie.
+
+    A byte has a value of the first half of `axis` in its low four bits, and the value at the same
+    place of the second half in its high four bits.
+    """
     code = xp.zeros(blocks.shape, np.uint8)
     for boundary in _BOUNDARIES:
         above = blocks > boundary * scale

@@ -127,7 +127,10 @@ def check_weight(trace: ModelTrace, placement: Placement) -> None:
 def choose_batch_weight(
     trace: ModelTrace, params: Set[str], extras: Set[str], settings: MeshConfig, model: Model
 ) -> tuple[BatchWeight | None, list[str]]:
-    """Returns (how to compute a batch's weight before its backward pass, sentences for the plan).
+    """Returns (function of the weight that divides the loss, or None, sentences for the plan).
+
+    With a function, the loss is divided by its result before the backward pass. With None, the
+    gradients of the summed loss are divided after the backward pass.
 
     Args:
       trace: of the loss.
@@ -135,7 +138,8 @@ def choose_batch_weight(
       settings: the mesh options; model: what is trained.
 
     Returns:
-      (None, []) where the model has no custom derivatives.
+      (None, []) if the model has no custom derivatives. (None, [sentence]) if custom derivatives
+      get gradients of the summed loss; the sentence says why.
     """
     program, names = trace.jaxpr.jaxpr, [*sorted(params), *sorted(extras)]
     num_batch = len(program.invars) - len(names)

@@ -182,7 +182,7 @@ class Watchdog:
         self._longest = self._step_ended = None
 
     def stop_limit(self) -> float | None:
-        """Returns the seconds that current work may still take after a signal; None: no limit."""
+        """Returns the seconds that a step may still take after a signal; see `WatchConfig`."""
         if self._config.stop_timeout is None and self._is_interactive:
             return None
         return self._config.stop_limit(self._longest)

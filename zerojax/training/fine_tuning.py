@@ -191,8 +191,8 @@ def _open_decoder(folder: str) -> Pretrained:
     pretrained = from_hugging_face(folder)
     if not isinstance(pretrained.config, DecoderConfig | LlamaConfig | GPT2Config):
         raise ValueError(
-            f"{folder} is a {pretrained.row.model_type}, which does not generate text; chats need "
-            "a model that does: give the folder of a decoder, such as a llama or a qwen3"
+            f"{folder} is a {pretrained.row.model_type}, which is not a decoder; fine-tuning on "
+            "chats needs one: give the folder of a decoder, such as a llama or a qwen3"
         )
     return pretrained
 

@@ -52,7 +52,12 @@ class HostStacks:
         return {name: P(None, *self.specs[name]) for name in names}
 
     def empty(self, rows: int, like: Mapping[str, Any]) -> Arrays:
-        """Returns stacks of `rows` rows with shape and dtype of `like`; write before you read."""
+        """Returns {name: [rows, *shape]} in host memory; write a row before you read it.
+
+        Args:
+          rows: number of rows of each stack.
+          like: {name: value with the shape and dtype of one row}.
+        """
 
         def local(rows_like: Arrays) -> Arrays:
             # No two stacks with the same values: the compiler would make one array of both, and
