@@ -68,6 +68,7 @@ def main(argv: list[str] | None = None) -> None:
     """Measures and records; with `--one`, plans one model in this process."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add_arguments(parser)
+    parser.add_argument("--repeats", type=int, default=REPEATS, help="processes of each model")
     parser.add_argument("--one", nargs=2, metavar=("KIND", "LAYERS"))
     arguments = parser.parse_args(argv)
     if arguments.one:
@@ -80,7 +81,7 @@ def main(argv: list[str] | None = None) -> None:
     cases = [(kind, depth) for kind in (NNX, NNX_OPTAX, LINEN) for depth in depths]
     record = Record(name="planning_time", rows=[])
     for kind, layers in [*cases, (DENSE, dense)]:
-        repeats = 1 if arguments.smoke else REPEATS
+        repeats = 1 if arguments.smoke else arguments.repeats
         seconds = statistics.median(_in_a_process(kind, layers) for _ in range(repeats))
         row = {"model": kind, "layers": layers, "plan_cpu_s": seconds}
         record = Record(name=record.name, rows=[*record.rows, row])

@@ -5,12 +5,13 @@ A start is a whole process, imports included, until `zerojax.train` has taken on
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import tempfile
 
 from benchmarks import first_step
 from benchmarks.machine import load_average
-from benchmarks.recording import Goal, Record, parse_arguments, write_record
+from benchmarks.recording import Goal, Record, add_arguments, write_record
 from benchmarks.start_up import run_program
 from zerojax.runtime.user_files import CACHE_VARIABLE
 
@@ -35,17 +36,19 @@ zerojax.train(factory, {{"data": {devices}, "zero": {zero}}}, batches=itertools.
 
 def main(argv: list[str] | None = None) -> None:
     """Measures and records."""
-    arguments = parse_arguments(__doc__ or "", argv)
-    load_before = load_average()
-    smoke = arguments.smoke
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add_arguments(parser)
+    parser.add_argument("--repeats", type=int, default=REPEATS, help="pairs of starts of each run")
+    arguments = parser.parse_args(argv)
+    load_before, smoke = load_average(), arguments.smoke
+    repeats = 1 if smoke else arguments.repeats
     rows, goals = [], []
     imports = statistics.median(
-        run_program("import zerojax, benchmarks.first_step")[0]
-        for _ in range(1 if smoke else REPEATS)
+        run_program("import zerojax, benchmarks.first_step")[0] for _ in range(repeats)
     )
     for name in first_step.models(smoke):
         for devices in first_step.DEVICES:
-            starts = [_two_starts(name, devices, smoke) for _ in range(1 if smoke else REPEATS)]
+            starts = [_two_starts(name, devices, smoke) for _ in range(repeats)]
             first, second = (statistics.median(times) for times in zip(*starts, strict=True))
             row = {"model": name, "devices": devices, "first_cpu_s": first, "second_cpu_s": second}
             rows.append({**row, "imports_cpu_s": imports, "second/first": second / first})

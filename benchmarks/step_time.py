@@ -33,17 +33,18 @@ def main(argv: list[str] | None = None) -> None:
     """Measures and records; with `--one`, times one model in this process."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add_arguments(parser)
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="samples of each side")
     parser.add_argument("--one", nargs=2, metavar=("MODEL", "DEVICES"))
     arguments = parser.parse_args(argv)
     if arguments.one:
         model, devices = arguments.one
-        print(json.dumps(measure_one(model, int(devices), arguments.smoke)))
+        print(json.dumps(measure_one(model, int(devices), arguments.smoke, arguments.rounds)))
         return
     load_before = load_average()
     record = Record(name="step_time", rows=[])
     for name in first_step.models(arguments.smoke):
         for devices in first_step.DEVICES:
-            rows = _in_a_process(name, devices, arguments.smoke)
+            rows = _in_a_process(name, devices, arguments.smoke, arguments.rounds)
             goals = [_goal(row) for row in rows if row["side"] != EXPERT]
             record = Record(
                 name=record.name, rows=[*record.rows, *rows], goals=[*record.goals, *goals]
@@ -59,9 +60,9 @@ def _goal(row: dict[str, Any]) -> Goal:
     return Goal(name=name, value=row["cpu/expert"], limit=LIMITS[devices])
 
 
-def _in_a_process(name: str, devices: int, smoke: bool) -> list[dict[str, Any]]:
+def _in_a_process(name: str, devices: int, smoke: bool, rounds: int) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "benchmarks.step_time", "--one", name, str(devices)]
-    command += ["--smoke"] * smoke
+    command += ["--rounds", str(rounds), *["--smoke"] * smoke]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(first_step.ROOT)}
     result = subprocess.run(
         command,
@@ -74,7 +75,7 @@ def _in_a_process(name: str, devices: int, smoke: bool) -> list[dict[str, Any]]:
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def measure_one(name: str, devices: int, smoke: bool) -> list[dict[str, Any]]:
+def measure_one(name: str, devices: int, smoke: bool, rounds: int) -> list[dict[str, Any]]:
     """Returns a row for each side of one model.
 
     Raises:
@@ -103,7 +104,7 @@ def measure_one(name: str, devices: int, smoke: bool) -> list[dict[str, Any]]:
         {name: side(name) for name in SIDES},
         warm_up=WARM_UP,
         steps=2 if smoke else STEPS,
-        rounds=2 if smoke else ROUNDS,
+        rounds=2 if smoke else rounds,
     )
     check_losses_agree(losses, 0.02)
     return [
