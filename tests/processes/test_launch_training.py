@@ -167,7 +167,7 @@ def test_torchrun_starts_a_training(tmp_path):
 SCRIPT = """
 import os, signal, sys, time
 import zerojax
-from zerojax.models import GPT2, GPT2Config
+from zerojax.zoo import GPT2, GPT2Config
 
 me, restart = int(os.environ["ZEROJAX_PROCESS_ID"]), int(os.environ["ZEROJAX_RESTART"])
 
