@@ -9,14 +9,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import resource
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -28,11 +24,11 @@ from flax import nnx
 import zerojax
 from benchmarks import plain_gspmd
 from benchmarks.machine import load_average
+from benchmarks.measuring import in_a_process
 from benchmarks.recipe import CLIPPED
 from benchmarks.recording import Goal, Record, add_arguments, save_so_far, write_record
 from zerojax.zoo import GPT2, GPT2Config
 
-ROOT = Path(__file__).resolve().parent.parent
 DEVICES = (1, 8)
 EXPERT, WITH_OPTAX, OWN = "expert", "zerojax, optax", "zerojax, own"
 SIDES = (EXPERT, WITH_OPTAX, OWN)
@@ -157,7 +153,8 @@ def _with_rows(record: Record, name: str, devices: int, *, repeats: int, smoke: 
     taken: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
     for repeat in range(repeats):
         for side in SIDES if repeat % 2 == 0 else reversed(SIDES):
-            taken[side].append(_in_a_process(name, devices, side, smoke))
+            words = ("--one", name, str(devices), side, *["--smoke"] * smoke)
+            taken[side].append(in_a_process("benchmarks.first_step", *words))
     medians = {
         side: {key: statistics.median(one[key] for one in found) for key in found[0]}
         for side, found in taken.items()
@@ -174,17 +171,6 @@ def _with_rows(record: Record, name: str, devices: int, *, repeats: int, smoke: 
         for side in (WITH_OPTAX, OWN)
     ]
     return Record(name=record.name, rows=[*record.rows, *rows], goals=[*record.goals, *goals])
-
-
-def _in_a_process(name: str, devices: int, side: str, smoke: bool) -> dict[str, float]:
-    command = [sys.executable, "-m", "benchmarks.first_step", "--one", name, str(devices), side]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    environment["JAX_ENABLE_COMPILATION_CACHE"] = "false"
-    command += ["--smoke"] * smoke
-    result = subprocess.run(
-        command, cwd=ROOT, env=environment, check=True, stdout=subprocess.PIPE, text=True
-    )
-    return json.loads(result.stdout.splitlines()[-1])
 
 
 def measure_one(name: str, devices: int, side: str, smoke: bool) -> dict[str, float]:

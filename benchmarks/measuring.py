@@ -1,14 +1,22 @@
 """How two or more ways of doing the same are timed against each other.
 
-Knows clocks and order; never what is timed.
+Knows clocks, order and fresh processes; never what is timed.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,3 +73,22 @@ def ratio_of(above: Sequence[Sample], below: Sequence[Sample], clock: str) -> fl
     """Median over the rounds of this round's ratio: neighbours in time share their disturbances."""
     pairs = zip(above, below, strict=True)
     return statistics.median(getattr(a, clock) / getattr(b, clock) for a, b in pairs)
+
+
+def in_a_process(module: str, *words: str) -> Any:
+    """Runs `python -m module words` on CPU devices without kept programs.
+
+    Returns:
+      The last line that it prints, as JSON.
+    """
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    environment["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+    result = subprocess.run(
+        [sys.executable, "-m", module, *words],
+        cwd=ROOT,
+        env=environment,
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    return json.loads(result.stdout.splitlines()[-1])

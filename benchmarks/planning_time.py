@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +21,7 @@ from flax import linen as nn
 import zerojax
 from benchmarks import first_step
 from benchmarks.machine import load_average
+from benchmarks.measuring import in_a_process
 from benchmarks.recipe import CLIPPED
 from benchmarks.recording import Goal, Record, add_arguments, save_so_far, write_record
 
@@ -82,7 +80,10 @@ def main(argv: list[str] | None = None) -> None:
     record = Record(name="planning_time", rows=[])
     for kind, layers in [*cases, (DENSE, dense)]:
         repeats = 1 if arguments.smoke else arguments.repeats
-        seconds = statistics.median(_in_a_process(kind, layers) for _ in range(repeats))
+        seconds = statistics.median(
+            in_a_process("benchmarks.planning_time", "--one", kind, str(layers))
+            for _ in range(repeats)
+        )
         row = {"model": kind, "layers": layers, "plan_cpu_s": seconds}
         record = Record(name=record.name, rows=[*record.rows, row])
         save_so_far(record, arguments, load_before)
@@ -107,20 +108,6 @@ def _goals(rows: Any) -> list[Goal]:
         )
     name = f"{2 * rows[-1]['layers']} arrays: CPU s"
     return [*goals, Goal(name=name, value=rows[-1]["plan_cpu_s"], limit=ARRAYS_LIMIT)]
-
-
-def _in_a_process(kind: str, layers: int) -> float:
-    command = [sys.executable, "-m", "benchmarks.planning_time", "--one", kind, str(layers)]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(first_step.ROOT)}
-    result = subprocess.run(
-        command,
-        cwd=first_step.ROOT,
-        env=environment,
-        check=True,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    return json.loads(result.stdout.splitlines()[-1])
 
 
 def planning_seconds(kind: str, layers: int) -> float:

@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +17,7 @@ import zerojax
 from benchmarks import first_step, plain_gspmd, plain_jax
 from benchmarks.first_step import EXPERT, OWN, SIDES, WITH_OPTAX
 from benchmarks.machine import load_average
-from benchmarks.measuring import interleave, median_of, ratio_of, sample
+from benchmarks.measuring import in_a_process, interleave, median_of, ratio_of, sample
 from benchmarks.overhead import check_losses_agree
 from benchmarks.recipe import CLIPPED
 from benchmarks.recording import Goal, Record, add_arguments, save_so_far, write_record
@@ -44,7 +41,9 @@ def main(argv: list[str] | None = None) -> None:
     record = Record(name="step_time", rows=[])
     for name in first_step.models(arguments.smoke):
         for devices in first_step.DEVICES:
-            rows = _in_a_process(name, devices, arguments.smoke, arguments.rounds)
+            words = ["--one", name, str(devices), "--rounds", str(arguments.rounds)]
+            words += ["--smoke"] * arguments.smoke
+            rows = in_a_process("benchmarks.step_time", *words)
             goals = [_goal(row) for row in rows if row["side"] != EXPERT]
             record = Record(
                 name=record.name, rows=[*record.rows, *rows], goals=[*record.goals, *goals]
@@ -58,21 +57,6 @@ def _goal(row: dict[str, Any]) -> Goal:
     where = f"{row['model']}, {devices} device{'s' * (devices > 1)}"
     name = f"CPU time of a step, {where}: {row['side']} / expert"
     return Goal(name=name, value=row["cpu/expert"], limit=LIMITS[devices])
-
-
-def _in_a_process(name: str, devices: int, smoke: bool, rounds: int) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "benchmarks.step_time", "--one", name, str(devices)]
-    command += ["--rounds", str(rounds), *["--smoke"] * smoke]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(first_step.ROOT)}
-    result = subprocess.run(
-        command,
-        cwd=first_step.ROOT,
-        env=environment,
-        check=True,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    return json.loads(result.stdout.splitlines()[-1])
 
 
 def measure_one(name: str, devices: int, smoke: bool, rounds: int) -> list[dict[str, Any]]:

@@ -1,9 +1,10 @@
 """A mixture of experts and a dense model with equally many active parameters, on Shakespeare.
 
 In each layer of the mixture eight experts replace the MLP, and each byte is routed to the two with
-the highest scores: 2 x 64 units, as many as the dense model's MLP has. The mixture reaches a lower
-loss with the same arithmetic. Weights, gradients and optimizer state of both are sharded over four
-devices. Two cores take two minutes.
+the highest scores: 2 x 64 units, as many as the dense model's MLP has. So both have the same
+arithmetic for each byte. At this size the mixture gains nothing: with five seeds its loss after 250
+steps was 0.014 below to 0.066 above the dense model's. Weights, gradients and optimizer state of
+both are sharded over four devices. Two cores take two minutes.
 """
 
 import jax
@@ -35,4 +36,4 @@ dense, mixture = curve(mlp_dim=128), curve(moe=MIXTURE)
 print("\nstep  dense  mixture")
 for step in dense:
     print(f"{step:4}  {dense[step]:.3f}  {mixture[step]:.3f}")
-assert mixture[250] < dense[250] - 0.02
+assert mixture[250] < mixture[50] - 0.3, "it learns"

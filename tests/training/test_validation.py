@@ -11,9 +11,10 @@ from jax import lax
 
 import zerojax
 from zerojax.config import LogConfig
-from zerojax.models.losses import mean_squared_error
+from zerojax.models.losses import mean_squared_error, next_token_of_call
 from zerojax.training.evaluation import EarlyStopping
 from zerojax.training.validation import each_batch
+from zerojax.zoo import GPT2, GPT2Config
 
 ROWS = 16
 
@@ -263,6 +264,34 @@ def test_an_evaluation_of_a_dataset_counts_each_row_once(number, capsys):
     for name, value in expected(mean_and_metrics, trainer, [data.batch]).items():
         found = trainer.evaluations[-1][name]
         np.testing.assert_allclose(found, value, rtol=2e-6, atol=1e-6, err_msg=name)
+
+
+class Texts:
+    def __len__(self):
+        return ROWS + 5
+
+    def __getitem__(self, number):
+        text = np.random.default_rng(number).integers(0, 32, 9).astype(np.int32)
+        return {"tokens": text[:-1], "targets": text[1:]}
+
+
+def test_a_short_dataset_is_evaluated_with_one_row_per_device_and_microbatch():
+    config = GPT2Config(vocab_size=32, max_seq_len=8, num_layers=1, num_heads=2, embed_dim=8)
+    texts = [Texts()[number] for number in range(len(Texts()))]
+    batch = {name: np.stack([text[name] for text in texts]) for name in texts[0]}
+    trainer = zerojax.train(
+        lambda rngs: GPT2(config, rngs=rngs),
+        {"data": -1, "zero": 2},
+        [jax.tree.map(lambda x: x[:ROWS], batch)],
+        num_microbatches=ROWS // 8,
+        steps=1,
+        precision="fp32",
+        validation=Texts(),
+        run_dir=None,
+        log=LogConfig(console="quiet"),
+    )
+    loss, weight = next_token_of_call(trainer.to_model(), batch)
+    np.testing.assert_allclose(trainer.evaluations[-1]["loss"], loss / weight, rtol=2e-6)
 
 
 def test_what_eval_batches_leaves_out_of_a_dataset_is_said(capsys):

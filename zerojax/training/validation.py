@@ -250,6 +250,8 @@ def why_not_filled(plan: Plan) -> str | None:
     copies is subtracted.
     """
     pieces = num_data_shards(plan.mesh) * plan.num_microbatches
+    if pieces == plan.global_batch_size:  # one row shows no dimension of rows
+        pieces = 1
     piece = slice_batch(plan.abstract_batch, pieces, plan.precision)
     with attention_planned_for(plan.mesh, COMPILER_AXES):
         model = plan.users_model
