@@ -125,7 +125,7 @@ def test_two_launchers_run_one_training(tmp_path, undisturbed):
         subprocess.Popen(
             [sys.executable, "-m", "zerojax", "launch", "--node-rank", str(host), *words],
             cwd=tmp_path,
-            env=environment(),
+            env=environment() | {"ZEROJAX_LAUNCH_TOKEN": "the same on both hosts"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
