@@ -157,6 +157,11 @@ def test_a_run_is_exported_by_command_with_adapters_merged(run, tmp_path, capsys
     assert (out / "tokenizer.json").read_text() == '{"version": "1.0"}'
     to_hugging_face(trainer, tmp_path / "live")
     assert_same_bits(read_all(tmp_path / "live"), found)
+    words[3] = str(tmp_path / "codes")
+    assert main([*words, "--quantize", "int8"]) == 0
+    to_hugging_face(trainer, tmp_path / "live codes", quantize="int8")
+    assert_same_bits(read_all(tmp_path / "live codes"), read_all(tmp_path / "codes"))
+    assert main([*words[:4], "--quantize", "int8"]) == 2
 
 
 @pytest.mark.thorough

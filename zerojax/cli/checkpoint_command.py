@@ -100,6 +100,11 @@ def _add_export(actions) -> None:
         help="zerojax: arrays under their own names; hugging_face: what transformers loads, of "
         "GPT-2, Llama and BERT, adapters merged; peft: the adapters alone",
     )
+    parser.add_argument(
+        "--quantize",
+        choices=("int8", "fp8"),
+        help="8-bit kernels for vLLM and transformers; with --format hugging_face",
+    )
     add_weights(parser)
     add_pretrained(parser)
     parser.add_argument(
@@ -277,6 +282,8 @@ def _export(args: argparse.Namespace) -> int:
             f"export {args.run} {' '.join(args.places)}: give RUN, a step or kept name (default: "
             "the newest), and a new folder"
         )
+    if args.quantize is not None and args.format != "hugging_face":
+        raise CheckpointError(f"--quantize {args.quantize} needs --format hugging_face")
     if args.shard_gb <= 0:
         raise CheckpointError(f"--shard-gb {args.shard_gb}: more than 0 is needed")
     step = step_or_name(steps[0]) if steps else None
@@ -323,6 +330,7 @@ def _export_for_hugging_face(
         dtype=_DTYPES.get(args.dtype),
         shard_bytes=int(args.shard_gb * 1e9),
         weights=args.weights,
+        quantize=args.quantize,
     )
     there = sorted(path.name for path in done.folder.iterdir())
     show(

@@ -38,8 +38,9 @@ from zerojax.optim import Weights, check_weights
 from zerojax.optim.weight_codes import WeightCodes
 from zerojax.parallel.reshard import model_parts
 from zerojax.training.run_folder import DESCRIPTION_FILE, TOKENIZER_FILE
-from zerojax.zoo.hugging_face.folder import CONFIG, read_json
+from zerojax.zoo.hugging_face.folder import CONFIG, GENERATION_CONFIG, read_json
 from zerojax.zoo.hugging_face.peft import write_adapter
+from zerojax.zoo.hugging_face.quantized_writing import CodedPart, quantization_config, with_codes
 from zerojax.zoo.hugging_face.safetensors import SHARD_BYTES, write_files
 from zerojax.zoo.hugging_face.writing import (
     Description,
@@ -61,7 +62,6 @@ _TOKENIZER_FILES = (
     "merges.txt",
     "tokenizer.model",
     TEMPLATE_FILE,
-    "generation_config.json",
 )
 
 
@@ -94,6 +94,7 @@ def to_hugging_face(
     shard_bytes: int = SHARD_BYTES,
     weights: Weights = "trained",
     pretrained: str | Path | None = None,
+    quantize: str | None = None,
 ) -> Exported:
     """Writes a model for transformers: config.json, safetensors, the tokenizer if one is known.
 
@@ -113,17 +114,22 @@ def to_hugging_face(
       shard_bytes: maximum bytes of a file, unless a single tensor is larger.
       weights: "ema" exports the averaged weights (`zerojax.with_ema`), in float32.
       pretrained: as in `zerojax.load_run`.
+      quantize: "int8" or "fp8" writes kernels of linear layers as 8-bit codes with one scale per
+        output, in the format of compressed-tensors, which vLLM and transformers load. zerojax does
+        not load such a folder. None: no codes.
 
     Raises:
-      UnsupportedError: a ValueError: the architecture has no Hugging Face format.
-      ValueError: the run keeps no EMA.
+      UnsupportedError: a ValueError: the architecture has no Hugging Face format, or `quantize`
+        does not support it.
+      ValueError: the run keeps no EMA; `quantize` is unknown, or weights are not finite.
       FileExistsError: `folder` exists and is not empty.
       CheckpointError: the step does not exist or is damaged.
       OSError: writing fails.
     """
     out = user_path(folder).absolute()
     check_weights(weights)
-    options = {"dtype": dtype, "shard_bytes": shard_bytes, "weights": weights}
+    options: dict[str, Any] = {"dtype": dtype, "shard_bytes": shard_bytes}
+    options |= {"weights": weights, "quantize": quantize}
     if not isinstance(trained, str | Path):
         _check_there(trained, step, pretrained)
         return _from_trainer(trained, out, **options)
@@ -233,6 +239,7 @@ def export_step(
     dtype: str | None = None,
     shard_bytes: int = SHARD_BYTES,
     weights: Weights = "trained",
+    quantize: str | None = None,
 ) -> Exported:
     """Writes a saved step as a Hugging Face folder; other arguments as in `to_hugging_face`.
 
@@ -256,7 +263,7 @@ def export_step(
             held[name] = Layers(saved, full, unread[full], params[name].shape)
         return held[name].layer(layer)
 
-    def values(tensor: Outgoing) -> np.ndarray:
+    def values(tensor: Outgoing | CodedPart) -> np.ndarray:
         wanted = {leaf.name for leaf in tensor.leaves}
         for name in [name for name in held if not _belongs(name, wanted)]:
             del held[name]
@@ -265,10 +272,16 @@ def export_step(
     codes = saved_codes(saved)
     whole, decoded = _decoded(params, read, {n: codes[x] for n, x in names.items() if x in codes})
     raised, abstract = _raised(whole, decoded)
-    found = outgoing(description, abstract, dtype=dtype)
     tokenizer = next((x / TOKENIZER_FILE for x in folders if (x / TOKENIZER_FILE).is_file()), None)
     return _write(
-        out, description, found, values, shard_bytes, tokenizer=tokenizer, step=saved.step
+        out,
+        description,
+        outgoing(description, abstract, dtype=dtype),
+        values,
+        shard_bytes,
+        tokenizer=tokenizer,
+        step=saved.step,
+        quantize=quantize,
     )
 
 
@@ -278,7 +291,13 @@ def _belongs(name: str, kernels: set[str]) -> bool:
 
 
 def _from_trainer(
-    trainer: Trained, out: Path, *, dtype: str | None, shard_bytes: int, weights: Weights
+    trainer: Trained,
+    out: Path,
+    *,
+    dtype: str | None,
+    shard_bytes: int,
+    weights: Weights,
+    quantize: str | None,
 ) -> Exported:
     plan = trainer.plan
     description = describe_model(plan.model)
@@ -289,9 +308,14 @@ def _from_trainer(
     whole, decoded = _decoded(params, read, codes)
     raised, abstract = _raised(whole, decoded)
     read = merging(description, whole, raised)
-    found = outgoing(description, abstract, dtype=dtype)
     return _write(
-        out, description, found, lambda x: x.values(read), shard_bytes, step=trainer.num_steps
+        out,
+        description,
+        outgoing(description, abstract, dtype=dtype),
+        lambda x: x.values(read),
+        shard_bytes,
+        step=trainer.num_steps,
+        quantize=quantize,
     )
 
 
@@ -363,23 +387,36 @@ def _take(gathered: NamedSharding | None, is_layer: bool) -> Callable[..., jax.A
 def _write(
     out: Path,
     description: Description,
-    found: Sequence[Outgoing],
-    values: Callable[[Outgoing], np.ndarray],
+    whole: Sequence[Outgoing],
+    values: Callable[[Any], np.ndarray],
     shard_bytes: int,
     *,
     tokenizer: Path | None = None,
     step: int,
+    quantize: str | None,
 ) -> Exported:
     """Writes the folder; all processes compute the tensors together, one by one."""
+    found: Sequence[Outgoing | CodedPart] = whole
+    if quantize is not None:
+        found = with_codes(description.row.class_name, whole, quantize)
     with failing_together() as agree:
 
-        def agreed(tensor: Outgoing) -> np.ndarray:
+        def agreed(tensor: Outgoing | CodedPart) -> np.ndarray:
             agree()
             return values(tensor)
 
         if jax.process_index() == 0:
+            about = None if quantize is None else quantization_config(quantize)
             return _write_alone(
-                out, description, found, agreed, shard_bytes, tokenizer=tokenizer, step=step
+                out,
+                description,
+                found,
+                agreed,
+                shard_bytes,
+                tokenizer=tokenizer,
+                step=step,
+                dtypes={one.tensor.dtype for one in whole},
+                quantization=about,
             )
         for tensor in found:
             agreed(tensor)  # takes part in the collective gather
@@ -390,12 +427,14 @@ def _write(
 def _write_alone(
     out: Path,
     description: Description,
-    found: Sequence[Outgoing],
-    values: Callable[[Outgoing], np.ndarray],
+    found: Sequence[Outgoing | CodedPart],
+    values: Callable[[Any], np.ndarray],
     shard_bytes: int,
     *,
     tokenizer: Path | None,
     step: int,
+    dtypes: set[np.dtype],
+    quantization: Mapping[str, Any] | None,
 ) -> Exported:
     by_name = {one.tensor.name: one for one in found}
     tensors = [one.tensor for one in found]
@@ -410,8 +449,9 @@ def _write_alone(
             shard_bytes=shard_bytes,
             metadata={"format": "pt", "step": str(step)},
         )
-        kinds = {tensor.dtype for tensor in tensors}
-        about = description.config_json(kinds.pop() if len(kinds) == 1 else None)
+        about = description.config_json(dtypes.pop() if len(dtypes) == 1 else None)
+        if quantization is not None:
+            about["quantization_config"] = quantization
         (draft / CONFIG).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
         _copy_tokenizer(draft, description, tokenizer)
     return Exported(folder=out, files=tuple(names), num_arrays=len(tensors), num_bytes=total)
@@ -420,9 +460,12 @@ def _write_alone(
 def _copy_tokenizer(draft: Path, description: Description, tokenizer: Path | None) -> None:
     """Copies the tokenizer files of the pretrained folder, or else the run's own.
 
-    A chat template that the run was trained with replaces that of the folder.
+    A chat template that the run was trained with replaces that of the folder. The settings of
+    generation are copied, too.
     """
     source = None if description.source is None else Path(description.source)
+    if source is not None and (source / GENERATION_CONFIG).is_file():
+        shutil.copyfile(source / GENERATION_CONFIG, draft / GENERATION_CONFIG)
     bare = None if tokenizer is None else hugging_face_json(load_tokenizer(tokenizer))
     if source is not None and (source / TOKENIZER_FILE).is_file():
         for name in _TOKENIZER_FILES:
