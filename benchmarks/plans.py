@@ -35,17 +35,20 @@ CASES = (
     ("llama_7b_qlora_1xrtx4090", "rtx-4090", 1),
     ("llama_70b_qlora_8xh100", "h100", 8),
 )
+SEARCHED = (("llama_8b_zero2_8xh100", "h100", 8),)
 OFFLOADED = (
     ("llama_13b_host_offload_1xrtx4090", "rtx-4090", 1),
     ("llama_13b_host_offload_1xa100_40gb", "a100-40gb", 1),
     ("gpt_20b_host_offload_1xh200", "h200", 1),
     ("gpt_175b_files_8xh200", "h200", 8),
 )
-"""With attention of the file alone."""
+"""`SEARCHED` and `OFFLOADED`: with attention of the file alone."""
 STORED_SCORES = {
     "llama_7b_zero2_8xh100": ("model.remat=full", "mesh.unroll=false"),
     "llama_1b_zero1_8xh100": ("model.remat=full", "mesh.unroll=false"),
-    "llama_405b_zero3_512xh200": ("num_microbatches=16",),
+    "llama_70b_zero3_64xh200": ("model.remat=full", "num_microbatches=16"),
+    "olmoe_7b_expert_8xh100": ("model.remat=full", "num_microbatches=64"),
+    "llama_405b_zero3_512xh200": ("model.remat=full", "mesh.model=8", "num_microbatches=16"),
 }
 """Settings with which stored scores fit, where those of the file are for attention without them."""
 WIRE_LIMIT, EXPERT_WIRE_LIMIT = 1.03, 1.01
@@ -63,7 +66,7 @@ def measure(smoke: bool) -> Record:
     """One row per run file; a smoke run takes the formulas of the smallest alone."""
     cases = CASES[:1] if smoke else CASES
     rows = [_row(*case, attention) for case in cases for attention in ("xla", "auto")]
-    rows += [] if smoke else [_row(*case, "auto") for case in OFFLOADED]
+    rows += [] if smoke else [_row(*case, "auto") for case in (*SEARCHED, *OFFLOADED)]
     goals = []
     for row in rows:
         if row["data wire/formula"] is not None:

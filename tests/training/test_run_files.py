@@ -28,6 +28,7 @@ EXPECTED = {
     "gpt2_124m_zero1_1xh200": (1, H200, 124),
     "llama_1b_zero1_8xh100": (8, H100, 1126),
     "llama_7b_zero2_8xh100": (8, H100, 6738),
+    "llama_8b_zero2_8xh100": (8, H100, 8030),
     "llama_8b_zero3_8xh100": (8, H100, 8030),
     "llama_8b_1m_tokens_8xh100": (8, H100, 8030),
     "llama_13b_host_offload_1xh200": (1, H200, 13_016),
@@ -44,6 +45,7 @@ EXPECTED = {
 # Parameters of the published weights, and the base of their rotary positions.
 PUBLISHED = {
     "llama_7b_zero2_8xh100": (6_738_415_616, 10_000),
+    "llama_8b_zero2_8xh100": (8_030_261_248, 500_000),
     "llama_8b_zero3_8xh100": (8_030_261_248, 500_000),
     "llama_8b_1m_tokens_8xh100": (8_030_261_248, 500_000),
     "llama_13b_host_offload_1xh200": (13_015_864_320, 10_000),
