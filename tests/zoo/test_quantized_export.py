@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
@@ -16,6 +17,7 @@ import pytest
 from safetensors import safe_open
 
 from tests.support.hugging_face_folders import tensors_of, write_folder
+from tests.support.hugging_face_weights import weights
 from tests.zoo.test_hugging_face import plan_for, trained_model
 from zerojax.training.hugging_face_export import to_hugging_face
 from zerojax.training.trainer import Trainer
@@ -23,13 +25,33 @@ from zerojax.zoo.hugging_face import UnsupportedError, from_hugging_face
 
 SEEN = Path(__file__).parents[1] / "data" / "quantized.json"
 CASES = ("llama", "phi3", "gemma3", "smollm3")
-KINDS = ("int8", "fp8")
-LARGEST = {"int8": 127, "fp8": 448}
+LARGEST_CODE = {"int8": 127, "int4": 7}
+WIDE = "llama of whole groups"
+PAIRS = [*((case, kind) for case in CASES for kind in ("int8", "fp8")), (WIDE, "int4")]
+
+
+def original_of(case: str) -> dict[str, np.ndarray]:
+    """{name: values} of a model. For int4 each kernel has a multiple of 32 inputs."""
+    if case != WIDE:
+        return tensors_of(case)
+    wider = {16: 32, 24: 64, 8: 16}
+    shapes = {
+        n: [wider.get(size, size) for size in x.shape] for n, x in tensors_of("llama").items()
+    }
+    return {name: weights(name, shape) for name, shape in shapes.items()}
+
+
+def write_plain(folder: Path, case: str, tensors: Mapping[str, np.ndarray] | None = None) -> Path:
+    tensors = original_of(case) if tensors is None else tensors
+    if case != WIDE:
+        return write_folder(folder, case, tensors=tensors)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "head_dim": 8}
+    return write_folder(folder, "llama", tensors=tensors, **sizes)
 
 
 def export(folder: Path, case: str, kind: str, **options) -> Path:
     """Writes a model without training, sharded over two devices, in codes."""
-    pretrained = from_hugging_face(write_folder(folder / "plain", case))
+    pretrained = from_hugging_face(write_plain(folder / "plain", case))
     trainer = Trainer(plan_for(pretrained, devices=2, zero=3))
     to_hugging_face(trainer, folder / kind, quantize=kind, **options)
     return folder / kind
@@ -41,7 +63,8 @@ def read_file(path: Path) -> dict[str, np.ndarray]:
     start = 8 + int.from_bytes(content[:8], "little")
     table = json.loads(content[8:start])
     table.pop("__metadata__")
-    dtypes = {"F8_E4M3": jnp.float8_e4m3fn, "F32": np.float32, "I32": np.int32, "I64": np.int64}
+    dtypes = {"F8_E4M3": jnp.float8_e4m3fn, "BF16": jnp.bfloat16}
+    dtypes |= {"F32": np.float32, "I32": np.int32, "I64": np.int64}
     result = {}
     for name, entry in table.items():
         first, last = (start + offset for offset in entry["data_offsets"])
@@ -58,10 +81,12 @@ def decoded(folder: Path) -> dict[str, np.ndarray]:
         base = name.removesuffix("_packed")
         if name.endswith("_packed"):
             rows, columns = found[f"{base}_shape"]
+            scales = found[f"{base}_scale"].astype(np.float32)
+            bits = 32 * values.shape[1] // columns
             words = values.astype(np.int64) & 0xFFFFFFFF
-            codes = [(words >> shift) & 255 for shift in (0, 8, 16, 24)]
-            whole = np.stack(codes, -1).reshape(rows, -1)[:, :columns] - 128
-            result[base] = whole * found[f"{base}_scale"].astype(np.float32)
+            codes = [(words >> shift) % 2**bits for shift in range(0, 32, bits)]
+            whole = np.stack(codes, -1).reshape(rows, -1)[:, :columns] - 2 ** (bits - 1)
+            result[base] = whole * np.repeat(scales, columns // scales.shape[1], 1)
         elif f"{name}_scale" in found:
             result[name] = values.astype(np.float32) * found[f"{name}_scale"].astype(np.float32)
         elif not name.endswith(("_scale", "_shape")):
@@ -70,21 +95,20 @@ def decoded(folder: Path) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "kind"), PAIRS)
 def test_logits_are_those_of_transformers_on_the_same_folder(case, kind, tmp_path):
     """float32 on both sides, sums in another order; the tolerance of unquantized folders."""
     values = decoded(export(tmp_path, case, kind))
-    original = tensors_of(case)
+    original = original_of(case)
     assert values.keys() == original.keys()
     changed = {name for name in values if not np.array_equal(values[name], original[name])}
     assert changed
     assert all(name.startswith("model.layers.") for name in changed)
     for name in changed:
         rows = np.abs(original[name]).max(1, keepdims=True)
-        step = 1 / 2 / LARGEST[kind] if kind == "int8" else 2.0**-4
+        step = 2.0**-4 if kind == "fp8" else 0.5 / LARGEST_CODE[kind]
         assert (np.abs(values[name] - original[name]) <= 1.001 * step * rows).all(), name
-    write_folder(tmp_path / "decoded", case, tensors=values)
+    write_plain(tmp_path / "decoded", case, values)
     model = trained_model(from_hugging_face(tmp_path / "decoded"))
     seen = json.loads(SEEN.read_text())["cases"][f"{case}, {kind}"]
     logits = jax.jit(lambda tokens: model(tokens))(np.asarray(seen["tokens"], np.int32))
@@ -129,7 +153,7 @@ def test_rows_of_zeros_are_exact_and_others_are_refused(tmp_path):
     tensors[name][3] = 0
     write_folder(tmp_path / "zeros", "llama", tensors=tensors)
     trainer = Trainer(plan_for(from_hugging_face(tmp_path / "zeros"), devices=1, zero=0))
-    for kind in KINDS:
+    for kind in ("int8", "fp8"):
         to_hugging_face(trainer, tmp_path / kind, quantize=kind)
         assert not decoded(tmp_path / kind)[name][3].any()
     tensors[name][3, 0] = np.nan
@@ -140,11 +164,13 @@ def test_rows_of_zeros_are_exact_and_others_are_refused(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(("case", "part"), [("gpt2", "GPT2LMHeadModel"), ("llama", "int8, fp8")])
+@pytest.mark.parametrize(
+    ("case", "part"), [("gpt2", "GPT2LMHeadModel"), ("llama", "int8, int4, fp8")]
+)
 def test_what_has_no_codes_is_refused(case, part, tmp_path):
     pretrained = from_hugging_face(write_folder(tmp_path / "plain", case))
     trainer = Trainer(plan_for(pretrained, devices=1, zero=0))
-    kind = "int8" if case == "gpt2" else "int4"
+    kind = "int8" if case == "gpt2" else "int2"
     with pytest.raises(ValueError, match=part):
         to_hugging_face(trainer, tmp_path / "out", quantize=kind)
     assert not (tmp_path / "out").exists()
@@ -152,6 +178,5 @@ def test_what_has_no_codes_is_refused(case, part, tmp_path):
 
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 2)
-    for case in CASES:
-        for kind in KINDS:
-            export(Path(sys.argv[1]) / case, case, kind)
+    for case, kind in PAIRS:
+        export(Path(sys.argv[1]) / case, case, kind)

@@ -102,8 +102,8 @@ def _add_export(actions) -> None:
     )
     parser.add_argument(
         "--quantize",
-        choices=("int8", "fp8"),
-        help="8-bit kernels for vLLM and transformers; with --format hugging_face",
+        choices=("int8", "int4", "fp8"),
+        help="8- or 4-bit kernels for vLLM and transformers; with --format hugging_face",
     )
     add_weights(parser)
     add_pretrained(parser)

@@ -102,11 +102,12 @@ class ModelConfig:
     rows: the products are the same, and those of the forward pass are recomputed in the backward
     pass, as with remat full."""
     moe: MoEConfig = dataclasses.field(default_factory=MoEConfig)
-    matmul_dtype: Literal["fp8"] | None = None
+    matmul_dtype: Literal["fp8", "fake_int8", "fake_int4"] | None = None
     """Dtype of the blocks' matrix products. null: the compute dtype of `precision`. fp8: 8-bit
     floats (e4m3, gradients e5m2) with delayed scaling; attention scores, embedding and head
     keep their dtype. With precision fp32 the rest is float32, which is no faster but shows the
-    effect of fp8 alone."""
+    effect of fp8 alone. fake_int8, fake_int4: quantization-aware training. Products are in the
+    compute dtype, with kernels rounded to the integers that an export with quantize stores."""
     attention: Literal["auto", "xla", "chunked", "cudnn", "mosaic_gpu"] = "auto"
     """Implementation of attention. xla stores the scores of all pairs of tokens of a row; chunked
     stores a block of them at a time, for long rows; cudnn is NVIDIA's fused kernel, which stores

@@ -150,7 +150,13 @@ def describe_model(
             f"{_some(sorted(model.overwritten), 'arrays')} overwritten with their gradient: the "
             "largest value over all microbatches and shards of the batch"
         )
-    if getattr(bound_attribute(model, "config"), "matmul_dtype", None) == "fp8":
+    matmul_dtype = getattr(bound_attribute(model, "config"), "matmul_dtype", None)
+    if matmul_dtype is not None and matmul_dtype != "fp8":
+        lines.append(
+            f"matmuls: {matmul_dtype}: each pass rounds the kernels of the layers; products in "
+            f"{precision.compute_dtype.name}; master weights are not rounded"
+        )
+    if matmul_dtype == "fp8":
         lines.append(
             "matmuls: fp8 in the layers (e4m3 forward, e5m2 gradients, scales from the steps "
             f"before); attention scores, embedding and head in {precision.compute_dtype.name}"

@@ -114,9 +114,9 @@ def to_hugging_face(
       shard_bytes: maximum bytes of a file, unless a single tensor is larger.
       weights: "ema" exports the averaged weights (`zerojax.with_ema`), in float32.
       pretrained: as in `zerojax.load_run`.
-      quantize: "int8" or "fp8" writes kernels of linear layers as 8-bit codes with one scale per
-        output, in the format of compressed-tensors, which vLLM and transformers load. zerojax does
-        not load such a folder. None: no codes.
+      quantize: "int8", "int4" or "fp8" writes kernels of linear layers as codes, in the format of
+        compressed-tensors, which vLLM and transformers load. zerojax does not load such a folder.
+        None: no codes.
 
     Raises:
       UnsupportedError: a ValueError: the architecture has no Hugging Face format, or `quantize`

@@ -48,7 +48,8 @@ class BertConfig:
       has_pooler: adds a dense layer on the first token, for classification. The loss of this module
         does not use it; `freeze=("pooler/",)` prevents weight decay from shrinking a trained one.
       remat: "none", "full", "attention" or "dots" (see `stacking.scan_blocks`).
-      matmul_dtype: "fp8" for 8-bit products in the layers (see `fp8`); None: the compute dtype.
+      matmul_dtype: "fp8" for 8-bit products in the layers (see `fp8`); "fake_int8" or "fake_int4"
+        for kernels rounded to integers (see `operators.rounded_weights`); None: the compute dtype.
       attention: "auto", "xla", "chunked", "cudnn" or "mosaic_gpu" (see `zerojax.attention`).
       attention_layout: block-sparse attention pattern for rows of max_seq_len tokens; shorter rows
         use its leading part (see `zerojax.attention`).

@@ -90,7 +90,8 @@ class DecoderConfig:
       loss_chunk: number of tokens whose logits `loss` computes at a time; None: all.
       mlp_chunk: number of tokens of a row whose hidden MLP activations a layer computes at a time;
         None: all.
-      matmul_dtype: "fp8" for 8-bit products in the layers (see `fp8`); None: the compute dtype.
+      matmul_dtype: "fp8" for 8-bit products in the layers (see `fp8`); "fake_int8" or "fake_int4"
+        for kernels rounded to integers (see `operators.rounded_weights`); None: the compute dtype.
       attention: "auto", "xla", "chunked", "cudnn" or "mosaic_gpu" (see `zerojax.attention`).
       attention_layout: block-sparse attention pattern for rows of max_seq_len tokens; shorter rows
         use its leading part (see `zerojax.attention`).
@@ -367,7 +368,7 @@ def check_decoder_sizes(config: Any) -> None:
     for field in ("loss_chunk", "mlp_chunk", "attention_window"):
         if getattr(config, field, None) is not None:
             check_at_least_one(field, getattr(config, field))
-    if config.mlp_chunk is not None and config.matmul_dtype is not None:
+    if config.mlp_chunk is not None and config.matmul_dtype == "fp8":
         raise ValueError(
             f"mlp_chunk={config.mlp_chunk} with matmul_dtype={config.matmul_dtype!r}: 8-bit "
             "products are scaled with the maximum over all tokens of a step; use mlp_chunk=None or "

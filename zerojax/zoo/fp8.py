@@ -26,9 +26,11 @@ from flax import linen, nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from zerojax.operators.rounded_weights import FORMATS
+
 Arrays = tuple[jax.Array, ...]
 
-MATMUL_DTYPES = (None, "fp8")
+MATMUL_DTYPES = (None, "fp8", *(f"fake_{name}" for name in FORMATS))
 FORWARD, BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
 KEPT_INPUT = "zerojax.fp8_input"
 """Checkpoint name of the 8-bit input that a backward pass needs, for remat policies."""
@@ -49,9 +51,15 @@ def check_matmul_dtype(name: str | None) -> None:
     """Raises ValueError for a name that is not in `MATMUL_DTYPES`."""
     if name not in MATMUL_DTYPES:
         raise ValueError(
-            f"matmul_dtype={name!r} is unknown; use 'fp8' for 8-bit products of the layers, or "
-            "None for products in the compute dtype"
+            f"matmul_dtype={name!r} is unknown; use 'fp8' for 8-bit products of the layers, "
+            "'fake_int8' or 'fake_int4' for kernels rounded to integers, or None for products in "
+            "the compute dtype"
         )
+
+
+def rounded_format(name: str) -> str:
+    """Returns the integer format of "fake_int8" or "fake_int4": "int8" or "int4"."""
+    return name.removeprefix("fake_")
 
 
 def init_history(kernel: jax.Array) -> nnx.Variable[jax.Array]:

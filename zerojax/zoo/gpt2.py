@@ -30,7 +30,8 @@ class GPT2Config:
       loss_chunk: number of tokens whose logits `loss` computes at a time; None: all.
       mlp_chunk: number of tokens of a row whose hidden MLP activations a layer computes at a time;
         None: all.
-      matmul_dtype: "fp8" for 8-bit products in the layers (see `fp8`); None: the compute dtype.
+      matmul_dtype: "fp8" for 8-bit products in the layers (see `fp8`); "fake_int8" or "fake_int4"
+        for kernels rounded to integers (see `operators.rounded_weights`); None: the compute dtype.
       attention: "auto", "xla", "chunked", "cudnn" or "mosaic_gpu" (see `zerojax.attention`).
       attention_layout: block-sparse attention pattern for rows of max_seq_len tokens; shorter rows
         use its leading part (see `zerojax.attention`).

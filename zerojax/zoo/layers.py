@@ -15,6 +15,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
@@ -25,8 +26,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from zerojax.config.checks import check_finite
+from zerojax.operators.rounded_weights import check_inputs, rounded_dot
 from zerojax.tracing.reads import in_eight_bits
-from zerojax.zoo.fp8 import fp8_dots, init_history
+from zerojax.zoo.fp8 import fp8_dots, init_history, rounded_format
 
 _RULES: contextvars.ContextVar[Mapping[str, str] | None] = contextvars.ContextVar(
     "activation_rules", default=None
@@ -57,8 +59,9 @@ class Projection(nnx.Module):
 
     Head dimensions stay separate, `kernel: [embed, heads, head_dim]`, so that one entry of a
     PartitionSpec shards the heads. With `matmul_dtype="fp8"` the product is computed in 8-bit
-    floats, with `amax_history` as state (see `fp8`). The result of `lora` is added if it is set
-    (see `lora`).
+    floats, with `amax_history` as state (see `fp8`). With "fake_int8" or "fake_int4" the kernel is
+    rounded in the product (see `operators.rounded_weights`). The result of `lora` is added if it is
+    set (see `lora`).
     """
 
     def __init__(
@@ -76,8 +79,10 @@ class Projection(nnx.Module):
         self.matmul_dtype = matmul_dtype
         self.lora: Callable[[jax.Array], jax.Array] | None = None
         self.kernel = normal(rngs, (*in_shape, *out_shape), stddev)
-        if matmul_dtype is not None:
+        if matmul_dtype == "fp8":
             self.amax_history = init_history(self.kernel[...])
+        elif matmul_dtype is not None:
+            check_inputs(rounded_format(matmul_dtype), math.prod(in_shape))
         if use_bias:
             self.bias = nnx.Param(jnp.zeros(out_shape, jnp.float32))
 
@@ -88,7 +93,7 @@ class Projection(nnx.Module):
     def read(self) -> Weights:
         """Reads the parameters, for one or several calls of `apply`."""
         bias = self.bias[...] if self.use_bias else None
-        if self.matmul_dtype is None:
+        if self.matmul_dtype != "fp8":
             return Weights(self.kernel[...], bias)
         with in_eight_bits(self.amax_history[...]) as eight_bits:
             kernel = self.kernel[...]
@@ -121,6 +126,9 @@ def apply_together(
     if first.matmul_dtype is None:
         dims = tuple(range(x.ndim - first.num_inputs, x.ndim)), tuple(range(first.num_inputs))
         products = [lax.dot_general(x, kernel, (dims, ((), ()))) for kernel in kernels]
+    elif first.matmul_dtype != "fp8":
+        name = rounded_format(first.matmul_dtype)
+        products = [rounded_dot(x, kernel, name, first.num_inputs) for kernel in kernels]
     else:
         histories = tuple(projection.amax_history[...] for projection in projections)
         largest = tuple(w.largest for w in weights)

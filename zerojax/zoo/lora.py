@@ -227,6 +227,11 @@ def _check_experts(model: nnx.Module, projections: Iterable[str], config: LoraCo
 def _check_free(name: str, projection: Projection) -> None:
     if projection.lora is not None:
         raise ValueError(f"{name} already has an adapter; call zerojax.merge_lora(model) first")
+    if (dtype := projection.matmul_dtype or "").startswith("fake_"):
+        raise ValueError(
+            f"{name}: adapters cannot be combined with matmul_dtype={dtype!r}, since an export "
+            "rounds the sum of kernel and adapter; use matmul_dtype=None, or no adapters"
+        )
     if name.rsplit(trees.SEPARATOR, 1)[-1] == "lm_head":
         raise ValueError(
             "lm_head does not support an adapter, since the chunked loss uses its kernel directly; "

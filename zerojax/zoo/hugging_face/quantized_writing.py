@@ -1,12 +1,13 @@
-"""Writes kernels as 8-bit codes in the format of compressed-tensors (vLLM, transformers).
+"""Writes kernels as 8- or 4-bit codes in the format of compressed-tensors (vLLM, transformers).
 
-Each row of a tensor [outputs, inputs] has one scale. Only kernels of linear layers have codes;
-embeddings, norms, biases and the output head keep their dtype.
+Only kernels of linear layers have codes; embeddings, norms, biases and the output head keep their
+dtype. Codes are computed from the weights in the dtype of the export, which the scales have, too.
 
-int8: format "pack-quantized". A code is the nearest multiple of the scale, -127 to 127. Four codes
-plus 128 make an int32, the first in its lowest byte.
+int8, int4: format "pack-quantized". Codes and scales are those of `operators.rounded_weights`: one
+scale for each output (int8) or for 32 inputs of an output (int4). Codes plus 128 (int4: 8) fill
+int32 words from the lowest bits up.
 fp8: format "float-quantized". A code is the nearest float8_e4m3fn of the weight divided by the
-scale.
+scale of its output.
 
 Source: the package compressed-tensors 0.20, modules compressors/pack_quantized and
 compressors/naive_quantized.
@@ -15,24 +16,25 @@ compressors/naive_quantized.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from zerojax.operators.rounded_weights import FORMATS, check_inputs, codes_and_scales
 from zerojax.zoo.hugging_face.config_reading import UnsupportedError
 from zerojax.zoo.hugging_face.layouts import EXPERT, Leaf
 from zerojax.zoo.hugging_face.safetensors import Tensor
 from zerojax.zoo.hugging_face.writing import Outgoing, Read
 
-LARGEST = {"int8": 127.0, "fp8": float(jnp.finfo(jnp.float8_e4m3fn).max)}
-"""Largest magnitude of a code."""
-KINDS = tuple(LARGEST)
+KINDS = (*FORMATS, "fp8")
 
 _WEIGHT, _HEAD = ".weight", "lm_head"
-_PER_WORD, _OFFSET = 4, 128
-_FORMATS = {"int8": ("pack-quantized", "int"), "fp8": ("float-quantized", "float")}
+_WORD_BITS = 32
+_FP8 = np.dtype(jnp.float8_e4m3fn)
+_LARGEST_FP8 = float(jnp.finfo(_FP8).max)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,15 +43,14 @@ class CodedPart:
 
     Attributes:
       tensor: name, shape and dtype.
-      source: the kernel, in float32.
-      kind: "int8" or "fp8".
+      source: the kernel.
+      kind: one of `KINDS`.
       parts: tensors of the same kernel that are computed and not yet written, by name.
     """
 
     tensor: Tensor
     source: Outgoing
     kind: str
-    scale_dtype: np.dtype
     parts: dict[str, np.ndarray]
 
     @property
@@ -65,48 +66,53 @@ class CodedPart:
         """
         if self.tensor.name not in self.parts:
             name = self.source.tensor.name
-            weights = np.asarray(self.source.values(read), np.float32)
-            if not np.isfinite(weights).all():
+            weights = self.source.values(read)
+            if not np.isfinite(weights.astype(np.float32)).all():
                 raise ValueError(
                     f"{name} has values that are not finite, for which {self.kind} has no code; "
                     "export an earlier step, or without quantization"
                 )
-            self.parts.update(encode(name, weights, self.kind, self.scale_dtype))
+            self.parts.update(encode(name, weights, self.kind))
         return self.parts.pop(self.tensor.name)
 
 
-def encode(
-    name: str, weights: np.ndarray, kind: str, scale_dtype: np.dtype
-) -> dict[str, np.ndarray]:
+def encode(name: str, weights: np.ndarray, kind: str) -> dict[str, np.ndarray]:
     """Quantizes a kernel.
 
     Args:
       name: of its tensor, which ends in ".weight".
-      weights: [outputs, inputs] in float32, finite.
-      kind: "int8" or "fp8".
-      scale_dtype: of the scales. Codes are chosen for the rounded scales.
+      weights: [outputs, inputs], finite, in the dtype of the scales.
+      kind: one of `KINDS`.
 
     Returns:
-      {name: tensor}: codes and scales [outputs, 1]; with int8 also the shape as int64.
+      {name: tensor}: codes and scales [outputs, scales of an output]; with int8 and int4 also the
+      shape as int64.
     """
-    largest = np.max(np.abs(weights), axis=1, keepdims=True)
-    scales = (largest / np.float32(LARGEST[kind])).astype(scale_dtype)
-    scales[scales == 0] = 1  # a row of zeros, or of values below the smallest scale
-    codes = np.clip(weights / scales.astype(np.float32), -LARGEST[kind], LARGEST[kind])
     if kind == "fp8":
-        return {name: codes.astype(jnp.float8_e4m3fn), f"{name}_scale": scales}
+        wide = weights.astype(np.float32)
+        largest = np.max(np.abs(wide), axis=1, keepdims=True)
+        scales = (largest / np.float32(_LARGEST_FP8)).astype(weights.dtype)
+        scales[scales == 0] = 1  # a row of zeros, or of values below the smallest scale
+        codes = np.clip(wide / scales.astype(np.float32), -_LARGEST_FP8, _LARGEST_FP8)
+        return {name: codes.astype(_FP8), f"{name}_scale": scales}
+    codes, scales = codes_and_scales(np, np.ascontiguousarray(weights.T), kind)
+    codes = codes.reshape(weights.T.shape).T.astype(np.int32)
     return {
-        f"{name}_packed": _as_words(np.rint(codes).astype(np.int32)),
-        f"{name}_scale": scales,
+        f"{name}_packed": _as_words(codes, FORMATS[kind].bits),
+        f"{name}_scale": np.ascontiguousarray(scales[:, 0].T).astype(weights.dtype),
         f"{name}_shape": np.array(weights.shape, np.int64),
     }
 
 
-def _as_words(codes: np.ndarray) -> np.ndarray:
-    """Packs codes [outputs, inputs] to int32 [outputs, inputs / 4], rounded up."""
-    padding = -codes.shape[1] % _PER_WORD
-    bytes_ = np.pad((codes + _OFFSET).astype(np.uint8), ((0, 0), (0, padding)))
-    return np.ascontiguousarray(bytes_).view("<i4")
+def _as_words(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Packs codes [outputs, inputs] into int32 words [outputs, inputs x bits / 32], rounded up."""
+    per_word = _WORD_BITS // bits
+    unsigned = (codes + 2 ** (bits - 1)).astype(np.uint32)
+    unsigned = np.pad(unsigned, ((0, 0), (0, -codes.shape[1] % per_word)))
+    words = np.zeros((len(codes), unsigned.shape[1] // per_word), np.uint32)
+    for place in range(per_word):
+        words |= unsigned[:, place::per_word] << np.uint32(place * bits)
+    return words.view(np.int32)
 
 
 def with_codes(class_name: str, found: Sequence[Outgoing], kind: str) -> list[Outgoing | CodedPart]:
@@ -115,10 +121,10 @@ def with_codes(class_name: str, found: Sequence[Outgoing], kind: str) -> list[Ou
     Args:
       class_name: transformers' class of the model.
       found: all tensors of the model.
-      kind: "int8" or "fp8".
+      kind: one of `KINDS`.
 
     Raises:
-      ValueError: an unknown kind.
+      ValueError: an unknown kind; with int4 a number of inputs that 32 does not divide.
       UnsupportedError: not a decoder with linear layers (GPT-2's are not), or one with experts.
     """
     if kind not in KINDS:
@@ -146,40 +152,44 @@ def _is_linear(one: Outgoing) -> bool:
 
 
 def _coded_parts(one: Outgoing, kind: str) -> list[CodedPart]:
-    name, (rows, columns) = one.tensor.name, one.tensor.shape
-    scale_dtype = one.tensor.dtype
-    scales = Tensor(name=f"{name}_scale", shape=(rows, 1), dtype=scale_dtype)
+    name, (outputs, inputs), dtype = one.tensor.name, one.tensor.shape, one.tensor.dtype
+
+    def tensor(ending: str, shape: tuple[int, ...], dtype: Any) -> Tensor:
+        return Tensor(name=f"{name}{ending}", shape=shape, dtype=np.dtype(dtype))
+
     if kind == "fp8":
-        dtype = np.dtype(jnp.float8_e4m3fn)
-        tensors = [Tensor(name=name, shape=(rows, columns), dtype=dtype), scales]
+        tensors = [tensor("", (outputs, inputs), _FP8), tensor("_scale", (outputs, 1), dtype)]
     else:
-        words = -(-columns // _PER_WORD)
+        check_inputs(kind, inputs)
+        form = FORMATS[kind]
+        words = math.ceil(inputs * form.bits / _WORD_BITS)
         tensors = [
-            Tensor(name=f"{name}_packed", shape=(rows, words), dtype=np.dtype(np.int32)),
-            scales,
-            Tensor(name=f"{name}_shape", shape=(2,), dtype=np.dtype(np.int64)),
+            tensor("_packed", (outputs, words), np.int32),
+            tensor("_scale", (outputs, inputs // (form.group or inputs)), dtype),
+            tensor("_shape", (2,), np.int64),
         ]
-    wide = dataclasses.replace(one.tensor, dtype=np.dtype(np.float32))
-    source, parts = dataclasses.replace(one, tensor=wide), {}
-    return [CodedPart(tensor, source, kind, scale_dtype, parts) for tensor in tensors]
+    parts: dict[str, np.ndarray] = {}
+    return [CodedPart(entry, one, kind, parts) for entry in tensors]
 
 
 def quantization_config(kind: str) -> dict[str, Any]:
     """Returns the `quantization_config` of config.json."""
-    name, type_ = _FORMATS[kind]
+    form = FORMATS.get(kind)
     weights = {
-        "num_bits": 8,
-        "type": type_,
+        "num_bits": 8 if form is None else form.bits,
+        "type": "float" if form is None else "int",
         "symmetric": True,
         "strategy": "channel",
         "dynamic": False,
     }
+    if form is not None and form.group is not None:
+        weights |= {"strategy": "group", "group_size": form.group}
     group = {"targets": ["Linear"], "weights": weights}
     group |= {"input_activations": None, "output_activations": None}
     return {
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
-        "format": name,
+        "format": "float-quantized" if form is None else "pack-quantized",
         "config_groups": {"group_0": group},
         "ignore": [_HEAD],
         "kv_cache_scheme": None,
