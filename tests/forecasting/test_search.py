@@ -317,6 +317,20 @@ def test_experts_are_split_over_what_divides_them_and_the_devices():
 # Order and pruning
 
 
+@pytest.mark.parametrize("seconds", [0.0, 25.0])
+def test_the_choice_is_never_slower_than_the_runs_own_settings(seconds):
+    """Not even if the budget ends after the first compilations."""
+    candidates = list_candidates(8, 64, node_devices=8)
+    world = World()
+    own = run(World(), candidates).chosen.candidate
+    found = run(world, candidates, own=own, budget=seconds)
+    assert world.compiled[1] == own
+    assert found.chosen.candidate == own
+    too_large = next(c for c in candidates if c.zero == 0 and c.num_microbatches == 1)
+    again = run(World(state=1e3), candidates, own=too_large)
+    assert too_large in {trial.candidate for trial in again.trials}
+
+
 @pytest.mark.sampled(13)
 @pytest.mark.parametrize("activations", [1, 30, 80, 200, 400, 1500])
 @pytest.mark.parametrize("state", [10, 60, 300])

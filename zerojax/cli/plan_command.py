@@ -244,6 +244,7 @@ def search_config(
         SearchedRun,
         chosen_words,
         list_candidates,
+        own_candidate,
     )
     from zerojax.training.run_file import plan_from_config
 
@@ -275,7 +276,18 @@ def search_config(
     def plan_for(candidate, options):
         return plan_from_config(with_candidate(config, candidate, options), devices, gpu=gpu)
 
-    searched = SearchedRun(plan_for=plan_for, candidates=candidates, offload=config.mesh.offload)
+    own = own_candidate(
+        candidates,
+        zero=config.mesh.zero,
+        model=config.mesh.model,
+        stage=config.mesh.stage,
+        expert=config.mesh.expert,
+        num_microbatches=config.num_microbatches or 1,
+        remat=config.model.remat,
+    )
+    searched = SearchedRun(
+        plan_for=plan_for, candidates=candidates, offload=config.mesh.offload, own=own
+    )
     result = _search(searched, gpu, as_json=as_json, budget=budget)
     if result.chosen is not None and not as_json:
         where = ["--gpu", gpu.name, "--devices", str(devices)]

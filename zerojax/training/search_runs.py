@@ -26,6 +26,7 @@ from zerojax.forecasting.settings_search import (
     SearchResult,
     find_settings,
     list_candidates,
+    own_candidate,
     search_dict,
     search_page,
 )
@@ -214,7 +215,16 @@ def searched_run(call: PlannedCall, gpu: Gpu, devices: int) -> SearchedRun:
         unrolls=_can_unroll(lone[0], layers, plan, plan_for),
         **listed,
     )
-    return SearchedRun(plan_for=plan_for, candidates=candidates, offload=settings.offload)
+    remat = settings.roll_remat if plan.stacks else "none"
+    own = own_candidate(
+        candidates,
+        zero=settings.zero,
+        model=settings.model,
+        stage=settings.stage,
+        num_microbatches=call.inputs.num_microbatches or 1,
+        remat="none" if remat == "model" else remat,
+    )
+    return SearchedRun(plan_for=plan_for, candidates=candidates, offload=settings.offload, own=own)
 
 
 def _rows(example_batch: Any) -> int:

@@ -1,7 +1,12 @@
 """Searches for the cheapest plan that fits, and for its bucket sizes."""
 
 from zerojax.forecasting.settings_search.buckets import search_buckets
-from zerojax.forecasting.settings_search.candidates import REMATS, Candidate, list_candidates
+from zerojax.forecasting.settings_search.candidates import (
+    REMATS,
+    Candidate,
+    list_candidates,
+    own_candidate,
+)
 from zerojax.forecasting.settings_search.rounds import SearchedRun, find_settings
 from zerojax.forecasting.settings_search.search_result import (
     BucketSearch,
@@ -25,6 +30,7 @@ __all__ = [
     "chosen_words",
     "find_settings",
     "list_candidates",
+    "own_candidate",
     "search",
     "search_buckets",
     "search_dict",

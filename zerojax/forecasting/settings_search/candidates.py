@@ -188,6 +188,23 @@ def list_candidates(
     return sorted(found, key=lambda candidate: candidate.simplicity)
 
 
+def own_candidate(candidates: Sequence[Candidate], **settings: Any) -> Candidate | None:
+    """Returns the candidate with a run's own settings; None if it is not among the candidates.
+
+    Args:
+      candidates: of the search.
+      settings: fields of `Candidate`, without `unroll`, which `list_candidates` decides.
+    """
+    return next(
+        (
+            candidate
+            for candidate in candidates
+            if all(getattr(candidate, name) == value for name, value in settings.items())
+        ),
+        None,
+    )
+
+
 def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 

@@ -47,11 +47,13 @@ class SearchedRun:
       plan_for: plans a candidate.
       candidates: to choose from.
       offload: that of the run's own settings.
+      own: the candidate with the run's own settings; None if it is not a candidate.
     """
 
     plan_for: PlanFor
     candidates: Sequence[Candidate]
     offload: OffloadConfig
+    own: Candidate | None = None
 
 
 def find_settings(
@@ -116,6 +118,7 @@ class _Rounds:
             candidates,
             self.gpu,
             forecast_of=self.forecast_of,
+            own=self.run.own if self.run.own in candidates else None,
             budget=self.left(),
             clock=self.clock,
             report=self.report,

@@ -55,6 +55,7 @@ def search(
     gpu: Gpu,
     *,
     forecast_of: MakeForecast,
+    own: Candidate | None = None,
     find_bounds: FindBounds | None = None,
     budget: float = 300.0,
     clock: Callable[[], float] = time.monotonic,
@@ -69,13 +70,15 @@ def search(
     microbatches, because it is the likeliest to fit; its memory then shows the fewest microbatches
     that should fit, and rules out candidates that need more memory or, with the same remat, as much
     time. The first one compiled is the smallest: a plan that fits is then known at once, or that
-    none with the same axes does.
+    none with the same axes does. The second one has the run's own settings, so that the choice is
+    never slower than these.
 
     Args:
       make_plan_for: raises ValueError for impossible settings.
       candidates: in any order; the result does not depend on it.
       gpu: the card, for messages.
       forecast_of: compiles a plan.
+      own: the candidate with the run's own settings, if any.
       find_bounds: bounds of a candidate by formula; None uses `bounds_on(gpu, make_plan_for)`.
       budget: seconds; a compilation that has begun is finished, and one is always begun.
       clock: seconds.
@@ -84,9 +87,12 @@ def search(
     began = clock()
     state = _Search(gpu, make_plan_for, find_bounds or bounds_on(gpu, make_plan_for))
     listed = sorted(set(candidates), key=lambda c: c.simplicity)
-    smallest = state.compile_smallest(listed, forecast_of, report)
+    considered = state.compile_smallest(listed, forecast_of, report)
+    if own is not None and own not in considered and state.no_compiler is None:
+        state.compile_first(own, forecast_of, report)
+        considered.add(own)
     for candidate in listed:
-        if candidate in smallest:
+        if candidate in considered:
             continue
         if state.no_compiler is not None or (state.compiled and clock() - began >= budget):
             state.leave(candidate)
@@ -132,14 +138,24 @@ class _Search:
         """
         considered: set[Candidate] = set()
         for candidate in sorted(candidates, key=_size):
-            report(f"planning {candidate.describe()}")
-            self.consider(candidate)
             considered.add(candidate)
-            if self.open:
-                report(f"compiling #1: {candidate.describe()}")
-                self.compile(self.open[0], forecast_of)
+            if self.compile_first(candidate, forecast_of, report):
                 break
         return considered
+
+    def compile_first(
+        self, candidate: Candidate, forecast_of: MakeForecast, report: Callable[[str], None]
+    ) -> bool:
+        """Plans a candidate and compiles it, unless formulas rule it out; returns whether it was
+        compiled."""
+        report(f"planning {candidate.describe()}")
+        self.consider(candidate)
+        entry = next((entry for entry in self.open if entry.candidate == candidate), None)
+        if entry is None:
+            return False
+        report(f"compiling #{len(self.compiled) + 1}: {candidate.describe()}")
+        self.compile(entry, forecast_of)
+        return True
 
     def leave(self, candidate: Candidate) -> None:
         """Closes a candidate without planning it."""
