@@ -13,10 +13,17 @@ import pytest
 from flax import nnx
 
 import zerojax
+from tests.support.curriculum_runs import (
+    ROWS,
+    TOKENS,
+    VOCAB,
+    Causal,
+    batch_of,
+    plain_training,
+)
 from tests.support.refusals import refused
 from zerojax.training.metrics import read_metrics
 
-ROWS, TOKENS, VOCAB = 8, 24, 13
 CURRICULUM = zerojax.CurriculumConfig(
     type="seqlen", min_length=6, length_step=1, total_steps=TOKENS - 6
 )
@@ -25,31 +32,12 @@ STEPS = 4
 """Steps 1 to 3 are computed with 9 tokens, the next three with 12."""
 
 
-class Causal(nnx.Module):
-    """A small language model whose tokens see the mean of the tokens so far."""
-
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.embed = nnx.Param(0.3 * jax.random.normal(rngs.params(), (VOCAB, 16)))
-        self.places = nnx.Param(0.3 * jax.random.normal(rngs.params(), (TOKENS, 16)))
-        self.head = nnx.Param(0.3 * jax.random.normal(rngs.params(), (16, VOCAB)))
-
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        seen = self.embed[...][tokens] + self.places[...][: tokens.shape[1]][None]
-        counts = jnp.arange(1, tokens.shape[1] + 1, dtype=jnp.float32)
-        return jnp.tanh(jnp.cumsum(seen, 1) / counts[None, :, None]) @ self.head[...]
-
-
 class Looking(Causal):
     """Its tokens see all others, also later ones."""
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         whole = jnp.mean(self.embed[...][tokens], 1, keepdims=True)
         return super().__call__(tokens) + whole @ self.head[...]
-
-
-def batch_of(step: int) -> dict[str, np.ndarray]:
-    text = np.random.default_rng(step).integers(0, VOCAB, (ROWS, TOKENS + 1), np.int32)
-    return {"tokens": text[:, :-1], "targets": text[:, 1:]}
 
 
 def trained(
@@ -64,26 +52,6 @@ def trained(
     }
     model = Causal(nnx.Rngs(0)) if model is None else model
     return zerojax.train(model, mesh or {}, batches, steps=steps, **{**settings, **options})
-
-
-def plain_training(steps: int, lengths) -> tuple[list[float], dict[str, np.ndarray]]:
-    """One device, rows cut before: (loss of each step, parameters)."""
-    graph, params = nnx.split(Causal(nnx.Rngs(0)))
-    tx = optax.adamw(1e-2)
-    state = tx.init(params)
-
-    def loss_of(params, tokens, targets):
-        logits = nnx.merge(graph, params)(tokens)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
-
-    losses = []
-    for step in range(steps):
-        short = {name: x[:, : lengths(step + 1)] for name, x in batch_of(step).items()}
-        loss, grads = jax.value_and_grad(loss_of)(params, **short)
-        updates, state = tx.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
-        losses.append(float(loss))
-    return losses, {name: np.asarray(x[...]) for name, x in nnx.to_pure_dict(params).items()}
 
 
 def parameters(trainer: zerojax.Trainer) -> dict[str, np.ndarray]:

@@ -427,6 +427,8 @@ class Engine(EngineQueries, AbsentMethods):
             end_state(self.state)
             for held in self._holds:
                 held.release()
+            if self._runner is not None:
+                self._runner.wait_for_compilation()
 
     def destroy(self) -> None:
         """DeepSpeed's name for `close`."""

@@ -266,6 +266,10 @@ class StepRunner:
         self._report()
         self._reports.settle(self.plan, self._log)
 
+    def wait_for_compilation(self) -> None:
+        """Waits for the compilation of a later length in a thread, if one is in progress."""
+        self._programs.wait()
+
     def _untimed(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._log is None else self._log.untimed()
 

@@ -597,6 +597,7 @@ class Trainer(StepRunner):
                 self._checkpointer.close()
         finally:  # after the save in flight, which may read the state's files
             end_state(self.state)
+            self.wait_for_compilation()
 
     def __enter__(self) -> Self:
         return self
