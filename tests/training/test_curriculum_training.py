@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 
 import jax
 import jax.monitoring
@@ -22,7 +23,13 @@ from tests.support.curriculum_runs import (
     plain_training,
 )
 from tests.support.refusals import refused
+from zerojax.config import ModelConfig, MoEConfig
+from zerojax.plan.inputs import PlanInputs
+from zerojax.plan.make import plan_of
+from zerojax.plan.rung_plans import with_rungs
 from zerojax.training.metrics import read_metrics
+from zerojax.training.step_programs import StepProgram
+from zerojax.zoo import build_model
 
 CURRICULUM = zerojax.CurriculumConfig(
     type="seqlen", min_length=6, length_step=1, total_steps=TOKENS - 6
@@ -274,3 +281,91 @@ def test_weights_that_do_not_replace_shorter_rows_are_refused(options, value, re
     call = lambda: trained(callbacks=[lambda _, found: steps.append(found)], **options)  # noqa: E731
     refused(call, value, remedy)
     assert not steps
+
+
+# --- other ways of computing a step ---------------------------------------------------------------
+
+BY_TWO = zerojax.CurriculumConfig(type="seqlen", min_length=4, length_step=2, total_steps=10)
+"""Steps 1 and 2 have 6 and 8 tokens, computed with 8."""
+
+
+def decoder(**changes):
+    sizes = {"num_layers": 2, "embed_dim": 16, "num_heads": 2, "max_seq_len": TOKENS}
+    return build_model(ModelConfig(vocab_size=VOCAB, **sizes | changes), VOCAB)
+
+
+def trained_decoder(mesh=None, model=None, **options) -> zerojax.Trainer:
+    settings = {"loss": None, "optimizer": zerojax.adamw(1e-2), "curriculum": BY_TWO, "steps": 2}
+    return trained(mesh, model=model or decoder(), **{**settings, **options})
+
+
+@pytest.fixture(scope="module")
+def decoder_losses():
+    return [one["loss"] for one in trained_decoder({"zero": 0}).history]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ({"stage": 2, "zero": 1}, {"num_microbatches": 2}),
+        ({"context": 2, "zero": 1}, {}),
+        ({"model": 2, "zero": 3, "persistence_threshold": 0}, {}),
+        ({"zero": 1}, {"model": decoder(attention="chunked", dropout=0.0, remat="full")}),
+    ],
+    ids=["stages", "context", "model", "chunked attention"],
+)
+def test_other_meshes_have_the_same_losses(mesh, options, decoder_losses):
+    found = [one["loss"] for one in trained_decoder(mesh, **options).history]
+    assert found == pytest.approx(decoder_losses, rel=1e-6)  # float32 sums in another order
+
+
+@pytest.mark.slow
+def test_deterministic_runs_have_the_same_bits_on_fewer_devices():
+    few = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("data",))
+    runs = [trained_decoder(mesh, deterministic="mesh") for mesh in ({"zero": 1, "data": 8}, few)]
+    assert runs[0].history[-1]["loss"] == runs[1].history[-1]["loss"]
+    one, other = (jax.device_get(run.state["params"]) for run in runs)
+    assert all(np.array_equal(one[name], other[name]) for name in one)
+
+
+def test_parts_of_a_sequence_that_do_not_divide_a_length_are_refused():
+    odd = zerojax.CurriculumConfig(type="seqlen", min_length=5, length_step=5, total_steps=10)
+    refused(lambda: trained_decoder({"context": 2}, curriculum=odd), "5 context=2", "length_step")
+
+
+def test_experts_count_all_tokens_so_every_length_is_compiled():
+    model = decoder(name="llama", moe=MoEConfig(num_experts=4))
+    refused(lambda: trained_decoder(model=model), "experts", "fixed_discrete length_step")
+    plan = make_plan_with(FEW, model)
+    assert plan.ladder.config.rungs == (8, 24)
+
+
+def make_plan_with(curriculum, model):
+    batch = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch_of(0).items()}
+    inputs = PlanInputs(model=model, example_batch=batch, curriculum=curriculum)
+    return with_rungs(plan_of(inputs, {"zero": 1}))
+
+
+def test_dropout_is_taken_with_weights():
+    plan = make_plan_with(BY_TWO, decoder(dropout=0.1))
+    assert plan.ladder.adds_weights
+    page = plan.table()
+    for rung in plan.ladder.config.rungs:
+        assert str(rung) in page
+
+
+def test_the_next_length_is_compiled_while_this_one_runs(monkeypatch):
+    """It is compiled in a thread; a length that the run does not reach is not compiled."""
+    threads = []
+    compile_program = StepProgram._compile
+
+    def compile_in(program):
+        threads.append((threading.current_thread() is threading.main_thread(), program))
+        compile_program(program)
+
+    monkeypatch.setattr(StepProgram, "_compile", compile_in)
+    trained(steps=4)
+    assert [is_main for is_main, _ in threads] == [False]
+    assert threads[0][1].plan.abstract_batch["tokens"].shape == (ROWS, 12)
+    assert threads[0][1].was_called

@@ -114,10 +114,18 @@ class CurriculumConfig:
 
     @property
     def last_length(self) -> int:
-        """Tokens of a row after the curriculum; `max_length` must not be null."""
+        """Tokens of a row after the curriculum.
+
+        Raises:
+          ConfigError: `max_length` is null, so that it depends on the data.
+        """
         if self.schedule_type == "fixed_discrete":
             return self.lengths[-1]
-        assert self.max_length is not None
+        if self.max_length is None:
+            raise ConfigError(
+                "null is the length of the data's rows, which is not known here; set max_length",
+                ("max_length",),
+            )
         return self.max_length
 
     def length(self, step: int) -> int:

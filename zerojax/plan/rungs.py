@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from zerojax.config import ConfigError, CurriculumConfig
+from zerojax.config.curriculum import MAX_RUNGS
 from zerojax.models import losses
 from zerojax.optim import one_bit_of
 from zerojax.plan.decisions import Decisions
@@ -165,7 +166,7 @@ def _check_weights(plan: Decisions, ladder: Ladder) -> None:
     config, batch = ladder.config, plan.abstract_batch
     lengths = len(config.all_lengths)
     remedy = (
-        f"a schedule of at most {len(config.rungs)} lengths needs no weights: raise length_step, "
+        f"a schedule of at most {MAX_RUNGS} lengths needs no weights: raise length_step, "
         "or use fixed_discrete"
     )
     why = f"{lengths} lengths are more than are compiled, so the others need weights of 0"

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zerojax.config.curriculum import MAX_RUNGS
 from zerojax.data.row_lengths import without_end
 from zerojax.parallel.step import build_evaluation
 from zerojax.plan.make import Plan
@@ -83,10 +84,9 @@ class LengthCheck:
         return True
 
     def _remedy(self) -> str:
-        lengths, rungs = len(self._ladder.config.all_lengths), len(self._ladder.config.rungs)
         return (
-            f"{lengths} lengths need them, {rungs} do not: raise length_step, use fixed_discrete, "
-            "or a causal model"
+            f"{len(self._ladder.config.all_lengths)} lengths need them, {MAX_RUNGS} do not: raise "
+            "length_step, use fixed_discrete, or a causal model"
         )
 
 
