@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-ROWS, TOKENS, VOCAB = 8, 24, 13
+ROWS, TOKENS, VOCAB = 8, 24, 14
 
 
 class Causal(nnx.Module):
