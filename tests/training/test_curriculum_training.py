@@ -373,3 +373,16 @@ def test_the_next_length_is_compiled_while_this_one_runs(monkeypatch):
     assert [is_main for is_main, _ in threads] == [False]
     assert threads[0][1].plan.abstract_batch["tokens"].shape == (ROWS, 12)
     assert threads[0][1].was_called
+
+
+def test_the_mesh_changes_in_the_middle_of_a_curriculum(whole_run):
+    def change(trainer, metrics):
+        if trainer.num_steps == 2:
+            trainer.reshard({"zero": 3, "persistence_threshold": 0})
+
+    trainer = trained({"zero": 1}, steps=5, callbacks=[change])
+    assert trainer.plan.zero == 3
+    losses = [[one["loss"] for one in run.history] for run in (trainer, whole_run)]
+    assert losses[0] == pytest.approx(losses[1], rel=2e-6)  # float32 sums in another order
+    for name, value in parameters(trainer).items():
+        np.testing.assert_allclose(value, parameters(whole_run)[name], atol=3e-6, err_msg=name)

@@ -61,7 +61,7 @@ class LengthCheck:
         early = {**batch, WEIGHTS: _on(batch[WEIGHTS], without_end, cut)}
         names = [name for name in ladder.keys if name != WEIGHTS]
         changed = {name: _on(batch[name], _with_other_end, cut) for name in names}
-        if not any(bool(_differ(batch[name], changed[name])) for name in names):
+        if not any(jax.device_get(_differ(batch[name], changed[name])) for name in names):
             return False
         evaluate = build_evaluation(plan)
         one, other = (
@@ -74,7 +74,8 @@ class LengthCheck:
                 f"{other['loss']:.9g}, depending on later tokens of weight 0, so that weights do "
                 f"not replace shorter rows. {self._remedy()}"
             )
-        share = float(_sum(early[WEIGHTS]) / jnp.maximum(_sum(batch[WEIGHTS]), 1e-30))
+        sums = [float(jax.device_get(_sum(each[WEIGHTS]))) for each in (early, batch)]
+        share = sums[0] / sums[1] if sums[1] else 0.0
         if not np.isclose(one["weight"], share * whole["weight"], rtol=_SUM_TOLERANCE):
             raise ValueError(
                 f"curriculum: with {share:.3g} of the weights the loss has the weight "
