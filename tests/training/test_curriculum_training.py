@@ -24,11 +24,12 @@ from tests.support.curriculum_runs import (
 )
 from tests.support.refusals import refused
 from zerojax.config import ModelConfig, MoEConfig
+from zerojax.plan.counts import model_flops
 from zerojax.plan.inputs import PlanInputs
 from zerojax.plan.make import plan_of
 from zerojax.plan.rung_plans import with_rungs
 from zerojax.training.metrics import read_metrics
-from zerojax.training.step_programs import StepProgram
+from zerojax.training.step_programs import CountedWork, StepProgram
 from zerojax.zoo import build_model
 
 CURRICULUM = zerojax.CurriculumConfig(
@@ -386,3 +387,20 @@ def test_the_mesh_changes_in_the_middle_of_a_curriculum(whole_run):
     assert losses[0] == pytest.approx(losses[1], rel=2e-6)  # float32 sums in another order
     for name, value in parameters(trainer).items():
         np.testing.assert_allclose(value, parameters(whole_run)[name], atol=3e-6, err_msg=name)
+
+
+@pytest.mark.thorough
+def test_the_work_of_deepspeeds_usual_schedule_is_four_fifths():
+    """8 to 1024 tokens over 40 % of the steps, 12 layers of width 128."""
+    model = decoder(num_layers=12, embed_dim=128, num_heads=4, max_seq_len=1024)
+    tokens = jax.ShapeDtypeStruct((ROWS, 1024), np.int32)
+    curriculum = zerojax.CurriculumConfig(type="seqlen", min_length=8, total_steps=400)
+    inputs = PlanInputs(
+        model=model, example_batch={"tokens": tokens, "targets": tokens}, curriculum=curriculum
+    )
+    plan = with_rungs(plan_of(inputs, {"zero": 1}))
+    work = CountedWork(plan)
+    assert work.flops(0, 1000) <= 0.80 * 1000 * model_flops(plan)
+    assert work.tokens(0, 1000) == sum(
+        ROWS * plan.ladder.config.length(step) for step in range(1, 1001)
+    )
