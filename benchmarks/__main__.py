@@ -35,6 +35,7 @@ NAMES = (
     "optimizer",
     "one_bit",
     "wire",
+    "learning",
     "update_phase",
     "pipeline",
     "offload_disk",

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from zerojax.checkpoint import Checkpointer
     from zerojax.config import (
         CheckpointConfig,
+        CurriculumConfig,
         LogConfig,
         LoraConfig,
         LossScale,
@@ -53,6 +54,7 @@ __all__ = [
     "CheckResult",
     "CheckpointConfig",
     "Checkpointer",
+    "CurriculumConfig",
     "EarlyStopping",
     "Engine",
     "KeepBest",
@@ -116,6 +118,7 @@ _HOME_OF_NAME = {
     "CheckResult": "equality",
     "CheckpointConfig": "config",
     "Checkpointer": "checkpoint",
+    "CurriculumConfig": "config",
     "EarlyStopping": "training.evaluation",
     "Engine": "deepspeed_engine",
     "KeepBest": "training.evaluation",

@@ -183,6 +183,16 @@ def test_wire(tmp_path):
 
 
 @pytest.mark.slow
+def test_learning(tmp_path):
+    record = run_benchmark("learning", tmp_path)
+    assert column(record, "step") == [5, 10]
+    assert column(record, "plain_work") == [0.5, 1.0]
+    assert all(work < 1 for work in column(record, "curriculum_work"))
+    assert all(value > 0 for value in column(record, "curriculum_loss"))
+    assert record["goals"][1]["value"] <= 1  # one compiled step per length
+
+
+@pytest.mark.slow
 def test_mixture(tmp_path):
     record = run_benchmark("mixture", tmp_path)
     assert column(record, "step") == [2, 4]

@@ -160,9 +160,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plan_of_config(config: RunConfig, devices: int, gpu: Gpu | None = None) -> Plan:
+    from zerojax.plan.rung_plans import with_rungs
     from zerojax.training.run_file import plan_from_config
 
-    return plan_from_config(config, devices, gpu=gpu)
+    return with_rungs(plan_from_config(config, devices, gpu=gpu))
 
 
 def _plan_of_script(path: str, overrides: list[str], devices: int, gpu: Gpu | None = None) -> Plan:

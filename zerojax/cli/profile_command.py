@@ -210,7 +210,7 @@ def measure(trainer: Any, folder: Path, steps: int) -> StepProfile:
     from zerojax.training.metrics.stragglers import ACTIVITIES
 
     metrics = read_metrics(folder)
-    plan, start = trainer.plan, metrics.starts[-1]
+    plan, start = trainer.step_plan, metrics.starts[-1]
     record = next(row for row in metrics.train if row["step"] == 2 * steps)
     lowered = trainer.jitted_step.lower(plan.abstract_state, plan.abstract_batch)
     trace = profiling.newest_trace(folder)

@@ -11,6 +11,7 @@ from zerojax.config.attention_layouts import (
     SlidingWindowLayout,
     VariableLayout,
 )
+from zerojax.config.curriculum import CurriculumConfig
 from zerojax.config.elasticity import ElasticBatch, ElasticityConfig
 from zerojax.config.expert_settings import MoEConfig
 from zerojax.config.loader import ConfigError, from_dict, to_dict
@@ -38,6 +39,7 @@ __all__ = [
     "BigBirdLayout",
     "CheckpointConfig",
     "ConfigError",
+    "CurriculumConfig",
     "DataConfig",
     "ElasticBatch",
     "ElasticityConfig",

@@ -22,6 +22,7 @@ from zerojax.config.checks import (
     names_keywords,
     refuse,
 )
+from zerojax.config.curriculum import CurriculumConfig
 from zerojax.config.elasticity import ElasticBatch, ElasticityConfig
 from zerojax.config.expert_settings import MoEConfig
 from zerojax.config.loader import ConfigError, coerce_fields, from_dict, load_dataclass, to_dict
@@ -39,6 +40,7 @@ from zerojax.config.sections import (
 __all__ = [
     "CheckpointConfig",
     "ConfigError",
+    "CurriculumConfig",
     "DataConfig",
     "ElasticBatch",
     "ElasticityConfig",
@@ -318,6 +320,7 @@ class RunConfig:
     log: LogConfig = dataclasses.field(default_factory=LogConfig)
     watch: WatchConfig = dataclasses.field(default_factory=WatchConfig)
     elasticity: ElasticityConfig = dataclasses.field(default_factory=ElasticityConfig)
+    curriculum: CurriculumConfig = dataclasses.field(default_factory=CurriculumConfig)
     precision: ComputeDtype | None = None
     """Dtype of forward and backward; norms and losses are always float32. null: bf16, on CPU
     devices fp32."""

@@ -330,11 +330,6 @@ _ABSENT: Table = {
     "progressive_layer_drop": AbsentFeature(
         "dropping layers is not supported; take it out", is_enabled, ("enabled", "theta", "gamma")
     ),
-    "curriculum_learning": AbsentFeature(
-        "the curriculum is part of your batches, which keep one shape: give the tokens beyond the "
-        "current length the weight 0, and take it out",
-        is_enabled,
-    ),
     "data_efficiency": AbsentFeature(
         "sampling is part of your batches: choose the rows there, and take it out",
         is_enabled_inside,
@@ -388,6 +383,36 @@ _ABSENT: Table = {
     ),
 }
 
+_CURRICULUM: Table = {
+    "enabled": Key("bool", False, "honoured", "curriculum of the row length"),
+    "curriculum_type": Key(
+        "text",
+        "seqlen",
+        "honoured",
+        "rows are shortened to their first tokens, without a change of the model",
+        ("seqlen",),
+        "only seqlen, the length of rows, has a meaning without a change of the model; use seqlen",
+    ),
+    "min_difficulty": Key("int", None, "honoured", "CurriculumConfig.min_length, in tokens"),
+    "max_difficulty": Key("int", None, "honoured", "CurriculumConfig.max_length, in tokens"),
+    "schedule_type": Key(
+        "text",
+        None,
+        "honoured",
+        "CurriculumConfig.schedule_type",
+        ("fixed_linear", "fixed_root", "fixed_discrete"),
+        "custom calls a function of the script that a file cannot name; use fixed_linear, "
+        "fixed_root or fixed_discrete",
+    ),
+    "schedule_config": {
+        "total_curriculum_step": Key("int", None, "honoured", "CurriculumConfig.total_steps"),
+        "difficulty_step": Key("int", None, "honoured", "CurriculumConfig.length_step"),
+        "root_degree": Key("float", None, "honoured", "CurriculumConfig.root_degree"),
+        "difficulty": Key("list", None, "honoured", "CurriculumConfig.lengths"),
+        "max_step": Key("list", None, "honoured", "CurriculumConfig.until_steps"),
+    },
+}
+
 TABLE: Table = {
     "train_batch_size": Key("int", None, "honoured", "rows of one step over all devices"),
     "train_micro_batch_size_per_gpu": Key(
@@ -417,6 +442,7 @@ TABLE: Table = {
     "gradient_clipping": Key(
         "float", 1.0, "honoured", "limit of the global gradient norm; 0: no limit"
     ),
+    "curriculum_learning": _CURRICULUM,
     "fp16": _FP16,
     "bf16": _BF16,
     "torch_autocast": {

@@ -26,6 +26,7 @@ from zerojax.deepspeed_config.batch_keys import (
     settle_batch,
     settle_elastic,
 )
+from zerojax.deepspeed_config.curriculum_keys import curriculum_of
 from zerojax.deepspeed_config.ds_config import File, read
 from zerojax.deepspeed_config.expert_keys import check_experts_of_mesh, router_of
 from zerojax.deepspeed_config.key_schema import KeyNotes, as_kind
@@ -118,6 +119,7 @@ def explain(
         steps_per_print=file.optional("steps_per_print"),
         run_dir=run_dir,
         elasticity=elasticity,
+        curriculum=curriculum_of(file),
         attention_layout=layout_of(file),
         router=router_of(file),
         tag_validation=file["checkpoint.tag_validation"].upper(),

@@ -11,7 +11,13 @@ from typing import Any, Literal
 
 import optax
 
-from zerojax.config import ElasticityConfig, LogConfig, MeshConfig, OptimizerConfig
+from zerojax.config import (
+    CurriculumConfig,
+    ElasticityConfig,
+    LogConfig,
+    MeshConfig,
+    OptimizerConfig,
+)
 from zerojax.config.attention_layouts import BlockLayout
 from zerojax.config.display import printable, quoted
 from zerojax.optim import Optimizer, Schedule
@@ -95,6 +101,7 @@ class Translation:
       steps_per_print: None: not set in the file.
       run_dir: folder of events, if a monitor names one.
       elasticity: the batch on changing numbers of devices, enabled or not.
+      curriculum: of the row length; its type is None without one.
       attention_layout: of sparse_attention; None: dense attention.
       router: {key of expert_parallel: value} that the model's router must match.
       tag_validation: "WARN", "IGNORE" or "FAIL": how tags that differ over processes are handled.
@@ -119,6 +126,7 @@ class Translation:
     steps_per_print: int | None
     run_dir: Path | None
     elasticity: ElasticityConfig
+    curriculum: CurriculumConfig
     attention_layout: BlockLayout | None
     router: Mapping[str, Any]
     tag_validation: str
@@ -188,6 +196,10 @@ def _run(translation: Translation) -> Iterator[str]:
             f"  offload    optimizer state: {shares}; weights: {mesh.offload.params}; "
             f"activations: {mesh.offload.activations}"
         )
+    if (curriculum := translation.curriculum).type is not None:
+        last = "the whole row" if curriculum.max_length is None else str(curriculum.max_length)
+        lengths = curriculum.lengths or (curriculum.first_length, last)
+        yield f"  rows       {lengths[0]} to {lengths[-1]} tokens, {curriculum.schedule_type}"
     if translation.attention_layout is not None:
         layout = translation.attention_layout
         yield f"  attention  {layout.mode}, blocks of {layout.block}"

@@ -358,6 +358,7 @@ class Engine(EngineQueries, AbsentMethods):
                 num_microbatches=says.num_microbatches,
                 freeze=as_patterns("freeze", self._freeze),
                 steps=self._steps,
+                curriculum=says.curriculum,
             ),
             mesh=self._mesh_settings,
             seed=self._seed,
@@ -392,7 +393,9 @@ class Engine(EngineQueries, AbsentMethods):
 
     def _explaining(self, plan: Plan) -> contextlib.AbstractContextManager[None]:
         """Adds the memory use of the plan to out-of-memory errors that are raised in the block."""
-        step = None if self._runner is None else self._runner.jitted_step
+        step = None
+        if self._runner is not None:
+            plan, step = self._runner.step_plan, self._runner.jitted_step
         return explaining_memory(lambda: (plan, self.state, self.global_steps, step), self._run_dir)
 
     @property
@@ -424,6 +427,8 @@ class Engine(EngineQueries, AbsentMethods):
             end_state(self.state)
             for held in self._holds:
                 held.release()
+            if self._runner is not None:
+                self._runner.wait_for_compilation()
 
     def destroy(self) -> None:
         """DeepSpeed's name for `close`."""

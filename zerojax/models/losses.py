@@ -57,6 +57,7 @@ BUILT_IN_METRICS = frozenset(
         "text",
         "tflops_per_device",
         "time",
+        "tokens_seen",
         "tokens_per_second_per_device",
         "weight",
     ]

@@ -44,6 +44,7 @@ class TracedLoss:
       has_weight: whether the loss returns a weight beside its sum.
       metric_names: names of the loss's own metrics, sorted.
       counted_state: names of the model's state to which a step adds sums over the batch.
+      written_state: names of the model's state that depend on the batch.
       attention_calls: calls of `zerojax.attention`, each kind once.
       batch_weight: the weight by which the loss of a batch is divided before the backward pass, for
         a model with custom derivatives; None: gradients are divided after the backward pass, which
@@ -55,6 +56,7 @@ class TracedLoss:
     has_weight: bool
     metric_names: tuple[str, ...]
     counted_state: frozenset[str]
+    written_state: frozenset[str]
     attention_calls: tuple[Call, ...]
     batch_weight: BatchWeight | None
 
@@ -104,6 +106,8 @@ class Decisions:
       program: choices for compiling the step.
       reasons: one line per default or exception that a reader should know.
       remake: plans the same run on another mesh.
+      ladder: compiled lengths of a curriculum (`plan.rungs.Ladder`); None without one, or before
+        `rung_plans.with_rungs` has planned them.
     """
 
     mesh: Mesh | AbstractMesh
@@ -127,6 +131,7 @@ class Decisions:
     program: ProgramChoices
     reasons: tuple[str, ...]
     remake: Callable[[Mesh | AbstractMesh], Any] = dataclasses.field(repr=False, compare=False)
+    ladder: Any = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
     def zero(self) -> int:

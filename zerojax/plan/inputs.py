@@ -9,7 +9,7 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax import tracing
-from zerojax.config import MeshConfig, as_mesh_config
+from zerojax.config import CurriculumConfig, MeshConfig, as_mesh_config
 from zerojax.config.checks import as_patterns, check_whole_number
 from zerojax.config.recognition import is_deepspeed
 from zerojax.optim.precision import Precision
@@ -47,6 +47,7 @@ class PlanInputs:
     """Inputs of planning that are the same on every mesh; other attributes as in `make_plan`.
 
     Attributes:
+      curriculum: of the row length; a type of None is none. `rung_plans.with_rungs` plans it.
       reasons: one sentence for each default that was chosen before planning; the plan has them.
 
     Raises:
@@ -63,6 +64,7 @@ class PlanInputs:
     num_microbatches: int | None = None
     freeze: tuple[str, ...] = ()
     steps: int | None = None
+    curriculum: CurriculumConfig = dataclasses.field(default_factory=CurriculumConfig)
     reasons: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

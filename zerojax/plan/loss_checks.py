@@ -192,6 +192,7 @@ class BatchPieces:
       summed_metrics: names of metrics without a weight that certainly are sums over rows.
       rows_over_batch: which of `zerojax.batch_sum` and `batch_mean` get an array with rows.
       counted: names of the model's state to which a pass adds a sum over rows.
+      written: names of its state that depend on rows.
       undefined: {name: dtype} of its state that depends on rows in another way, so that no mean
         over shards of the batch is defined.
     """
@@ -204,6 +205,7 @@ class BatchPieces:
     summed_metrics: tuple[str, ...]
     rows_over_batch: frozenset[BatchCall]
     counted: frozenset[str]
+    written: frozenset[str]
     undefined: Mapping[str, str]
 
 
@@ -251,6 +253,11 @@ def trace_pieces(
         ),
         rows_over_batch=frozenset(kind for kind, given in over_batch if isinstance(given, Rows)),
         counted=frozenset(counted),
+        written=frozenset(
+            name
+            for name, one in zip(sorted(extras), state, strict=True)
+            if not isinstance(one, Fixed)
+        ),
         undefined=undefined,
     )
 

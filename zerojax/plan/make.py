@@ -568,6 +568,7 @@ def _examine_loss(
         has_weight=parts.weight is not None,
         metric_names=tuple(sorted(parts.metrics)),
         counted_state=pieces.counted,
+        written_state=pieces.written,
         attention_calls=trace.attention_calls,
         batch_weight=batch_weight,
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zerojax import deepspeed_config, models, optim, tracing
+from zerojax.config import ConfigError
 from zerojax.config.recognition import is_deepspeed
 from zerojax.deepspeed_config.attention_keys import with_layout
 from zerojax.deepspeed_config.expert_keys import check_router
@@ -61,9 +62,21 @@ class DsConfigArguments:
         return cls(config, config.translate())
 
     def fill(self, arguments: Arguments) -> Arguments:
-        """Returns the arguments with the settings of the file, before the batches are known."""
+        """Returns the arguments with the settings of the file, before the batches are known.
+
+        Raises:
+          ConfigError: the call has another curriculum than the file.
+        """
         says = self.translation
         changes = _settings_of(says)
+        if says.curriculum.type is not None:
+            if arguments.curriculum not in (None, says.curriculum):
+                raise ConfigError(
+                    f"differs from curriculum={arguments.curriculum}; pass only one of them",
+                    ("curriculum_learning",),
+                    says.source,
+                )
+            changes["curriculum"] = says.curriculum
         changes |= {"mesh_config": says.mesh, "global_batch_size": says.train_batch_size}
         if arguments.steps is None and says.total_steps is not None:
             reason = f"steps={says.total_steps}: the schedule of {says.source} is made for so many"

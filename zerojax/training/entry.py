@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, Mesh
 from zerojax import models, tracing
 from zerojax.config import (
     CheckpointConfig,
+    CurriculumConfig,
     LogConfig,
     MeshConfig,
     OptimizerConfig,
@@ -104,6 +105,7 @@ def train(
     global_batch_size: int | None = None,
     seq_len: int | None = None,
     freeze: str | Sequence[str] = (),
+    curriculum: CurriculumConfig | None = None,
     checkpoint: CheckpointConfig | str | Path | None = None,
     run_dir: str | Path | None = "auto",
     log: LogConfig | None = None,
@@ -159,6 +161,7 @@ def train(
         must have so many rows.
       seq_len: of text data.
       freeze: regular expressions; parameters whose names match are not trained.
+      curriculum: shorter rows in early steps, see `CurriculumConfig`; evaluations have whole rows.
       checkpoint: folder of the run, which holds its checkpoints and resumes from them; or a
         `CheckpointConfig`, whose `path` is the folder of the checkpoints themselves, by default
         `checkpoints` in `run_dir`.
@@ -198,6 +201,7 @@ def train(
         global_batch_size=global_batch_size,
         seq_len=seq_len,
         freeze=freeze,
+        curriculum=curriculum,
         checkpoint=checkpoint,
         run_dir=run_dir,
         log=log,
@@ -267,7 +271,7 @@ def spec_of(arguments: Arguments, mesh: Mesh | AbstractMesh | None = None) -> Ru
         checkpoint = dataclasses.replace(checkpoint, path=str(folder / CHECKPOINT_FOLDER))
     log, mesh_config = arguments.log or LogConfig(), arguments.mesh_config
     exact = arguments.deterministic
-    batches = arguments.batches
+    batches, curriculum = arguments.batches, arguments.curriculum or CurriculumConfig()
     return RunSpec(
         inputs=PlanInputs(
             model=arguments.model,
@@ -280,6 +284,7 @@ def spec_of(arguments: Arguments, mesh: Mesh | AbstractMesh | None = None) -> Ru
             num_microbatches=arguments.num_microbatches,
             freeze=arguments.freeze,
             steps=steps,
+            curriculum=curriculum,
         ),
         mesh=mesh_config if isinstance(mesh_config, Mesh) else as_mesh_config(mesh_config),
         mesh_options={} if exact is None else {"deterministic": exact},
@@ -292,7 +297,7 @@ def spec_of(arguments: Arguments, mesh: Mesh | AbstractMesh | None = None) -> Ru
         log=log,
         watch=arguments.watch,
         checkpoint=checkpoint,
-        settings_of=functools.partial(_settings_in_folder, arguments.seed, steps),
+        settings_of=functools.partial(_settings_in_folder, arguments.seed, steps, curriculum),
         reasons=reasons,
         notes=RunNotes(
             loss=loss_kind,
@@ -305,8 +310,11 @@ def spec_of(arguments: Arguments, mesh: Mesh | AbstractMesh | None = None) -> Ru
     )
 
 
-def _settings_in_folder(seed: int, steps: int | None, plan: Plan) -> dict[str, Any]:
-    return {"seed": seed, "steps": steps, "zero": plan.zero, "mesh": to_dict(plan.settings)}
+def _settings_in_folder(
+    seed: int, steps: int | None, curriculum: CurriculumConfig, plan: Plan
+) -> dict[str, Any]:
+    found = {"seed": seed, "steps": steps, "zero": plan.zero, "mesh": to_dict(plan.settings)}
+    return found if curriculum.type is None else {**found, "curriculum": to_dict(curriculum)}
 
 
 def _loop_settings(

@@ -325,6 +325,7 @@ def _inputs_of(config: RunConfig, batch: Any, vocab_size: int, platform: str | N
         num_microbatches=config.num_microbatches,
         freeze=(*config.freeze, *config.model.lora.freeze),
         steps=config.steps,
+        curriculum=config.curriculum,
         reasons=tuple(why_precision),
     )
 

@@ -18,6 +18,7 @@ from zerojax.runtime.user_files import replace_text
 from zerojax.training.metrics import RunLog
 from zerojax.training.run_record import RECORD_FILE, record_of, write_record
 from zerojax.training.run_spec import RunSpec
+from zerojax.training.step_programs import CountedWork
 from zerojax.zoo.hugging_face import UnsupportedError, describe_model
 
 CONFIG_FILE, TOKENIZER_FILE = "config.json", "tokenizer.json"
@@ -44,9 +45,10 @@ def open_log(spec: RunSpec, plan: Plan, start_step: int, steps: int | None = Non
         spec.folder,
         spec.log,
         total_steps=max(total, start_step) if total else 0,
-        tokens_per_step=tokens_per_step(plan),
+        tokens_per_step=None if plan.ladder else tokens_per_step(plan),
+        work=CountedWork(plan) if plan.ladder else None,
         loss_unit=loss_unit(plan.loss),
-        flops_per_step=model_flops(plan),
+        flops_per_step=None if plan.ladder else model_flops(plan),
         num_devices=plan.mesh.size,
         device_kind=local_devices.device_kind(),
         precision="fp32" if plan.precision.compute_dtype == jnp.float32 else "bf16",

@@ -142,7 +142,7 @@ def _under_way(plan: Plan, trainer: Trainer | None) -> tuple[Plan, Any, int, Any
     """
     if trainer is None:
         return plan, None, 0, None
-    return trainer.plan, trainer.state, trainer.num_steps, trainer.jitted_step
+    return trainer.step_plan, trainer.state, trainer.num_steps, trainer.jitted_step
 
 
 def _close_after(checkpointer: Checkpointer) -> str | None:

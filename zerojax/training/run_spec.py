@@ -28,6 +28,7 @@ from zerojax.config.loader import user_path
 from zerojax.data import Feed, RowSource, local_rows_of_mesh
 from zerojax.plan.inputs import PlanInputs, plan_options
 from zerojax.plan.make import Plan, plan_of
+from zerojax.plan.rung_plans import with_rungs
 from zerojax.runtime.start_clock import phase
 from zerojax.training.run_record import RunNotes
 from zerojax.training.train_arguments import LoopSettings
@@ -100,7 +101,7 @@ def plan_run(spec: RunSpec, mesh: Any = None) -> Plan:
     planning = "planning: tracing the model and its loss ..."
     with print_if_slow(spec.log, planning), phase("planning"):
         plan = plan_of(spec.inputs, mesh, **spec.mesh_options)
-        return tune(plan, watch=spec.watch)
+        return with_rungs(tune(plan, watch=spec.watch))
 
 
 def plan_elsewhere(

@@ -12,7 +12,7 @@ from zerojax.checkpoint import Checkpointer
 from zerojax.data import shard_batch
 from zerojax.optim import Weights
 from zerojax.parallel.reshard import reshard_state
-from zerojax.parallel.step import build_evaluation, build_step
+from zerojax.parallel.step import build_evaluation
 from zerojax.plan.host_budget import check_offload
 from zerojax.plan.make import Plan
 from zerojax.runtime.memory import TRAINING_STEP, allocating_for
@@ -27,6 +27,7 @@ from zerojax.training.checkpointing import (
     restore_state,
     what_differs,
 )
+from zerojax.training.length_check import LengthCheck
 from zerojax.training.metrics import RunLog
 from zerojax.training.metrics.stragglers import EVAL
 from zerojax.training.process_times import LoopClock
@@ -34,6 +35,7 @@ from zerojax.training.reporting import Metrics, Reports, with_names
 from zerojax.training.resumed_settings import settings_that_differ
 from zerojax.training.run_folder import open_log
 from zerojax.training.run_spec import RunSpec, plan_run
+from zerojax.training.step_programs import StepProgram, StepPrograms
 
 
 class StepRunner:
@@ -55,7 +57,8 @@ class StepRunner:
       metrics: the last report, on the host.
       history: every report, oldest first.
       clock: the clock of the loop.
-      jitted_step: the compiled step of the current plan.
+      jitted_step: the compiled step of the current plan; with a curriculum that of the last length.
+      step_plan: the plan of `jitted_step`: `plan`, or that of a compiled length of the curriculum.
     """
 
     def __init__(
@@ -74,12 +77,19 @@ class StepRunner:
         self._notes: list[str] = []
         self._watchdog = watchdog or Watchdog()
         self._reports = self._new_reports()
+        self._last_step = self._spec.steps
         self._build()
 
     def _build(self) -> None:
-        self.jitted_step, self._step_was_called = build_step(self.plan), False
+        self._programs = StepPrograms(self.plan)
+        self._step_was_called = False
+        self._use(self._programs.of(self.num_steps + 1))
+        self._check_of_lengths = LengthCheck(self.plan) if self.plan.ladder else None
         self._evaluate, self._evaluate_was_called = build_evaluation(self.plan), False
         self._watchdog.plan_changed()
+
+    def _use(self, program: StepProgram) -> None:
+        self.jitted_step, self.step_plan = program.jitted, program.plan
 
     def begin(self, latest: int | None = None) -> bool:
         """Makes a new state, or resumes from durable files of offloaded state.
@@ -102,7 +112,7 @@ class StepRunner:
 
     def step(self, batch: Any) -> dict[str, jax.Array]:
         """Takes one step on a host batch; returns metrics on the devices (`float(...)` waits)."""
-        return self._step_on_devices(self._place(self.plan, batch))
+        return self._step_on_devices(self._programs.place(self.num_steps + 1, batch))
 
     def _place(self, plan: Plan, batch: Any) -> Any:
         return shard_batch(plan, batch, vocab_size=plan.vocab_size)
@@ -116,14 +126,34 @@ class StepRunner:
     def _step_on_devices(self, batch: Any, data_state: Any = None) -> dict[str, jax.Array]:
         if disk := self.state.get("disk"):
             disk.data_state = data_state
-        first = not self._step_was_called
-        what = f"{'compiling, or ' * first}in step {self.num_steps + 1}"
-        compiling = self._compiling("the training step") if first else contextlib.nullcontext()
+        step = self.num_steps + 1
+        program, rung = self._programs.of(step), self._programs.rung(step)
+        self._use(program)
+        self._say_length(step)
+        first = program.is_waited_for
+        what = f"{'compiling, or ' * first}in step {step}"
+        name = "the training step" + ("" if rung is None else f" for rows of {rung} tokens")
+        compiling = self._compiling(name) if first else contextlib.nullcontext()
         with compiling, self.clock.stepping(), self._watchdog.during(what, is_long=first):
-            self.state, metrics = self.jitted_step(self.state, batch)
+            self._check_lengths(step, batch)
+            self.state, metrics = program(self.state, batch)
         self._step_was_called = True
-        self.num_steps += 1
+        self.num_steps = step
+        self._programs.compile_next(step, self._last_step)
         return metrics
+
+    def _say_length(self, step: int) -> None:
+        text = self._programs.describe(step)
+        if text is None and not self._step_was_called and self._programs.length(step) is not None:
+            text = self._programs.describe(step, always=True)
+        if text is not None and self._log is not None:
+            self._log.event("sequence_length", step, text, length=self._programs.length(step))
+
+    def _check_lengths(self, step: int, batch: Any) -> None:
+        """Checks once that rows which end in weights of 0 are the same as shorter rows."""
+        check = self._check_of_lengths
+        if check is not None and check.passes(self.state, batch, self.step_plan, step):
+            self._check_of_lengths = None
 
     def follow(self, metrics: Mapping[str, jax.Array], *, is_reported: bool) -> bool:
         """Registers a step taken by `step`, and reads the report of an earlier one.
@@ -235,6 +265,10 @@ class StepRunner:
         """
         self._report()
         self._reports.settle(self.plan, self._log)
+
+    def wait_for_compilation(self) -> None:
+        """Waits for the compilation of a later length in a thread, if one is in progress."""
+        self._programs.wait()
 
     def _untimed(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._log is None else self._log.untimed()

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from zerojax.config import CheckpointConfig, LogConfig, WatchConfig
+from zerojax.config import CheckpointConfig, CurriculumConfig, LogConfig, WatchConfig
 from zerojax.config.checks import MAX_SIZE, check_kind, check_whole_number
 
 
@@ -40,6 +40,7 @@ class Arguments:
     global_batch_size: int | None
     seq_len: int | None
     freeze: Any
+    curriculum: CurriculumConfig | None
     checkpoint: Any
     run_dir: Any
     log: LogConfig | None
@@ -74,6 +75,8 @@ def checked(arguments: Arguments) -> Arguments:
     check_kind("seed", arguments.seed, numbers.Integral, "a whole number")
     check_kind("log", arguments.log, LogConfig, "a zerojax.LogConfig")
     check_kind("watch", arguments.watch, WatchConfig, "a zerojax.WatchConfig")
+    wanted = "a zerojax.CurriculumConfig"
+    check_kind("curriculum", arguments.curriculum, CurriculumConfig, wanted)
     kinds = CheckpointConfig, str, os.PathLike
     wanted = "a folder, or a zerojax.CheckpointConfig"
     check_kind("checkpoint", arguments.checkpoint, kinds, wanted)

@@ -7,7 +7,6 @@ Uses the same five public functions as a user's own loop: `make_mesh` and `make_
 from __future__ import annotations
 
 import contextlib
-import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
@@ -75,7 +74,7 @@ class Trainer(StepRunner):
         "step".
       evaluation_names: names of the evaluation metrics, known from the first step on; empty
         without validation.
-      jitted_step: the compiled step of the current plan.
+      jitted_step, step_plan: see `StepRunner`.
     """
 
     def __init__(
@@ -137,7 +136,7 @@ class Trainer(StepRunner):
         if steps is None:
             batches, count = one_pass(batches)
             steps = count if count is None else self.num_steps - self.num_steps % count + count
-        feed = self._as_feed(batches)
+        feed, self._last_step = self._as_feed(batches), steps
         before = self.num_steps, int(self.state["skipped"])
         with self._watchdog, self._logging(steps), self._failing_well():
             say_if_done(self._log, self.num_steps, steps)
@@ -264,8 +263,8 @@ class Trainer(StepRunner):
 
     def _fit_plan(self, feed: Feed, steps: int | None, stop: StopRequest) -> bool:
         """Trains under one plan; returns True if the plan changed before the run was done."""
-        plan = self.plan
-        with prefetch(feed, put=functools.partial(self._place, plan)) as incoming:
+        plan, expected = self.plan, self.num_steps
+        with prefetch(feed, put=self._programs.placing(self.num_steps)) as incoming:
             while (steps is None or self.num_steps < steps) and not stop.due():
                 try:
                     with self.clock.during(DATA), self._watchdog.during("waiting for data"):
@@ -274,6 +273,7 @@ class Trainer(StepRunner):
                     say_if_short(self._log, self.num_steps, steps)
                     return False
                 metrics = self._step_on_devices(batch, data_state)
+                expected += 1
                 self._data_state = data_state
                 last = self.num_steps == steps
                 is_reported = self._is_due("log_every") or self.num_steps == 1 or last
@@ -283,15 +283,15 @@ class Trainer(StepRunner):
                 done = self._evaluate_and_save_if_due(last) or done
                 if done:
                     return False
-                if self.plan is not plan:
-                    return True
+                if self.plan is not plan or self.num_steps != expected:
+                    return True  # batches were placed for another plan, or for other steps
         return False
 
     def _compare_peak(self) -> None:
         # Do not compile a step that was never called just for this line.
         if self._log is None or not self._step_was_called:
             return
-        line = compare_peak(self.jitted_step, self.plan, device_memory())
+        line = compare_peak(self.jitted_step, self.step_plan, device_memory())
         if line is not None:
             self._log.message(line)
 
@@ -597,6 +597,7 @@ class Trainer(StepRunner):
                 self._checkpointer.close()
         finally:  # after the save in flight, which may read the state's files
             end_state(self.state)
+            self.wait_for_compilation()
 
     def __enter__(self) -> Self:
         return self

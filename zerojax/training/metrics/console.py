@@ -27,7 +27,7 @@ in the metrics file and in the report."""
 OWN_WORDS = {
     "loss", "grad_norm", "learning_rate", "tokens_per_second_per_device", "tflops_per_device",
     "mfu", "memory_in_use", "memory_peak", "memory_limit", "memory_source", "step_seconds",
-    "skipped", "first_interval_seconds", "compile_seconds",
+    "skipped", "first_interval_seconds", "compile_seconds", "tokens_seen",
 }  # fmt: skip
 
 

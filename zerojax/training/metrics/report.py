@@ -274,6 +274,8 @@ def _learning(metrics: Metrics) -> Rows:
         yield "Loss spikes", f"{spikes:,}", "listed under Events"
     if tokens := _start(metrics).get("tokens_per_step"):
         yield "Tokens seen", short(tokens * last["step"]), f"{short(tokens)} per step"
+    elif seen := last.get("tokens_seen"):
+        yield "Tokens seen", short(seen), "with weight; rows have different lengths"
 
 
 def _machine(metrics: Metrics) -> Rows:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 from zerojax.config import ConfigError, LogConfig
 from zerojax.config.display import printable
@@ -47,6 +47,18 @@ STILL_COMPILING_SECONDS = 30.0
 """Interval of lines that report a compilation in progress."""
 
 
+class Work(Protocol):
+    """Tokens and FLOPs of steps, over all devices."""
+
+    def tokens(self, after: int, until: int) -> int | None:
+        """Returns the tokens of the steps `after` + 1 to `until`; None: not known."""
+        ...
+
+    def flops(self, after: int, until: int) -> float:
+        """Returns the floating-point operations of these steps."""
+        ...
+
+
 class RunLog:
     """Writes the reports of a run to the terminal and to `run_dir`.
 
@@ -59,6 +71,7 @@ class RunLog:
       loss_unit: of the mean loss, see `zerojax.losses`; None: not known.
       flops_per_step: over all devices, forward and backward, without recomputation (remat); None:
         not known.
+      work: tokens and FLOPs of steps, in place of the two numbers, where they differ by step.
       num_devices: over all processes.
       device_kind: name of the device; MFU is reported if its peak is published.
       precision: "bf16" or "fp32": selects the peak.
@@ -77,6 +90,7 @@ class RunLog:
         tokens_per_step: int | None = None,
         loss_unit: str | None = None,
         flops_per_step: float | None = None,
+        work: Work | None = None,
         num_devices: int = 1,
         device_kind: str = "",
         precision: str = "bf16",
@@ -92,6 +106,7 @@ class RunLog:
         self._stream, self._clock, self._read_memory = stream, clock, read_memory
         self._total_steps, self._num_devices = total_steps, num_devices
         self._tokens_per_step, self._flops_per_step = tokens_per_step, flops_per_step
+        self._work, self._tokens_seen = work, (0, 0)
         self._loss_unit = loss_unit
         self._device_kind, self._peak = device_kind, peak_flops(device_kind, precision)
         self._display: console.Display = console.QuietDisplay()
@@ -217,7 +232,7 @@ class RunLog:
         numbers = {key: _number(value) for key, value in values.items()}
         spent = {f"{SPENT}{key}": round(value, 6) for key, value in (spent or {}).items()}
         now = self._clock()
-        measured = {**self._speed(step, now), **self._memory()}
+        measured = {**self._speed(step, now), **self._seen(step), **self._memory()}
         report = {**numbers, **measured}
         self._record("train", step, {**report, **spent})
         tagged = {f"train/{key}": value for key, value in numbers.items()}
@@ -248,8 +263,8 @@ class RunLog:
         """Writes an event of a step to metrics.jsonl, and one line to the terminal.
 
         Args:
-          kind: "loss_spike", "not_finite", "slow_process", "fast_again", "epoch", "failed" or
-            "interrupted".
+          kind: "loss_spike", "not_finite", "slow_process", "fast_again", "epoch",
+            "sequence_length", "failed" or "interrupted".
           step: number of the step.
           text: the line.
           say: whether to print the line.
@@ -427,15 +442,34 @@ class RunLog:
             count, first = self._first_interval
             self._first_interval = (0, 0.0)
             report["compile_seconds"] = max(0.0, first - count * report["step_seconds"])
-        per_device = steps / seconds / self._num_devices
-        if self._tokens_per_step:
-            report["tokens_per_second_per_device"] = self._tokens_per_step * per_device
-        if self._flops_per_step:
-            flops = self._flops_per_step * per_device
+        per_device = 1 / seconds / self._num_devices
+        tokens, flops = self._work_of(step - steps, step)
+        if tokens:
+            report["tokens_per_second_per_device"] = tokens * per_device
+        if flops:
+            flops *= per_device
             report["tflops_per_device"] = flops / 1e12
             if self._peak:
                 report["mfu"] = flops / self._peak
         return report
+
+    def _work_of(self, after: int, until: int) -> tuple[float | None, float | None]:
+        """Returns (tokens, FLOPs) of the steps `after` + 1 to `until`; None: not known."""
+        if self._work is not None:
+            return self._work.tokens(after, until), self._work.flops(after, until)
+        tokens, flops, steps = self._tokens_per_step, self._flops_per_step, until - after
+        return tokens and tokens * steps, flops and flops * steps
+
+    def _seen(self, step: int) -> dict[str, int]:
+        """Returns the tokens of all steps so far, if they differ by step."""
+        if self._work is None:
+            return {}
+        before, tokens = self._tokens_seen
+        more = self._work.tokens(before, step)
+        if more is None:
+            return {}
+        self._tokens_seen = step, tokens + more
+        return {"tokens_seen": tokens + more}
 
     def _memory(self) -> dict[str, Any]:
         if self._read_memory is None:

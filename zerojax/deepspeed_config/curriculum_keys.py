@@ -1,0 +1,95 @@
+"""Translates the section `curriculum_learning` into a `CurriculumConfig`.
+
+DeepSpeed passes the length to the user's forward pass, which has to shorten the rows. Here the
+trainer shortens them. The keys of a schedule and its formula are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from zerojax.config import ConfigError, CurriculumConfig
+from zerojax.deepspeed_config.ds_config import File
+from zerojax.deepspeed_config.key_schema import as_kind
+
+_SECTION = "curriculum_learning"
+_SCHEDULE = f"{_SECTION}.schedule_config"
+_OF_GROWTH = {
+    "min_length": f"{_SECTION}.min_difficulty",
+    "max_length": f"{_SECTION}.max_difficulty",
+    "total_steps": f"{_SCHEDULE}.total_curriculum_step",
+    "length_step": f"{_SCHEDULE}.difficulty_step",
+}
+"""Field: key of fixed_linear and fixed_root; all of them are required, as in DeepSpeed."""
+_OF_ROOT = {"root_degree": f"{_SCHEDULE}.root_degree"}
+_OF_LISTS = {"lengths": f"{_SCHEDULE}.difficulty", "until_steps": f"{_SCHEDULE}.max_step"}
+
+
+def curriculum_of(file: File) -> CurriculumConfig:
+    """Returns the curriculum of a ds_config; one without a type if it has none or is not enabled.
+
+    A value that DeepSpeed would refuse, or that has no meaning here, is noted as refused.
+    """
+    none = CurriculumConfig()
+    if not file[f"{_SECTION}.enabled"]:
+        return none
+    schedule = file.optional(f"{_SECTION}.schedule_type")
+    if schedule is None:
+        _refuse_absent(file, f"{_SECTION}.schedule_type")
+        return none
+    is_discrete = schedule == "fixed_discrete"
+    fields = _OF_LISTS if is_discrete else _OF_GROWTH
+    fields = {**fields, **(_OF_ROOT if schedule == "fixed_root" else {})}
+    for key in {**_OF_GROWTH, **_OF_ROOT, **_OF_LISTS}.values():
+        if key.startswith(_SCHEDULE) and key not in fields.values() and file.has(key):
+            why = f"schedule_type {schedule} does not read it, neither does DeepSpeed's"
+            file.notes.change(key, "ignored", why)
+            file.notes.warnings.append(f"{key}={file[key]} has no effect: {why}")
+    absent = [key for key in fields.values() if not file.has(key)]
+    for key in absent:
+        _refuse_absent(file, key)
+    if absent or (is_discrete and _stops_early(file)):
+        return none
+    try:
+        values = dict(_values(file, fields))
+        return CurriculumConfig(type="seqlen", schedule_type=schedule, **values)
+    except ConfigError as error:
+        key = fields.get(error.key[-1] if error.key else "", f"{_SECTION}.schedule_type")
+        file.notes.refuse(key, file.optional(key), error.message)
+        return none
+
+
+def _values(file: File, fields: dict[str, str]) -> Iterator[tuple[str, Any]]:
+    for name, key in fields.items():
+        value = file[key]
+        if isinstance(value, list | tuple):
+            try:
+                value = tuple(as_kind("int", each) for each in value)
+            except ValueError as error:
+                raise ConfigError(str(error), (name,)) from None
+        yield name, value
+
+
+def _refuse_absent(file: File, key: str) -> None:
+    file.notes.refuse(key, None, "is required by the schedule, also by DeepSpeed's; set it")
+
+
+def _stops_early(file: File) -> bool:
+    """Returns whether DeepSpeed's scheduler, which stops at max_difficulty, would not reach the end
+    of the list; that is refused."""
+    key = f"{_SECTION}.max_difficulty"
+    most, lengths = file.optional(key), file[_OF_LISTS["lengths"]]
+    low = file.optional(f"{_SECTION}.min_difficulty")
+    numbers = [length for length in lengths if isinstance(length, int)]
+    if most is None or not numbers:
+        return False
+    if most >= max(numbers) and (low is None or low < most):
+        return False
+    file.notes.refuse(
+        key,
+        most,
+        f"ends the schedule before the last of the lengths {numbers}; set it to {max(numbers)}, "
+        "and min_difficulty below it",
+    )
+    return True

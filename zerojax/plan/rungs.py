@@ -1,0 +1,191 @@
+"""Decides which arrays of a batch a curriculum shortens, and refuses what would change its meaning.
+
+Knows shapes and the traced loss; plans nothing itself (`plan/rung_plans.py` does).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from zerojax.config import ConfigError, CurriculumConfig
+from zerojax.config.curriculum import MAX_RUNGS
+from zerojax.models import losses
+from zerojax.optim import one_bit_of
+from zerojax.plan.decisions import Decisions
+from zerojax.tracing.expert_calls import find_rows
+
+WEIGHTS, SEGMENTS = "weights", "segments"
+LANGUAGE_MODEL_KEYS = ("tokens", "targets", WEIGHTS)
+_KEYS = "name the arrays [rows, tokens, ...] to shorten: curriculum.keys=[...]"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ladder:
+    """The compiled lengths of a run with a curriculum.
+
+    Attributes:
+      config: the curriculum, with `max_length` resolved.
+      seq_len: tokens of a whole row.
+      keys: names of the batch arrays that are shortened.
+      adds_weights: whether batches get an array "weights" that they do not have.
+      plans: {compiled length: plan of the step at this length}; `Decisions` of the same run.
+    """
+
+    config: CurriculumConfig
+    seq_len: int
+    keys: tuple[str, ...]
+    adds_weights: bool
+    plans: Mapping[int, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def is_weighted(self) -> bool:
+        """Whether some steps have fewer tokens than their compiled length, by weights of 0."""
+        return self.config.rungs != self.config.all_lengths
+
+    def describe(self) -> list[str]:
+        """Returns lines for the plan: lengths of rows, and those that are compiled."""
+        config = self.config
+        lengths, rungs = config.all_lengths, ", ".join(map(str, config.rungs))
+        how = "weights of 0 at the end of rows make the others" if self.is_weighted else "no others"
+        end = config.first_step_above(self.last_below, 0)
+        return [
+            f"curriculum: rows of {config.length(1)} to {config.last_length} of {self.seq_len} "
+            f"tokens ({config.schedule_type}), the last from step {end or 1} on; "
+            f"evaluations have {self.seq_len}",
+            f"curriculum: {len(config.rungs)} compiled lengths for {len(lengths)} lengths: "
+            f"{rungs}; {how}",
+        ]
+
+    @property
+    def last_below(self) -> int:
+        """The longest length before the last one; 0 if there is one length only."""
+        return max((n for n in self.config.all_lengths if n < self.config.last_length), default=0)
+
+
+def ladder_of(plan: Decisions, curriculum: CurriculumConfig, *, has_own_loss: bool) -> Ladder:
+    """Returns the ladder of a run, without plans, after checking that lengths mean what they say.
+
+    Args:
+      plan: of whole rows.
+      curriculum: with a type.
+      has_own_loss: whether the caller passed a loss.
+
+    Raises:
+      ConfigError: the batch, the loss or a setting does not fit; names it and the remedy.
+    """
+    batch = plan.abstract_batch
+    keys = _keys(plan, curriculum, has_own_loss=has_own_loss)
+    seq_len = batch[keys[0]].shape[1]
+    most = curriculum.max_length or seq_len
+    most = max([most, *curriculum.lengths])
+    if most > seq_len:
+        name = "max_length" if curriculum.max_length else "lengths"
+        raise _refusal(f"{most} is above the {seq_len} tokens of the data's rows; lower it", name)
+    if curriculum.schedule_type != "fixed_discrete" and curriculum.max_length is None:
+        curriculum = dataclasses.replace(curriculum, max_length=seq_len)
+    _check_settings(plan)
+    ladder = Ladder(config=curriculum, seq_len=seq_len, keys=keys, adds_weights=False)
+    if not ladder.is_weighted:
+        return ladder
+    _check_weights(plan, ladder)
+    return dataclasses.replace(ladder, adds_weights=WEIGHTS not in batch)
+
+
+def _keys(plan: Decisions, curriculum: CurriculumConfig, *, has_own_loss: bool) -> tuple[str, ...]:
+    """Returns the names of the arrays to shorten, all [rows, tokens, ...] of one length."""
+    batch = plan.abstract_batch
+    if not isinstance(batch, Mapping):
+        raise _refusal(f"batches are a {type(batch).__name__}, not a dict; {_KEYS}", "keys")
+    if SEGMENTS in batch:
+        raise _refusal(
+            "rows are packed (batch['segments']): a shorter row would cut texts in two; leave the "
+            "curriculum or the packing out",
+            "type",
+        )
+    keys = curriculum.keys
+    if not keys:
+        others = [name for name in batch if name not in LANGUAGE_MODEL_KEYS]
+        if not _is_next_token(plan, has_own_loss=has_own_loss):
+            raise _refusal(
+                "the loss is no next-token loss of zerojax, so it is not known which arrays have "
+                f"tokens; {_KEYS}",
+                "keys",
+            )
+        if others or not {*LANGUAGE_MODEL_KEYS[:2]} <= {*batch}:
+            raise _refusal(
+                f"the batch has {sorted(batch)}, not tokens, targets and weights alone; {_KEYS}",
+                "keys",
+            )
+        keys = tuple(name for name in LANGUAGE_MODEL_KEYS if name in batch)
+    elif missing := [name for name in keys if name not in batch]:
+        raise _refusal(f"the batch has no {missing[0]!r}; it has {sorted(batch)}", "keys")
+    shapes = {name: getattr(batch[name], "shape", ()) for name in keys}
+    lengths = {shape[1] if len(shape) > 1 else None for shape in shapes.values()}
+    if None in lengths or len(lengths) != 1:
+        raise _refusal(
+            f"arrays of the batch have the shapes {shapes}; all must be [rows, tokens, ...] of one "
+            "length",
+            "keys",
+        )
+    return keys
+
+
+def _is_next_token(plan: Decisions, *, has_own_loss: bool) -> bool:
+    """Returns whether a loss is zerojax's own: of `model(tokens)`, or the method of a zoo model."""
+    loss: Any = plan.loss
+    while isinstance(loss, losses.LossWithUnit):
+        loss = loss.function
+    if loss is losses.next_token_of_call:
+        return True
+    model = plan.users_model
+    target = getattr(model, "template", None) or model.source
+    method = getattr(type(target), "loss", None)
+    is_of_zoo = getattr(method, "__module__", "").startswith("zerojax.zoo.")
+    return not has_own_loss and is_of_zoo and losses.loss_unit(plan.loss) == losses.NATS_PER_TOKEN
+
+
+def _check_settings(plan: Decisions) -> None:
+    """Raises for settings with which a curriculum has not been shown to be exact."""
+    offload = plan.settings.offload
+    if one_bit_of(plan.tx) is not None:
+        raise _refusal(
+            "a curriculum together with a 1-bit optimizer, which has two programs per length, is "
+            "not supported; use adamw, or leave one of them out",
+            "type",
+        )
+    if not offload.is_off:
+        raise _refusal(
+            "a curriculum together with offload is not supported; leave one of them out", "type"
+        )
+
+
+def _check_weights(plan: Decisions, ladder: Ladder) -> None:
+    """Raises if weights of 0 at the end of rows are not the same as shorter rows."""
+    config, batch = ladder.config, plan.abstract_batch
+    lengths = len(config.all_lengths)
+    remedy = (
+        f"a schedule of at most {MAX_RUNGS} lengths needs no weights: raise length_step, "
+        "or use fixed_discrete"
+    )
+    why = f"{lengths} lengths are more than are compiled, so the others need weights of 0"
+    if config.keys and (WEIGHTS not in config.keys or batch[WEIGHTS].ndim != 2):
+        raise _refusal(f"{why}: no key is 'weights' [rows, tokens]; name it, or {remedy}", "keys")
+    if not plan.traced.has_weight:
+        raise _refusal(f"{why}: the loss returns a mean, not (sum, weight); {remedy}", "type")
+    if any(True for _ in find_rows(plan.traced.forward.jaxpr)):
+        raise _refusal(
+            f"{why}: routed experts count tokens of weight 0 in their balance; {remedy}", "type"
+        )
+    written = sorted(plan.traced.written_state)
+    if written:
+        raise _refusal(
+            f"{why}: the loss changes the model's state {written[0]}, to which tokens of weight 0 "
+            f"add; {remedy}",
+            "type",
+        )
+
+
+def _refusal(text: str, key: str) -> ConfigError:
+    return ConfigError(text, ("curriculum", key))

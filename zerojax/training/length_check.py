@@ -1,0 +1,111 @@
+"""Checks on the run's own model that weights of 0 at the end of rows equal shorter rows.
+
+That holds where a token's loss depends on no later token, and where the loss reads the weights.
+Both are checked once, in evaluation mode, with the first batch and the state before the first step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zerojax.config.curriculum import MAX_RUNGS
+from zerojax.data.row_lengths import without_end
+from zerojax.parallel.step import build_evaluation
+from zerojax.plan.make import Plan
+from zerojax.plan.rungs import WEIGHTS
+
+_SUM_TOLERANCE = 1e-4
+"""Relative difference of a sum of weights that rounding of float32 sums may cause."""
+
+
+class LengthCheck:
+    """The check of one plan.
+
+    Args:
+      plan: with a ladder.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._ladder = plan.ladder
+
+    def passes(self, state: Any, batch: Any, plan: Plan, step: int) -> bool:
+        """Compares the loss of two batches that differ only in tokens of weight 0.
+
+        The loss has to have the same bits: a masked score adds exactly 0 to a sum. The weight of
+        the loss has to fall with the weights of the batch.
+
+        Args:
+          state: before the step; not donated.
+          batch: of the step, on the devices.
+          plan: of the step's compiled length.
+          step: from 1.
+
+        Returns:
+          Whether the check is done; False if this batch cannot show anything: all its tokens are
+          equal, or there is one token in a row.
+
+        Raises:
+          ValueError: the loss of early tokens depends on later ones, or does not read the weights.
+        """
+        ladder = self._ladder
+        if not ladder.is_weighted:
+            return True
+        length = ladder.config.length(step)
+        cut = length // 2
+        if cut < 1:
+            return False
+        early = {**batch, WEIGHTS: _on(batch[WEIGHTS], without_end, cut)}
+        names = [name for name in ladder.keys if name != WEIGHTS]
+        changed = {name: _on(batch[name], _with_other_end, cut) for name in names}
+        if not any(jax.device_get(_differ(batch[name], changed[name])) for name in names):
+            return False
+        evaluate = build_evaluation(plan)
+        one, other = (
+            jax.device_get(evaluate(state, each)) for each in (early, {**early, **changed})
+        )
+        whole = jax.device_get(evaluate(state, batch))
+        if not all(map(np.array_equal, jax.tree.leaves(one), jax.tree.leaves(other))):
+            raise ValueError(
+                f"curriculum: the loss of the first {cut} tokens of a row is {one['loss']:.9g} or "
+                f"{other['loss']:.9g}, depending on later tokens of weight 0, so that weights do "
+                f"not replace shorter rows. {self._remedy()}"
+            )
+        sums = [float(jax.device_get(_sum(each[WEIGHTS]))) for each in (early, batch)]
+        share = sums[0] / sums[1] if sums[1] else 0.0
+        if not np.isclose(one["weight"], share * whole["weight"], rtol=_SUM_TOLERANCE):
+            raise ValueError(
+                f"curriculum: with {share:.3g} of the weights the loss has the weight "
+                f"{one['weight']:.6g} in place of {share * whole['weight']:.6g}: it does not sum "
+                f"batch['weights']. {self._remedy()}"
+            )
+        return True
+
+    def _remedy(self) -> str:
+        return (
+            f"{len(self._ladder.config.all_lengths)} lengths need them, {MAX_RUNGS} do not: raise "
+            "length_step, use fixed_discrete, or a causal model"
+        )
+
+
+def _on(array: jax.Array, change: Any, cut: int) -> jax.Array:
+    """Returns a changed array with the same sharding; `change` gets (array, cut)."""
+    return jax.jit(lambda x: change(x, cut), out_shardings=array.sharding)(array)
+
+
+def _with_other_end(array: jax.Array, cut: int) -> jax.Array:
+    """Returns rows whose tokens from `cut` on are replaced by the row's first token."""
+    return array.at[:, cut:].set(array[:, :1])
+
+
+@jax.jit
+def _differ(one: jax.Array, other: jax.Array) -> jax.Array:
+    return jnp.any(one != other)
+
+
+@jax.jit
+def _sum(weights: jax.Array) -> jax.Array:
+    return jnp.sum(weights.astype(jnp.float32))
