@@ -246,6 +246,15 @@ def test_a_plan_with_a_pipeline_says_so(capsys):
 
 
 @pytest.mark.thorough
+def test_a_plan_with_a_curriculum_shows_its_lengths(capsys):
+    words = ["curriculum.type=seqlen", "total_steps=40", "length_step=16"]
+    assert main([*WORDS, *words, "--no-compile"]) == 3
+    out = " ".join(capsys.readouterr().out.split())
+    assert "rows of 16 to 64 of 64 tokens" in out
+    assert "16, 32, 48, 64" in out
+
+
+@pytest.mark.thorough
 def test_a_plan_with_offload_shows_its_tiers(capsys):
     words = ["opt_state={device: 0.5, host: 0.5}", "min_elements=100", "mesh.offload.params=host"]
     assert main([*WORDS, *words, "--gpu", "h200", "--no-compile"]) == 3

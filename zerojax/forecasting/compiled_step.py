@@ -54,6 +54,7 @@ from zerojax.plan.make import Plan, require_plan
 from zerojax.plan.offload_costs import hiding
 from zerojax.plan.open_choices import describe_open_choices
 from zerojax.plan.reasons import WIDE_PRODUCTS
+from zerojax.plan.rung_plans import with_rungs
 from zerojax.plan.whole_matrices import matrix_bytes
 from zerojax.plan.wire import bytes_by_level
 from zerojax.tracing.flops import count_program_flops
@@ -133,12 +134,13 @@ def forecast(
         mesh = meshes.make_mesh(settings, compile_client.gpu_devices(card, count))
     else:
         mesh = meshes.make_abstract_mesh(settings, count, gpu=card)
-    moved, targets = plan.remake(mesh), None
+    moved, targets = with_rungs(plan.remake(mesh)), None
     if why is None and moved.settings.offload.on_host:
         # Absent devices have no host memory: trace over the mesh's axes only.
         targets = list(mesh.devices.flat)
         remade = plan.remake(mesh.abstract_mesh)
-        moved = dataclasses.replace(remade, program=moved.program, reasons=moved.reasons)
+        changes = {"program": moved.program, "reasons": moved.reasons, "ladder": moved.ladder}
+        moved = dataclasses.replace(remade, **changes)
     return _make_forecast(
         moved, card, devices=targets, why_formula=why, fast=fast, progress=progress
     )
@@ -359,8 +361,16 @@ def _assemble(
             *_of_eight_bits(plan, gpu),
             *(() if facts is None else _remarks(facts)),
             *describe_open_choices(plan),
+            *_of_curriculum(plan),
         ),
     )
+
+
+def _of_curriculum(plan: Plan) -> Iterator[str]:
+    """Yields remarks on the lengths of rows in a curriculum."""
+    if plan.ladder is not None:
+        yield from plan.ladder.describe()
+        yield "curriculum: the figures of this page are those of a step with whole rows"
 
 
 def _of_wide_products(plan: Plan) -> Iterator[str]:
