@@ -54,6 +54,8 @@ class BucketStore:
       folder: of its files.
       is_direct: whether transfers bypass the page cache.
       buffer_bytes: memory of the ring of buffers, independent of the number of buckets.
+      num_buffers: buffers of the ring. A sweep overwrites a bucket's memory when the bucket that
+        comes `num_buffers` - 1 places after it is requested, not earlier.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class BucketStore:
         largest = direct_io.pad_to_block(manifest.bucket_bytes)
         self._ring = [direct_io.aligned_buffer(largest) for _ in range(num_buffers)]
         self.buffer_bytes = num_buffers * largest
+        self.num_buffers = num_buffers
         self.is_direct = self._open_slots()
 
     @classmethod
@@ -199,7 +202,8 @@ class BucketStore:
 
         Args:
           dtype: of `bucket.array`; its size must divide the bytes of every bucket.
-          order: numbers of the buckets to visit, each at most once; by default all, from 0 on.
+          order: numbers of the buckets to visit; by default all, from 0 on. A bucket may come more
+            than once, but then it cannot be written: it may have been read ahead again.
           read: False if every byte will be written anyway; arrays then have undefined contents.
 
         Returns:
@@ -410,6 +414,3 @@ def _check_order(order: list[int], num_buckets: int) -> None:
         raise ValueError(
             f"order contains bucket {beyond[0]}, but the buckets are 0 to {num_buckets - 1}"
         )
-    if len(set(order)) < len(order):
-        twice = next(index for index in order if order.count(index) > 1)
-        raise ValueError(f"order contains bucket {twice} more than once; sweep again instead")
