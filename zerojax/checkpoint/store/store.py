@@ -6,7 +6,7 @@ import dataclasses
 import errno
 import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -183,6 +183,11 @@ class BucketStore:
         return self._manifest.generation
 
     @property
+    def is_broken(self) -> bool:
+        """Whether no further sweep can start: a sweep that wrote did not end, or it is closed."""
+        return self._refusal is not None
+
+    @property
     def disk_bytes(self) -> int:
         """Bytes of all bucket files."""
         return self._manifest.num_slots * self._manifest.file_bytes
@@ -193,7 +198,7 @@ class BucketStore:
         dtype: DTypeLike = np.uint8,
         order: Sequence[int] | None = None,
         read: bool = True,
-    ) -> Iterator[Bucket]:
+    ) -> Generator[Bucket]:
         """Iterates over the buckets once; a completed loop with writes makes a new generation.
 
         The new generation is made when the loop runs to its end and wrote at least one bucket;
@@ -269,7 +274,7 @@ class BucketStore:
             raise
         return all_direct
 
-    def _sweep(self, kind: np.dtype, order: list[int], read: bool) -> Iterator[Bucket]:
+    def _sweep(self, kind: np.dtype, order: list[int], read: bool) -> Generator[Bucket]:
         if self._refusal:
             raise StoreError(self._refusal)
         if self._sweeping:
