@@ -113,6 +113,11 @@ def measured(config: RunConfig, steps: int, folder: Path, *, save: bool) -> RunC
     total = 3 * steps
     warmup = config.optimizer.warmup_steps
     offload = config.mesh.offload
+    if offload.params == "nvme":
+        raise ValueError(
+            "zerojax profile reads the trace of one program, and with offload.params=nvme a step "
+            "is several; profile with offload.params: host, or take a trace with log.profile"
+        )
     if offload.on_disk:  # keep the run's own state files: use others, on the same disk
         own = None if offload.folder is None else str(Path(offload.folder) / folder.name)
         offload = dataclasses.replace(offload, folder=own, durable=False)
