@@ -7,7 +7,11 @@ to rounding, `TOLERANCE`. The optimizer's sweep alone gives the same bits as any
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -252,3 +256,49 @@ def test_params_in_files_imply_the_optimizers_state_there():
     assert OffloadConfig(params="nvme", durable=True).durable
     with pytest.raises(ConfigError, match="opt_state.*host.*params: nvme"):
         OffloadConfig(params="nvme", opt_state="host")
+
+
+def child(folder: Path, layers: int, what: str) -> str:
+    """Runs `tests.support.paged_process`; returns what it prints."""
+    command = [sys.executable, "-m", "tests.support.paged_process", str(folder), str(layers), what]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_depth(tmp_path):
+    """8 and 32 layers of 4 MiB: 256 and 1,024 MiB of files; 5 % is the noise of allocators."""
+    found = []
+    for layers in (8, 32):
+        child(tmp_path / str(layers), layers, "make")
+        found.append(json.loads(child(tmp_path / str(layers), layers, "run")))
+    few, many = found
+    assert many["file_bytes"] == 4 * few["file_bytes"] == 2**30
+    assert np.isfinite(many["losses"]).all()
+    assert many["peak_rss_bytes"] < 1.05 * few["peak_rss_bytes"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"mesh": {"data": 2, "replica": 2}, "zero": 3},
+        {"precision": "bf16", "zero": 2, "num_microbatches": 2},
+        {"precision": "fp16", "zero": 1},
+        {"inputs": "host"},
+        {"freeze": ("probe",)},
+    ],
+    ids=["replica", "bf16", "fp16", "inputs", "frozen"],
+)
+def test_other_settings_train_as_with_weights_on_the_host(tmp_path, more):
+    """The plain way of these is `params: host`, which has tests of its own."""
+    given = options_of(steps=3) | more
+    moved = {"activations": given.pop("inputs", "device")}
+    tolerance = TOLERANCE if "precision" not in more else 2e-2  # of 16-bit numbers
+    runs = []
+    for place in (paged(tmp_path / "a", **moved), paged(tmp_path / "b", **moved)):
+        place |= {} if not runs else {"params": "host", "opt_state": "nvme"}
+        runs.append(train_for(small(**MODEL), offload=place, **given))
+        close(runs[-1].state)
+    np.testing.assert_allclose(runs[0].losses, runs[1].losses, rtol=0, atol=tolerance)
+    np.testing.assert_allclose(runs[0].norms, runs[1].norms, rtol=4 * tolerance)
+    assert runs[0].plan.offload.paged == runs[1].plan.offload.streamed
