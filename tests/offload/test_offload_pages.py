@@ -18,6 +18,7 @@ import jax
 import numpy as np
 import pytest
 
+import zerojax
 from tests.offload.test_offload_params import make_optimizer
 from tests.support.offload_disk_runs import Regression, close, differing, portable
 from tests.support.pipeline_runs import small
@@ -29,10 +30,11 @@ from tests.support.trajectories import (
     train_for,
 )
 from zerojax.checkpoint.store import StoreError
-from zerojax.config import OffloadConfig
+from zerojax.config import CheckpointConfig, LogConfig, OffloadConfig
 from zerojax.config.loader import ConfigError
 from zerojax.optim.precision import as_precision
 from zerojax.parallel.initialization import init_state
+from zerojax.parallel.offload.disk_durable import resume
 from zerojax.parallel.reshard import reshard_state
 from zerojax.parallel.step import build_evaluation, build_step
 from zerojax.plan.host_budget import disk_bytes
@@ -256,6 +258,71 @@ def test_params_in_files_imply_the_optimizers_state_there():
     assert OffloadConfig(params="nvme", durable=True).durable
     with pytest.raises(ConfigError, match="opt_state.*host.*params: nvme"):
         OffloadConfig(params="nvme", opt_state="host")
+
+
+@pytest.mark.thorough
+def test_a_durable_state_survives_a_failure_in_the_sweep(tmp_path, monkeypatch):
+    """It goes on from its last whole step, to the bits of a run without the failure."""
+    config = {"slice_elements": 1024, "min_elements": 2048, "durable": True}
+    plan = plan_for(
+        small(layers=3, width=32), offload=paged(tmp_path, **config), **options_of(devices=1)
+    )
+    step = build_step(plan)
+    state, _ = step(init_state(plan), batch_on(plan))
+    real, calls = os.pwritev, []
+
+    def fail(descriptor: int, buffers: Any, offset: int) -> int:
+        calls.append(1)
+        if len(calls) > 5:  # three pages of gradients come first
+            raise OSError(28, "No space left on device")
+        return real(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "pwritev", fail)
+    with pytest.raises(StoreError, match="No space left.*the last whole step"):
+        step(state, batch_on(plan, 1))
+    monkeypatch.undo()
+    close(state)
+    again, _ = resume(plan)
+    again, metrics = step(again, batch_on(plan, 1))
+    found = portable(plan, again)
+    close(again)
+    other = one_device(tmp_path / "whole")
+    expected, _ = build_step(other)(init_state(other), batch_on(other))
+    expected, expected_metrics = build_step(other)(expected, batch_on(other, 1))
+    assert float(metrics["loss"]) == float(expected_metrics["loss"])
+    assert differing(found, portable(other, expected)) == []
+    close(expected)
+
+
+@pytest.mark.thorough
+def test_a_run_goes_on_from_its_checkpoint_in_files_and_on_the_device(tmp_path):
+    """Through `zerojax.train`, with a validation between the steps."""
+
+    def run(folder: str, steps: int, place: dict[str, Any] | None) -> list[float]:
+        losses: list[float] = []
+
+        def note(trainer: Any, metrics: Any) -> None:
+            losses.append(metrics["loss"])
+
+        trainer = zerojax.train(
+            small(**MODEL),
+            {"data": 8, "zero": 2, **({} if place is None else {"offload": place})},
+            [text_batch(index) for index in range(4)],
+            optimizer=make_optimizer(),
+            precision="fp32",
+            steps=steps,
+            checkpoint=CheckpointConfig(path=str(tmp_path / folder), every=2, save_on_exit=False),
+            run_dir=None,
+            log=LogConfig(every=1),
+            callbacks=[note],
+        )
+        assert np.isfinite(trainer.evaluate([text_batch(5)])["loss"])
+        trainer.close()
+        return losses
+
+    files = paged(tmp_path / "files")
+    found = [*run("moved", 2, files), *run("moved", 4, files), *run("moved", 6, None)]
+    np.testing.assert_allclose(found, run("plain", 6, None), rtol=0, atol=TOLERANCE)
 
 
 def child(folder: Path, layers: int, what: str) -> str:
