@@ -86,7 +86,7 @@ MISTAKES = [
     ({"durable": True}, "durable: True applies to files on a disk; set opt_state: nvme"),
     ({"durable": True, "opt_state": "host"}, "applies to files on a disk"),
     ({"update_in_backward": True}, "set params: host as well"),
-    ({"params": "nvme"}, "params: 'nvme' is not one of device, host"),
+    ({"params": "disk"}, "params: 'disk' is not one of device, host, nvme"),
     ({"activations": "cpu"}, "activations: 'cpu' is not one of device, host"),
     ({"slice_elements": 0}, "slice_elements: 0 must be >= 1"),
     ({"min_elements": 0}, "min_elements: 0 must be >= 1"),

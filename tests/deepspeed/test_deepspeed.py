@@ -629,6 +629,19 @@ def test_offload_goes_to_the_tiers_of_the_same_meaning():
     assert deepspeed.translate(file).mesh.offload.slice_elements == 1_000_000
 
 
+def test_parameters_go_to_files_and_the_state_with_them():
+    param = {"device": "nvme", "nvme_path": "/fast", "buffer_count": 5, "buffer_size": 1e8}
+    zero = {"stage": 3, "offload_param": {**param, "max_in_cpu": 1e9}}
+    for optimizer in (None, {"device": "nvme", "nvme_path": "/fast"}, {"device": "cpu"}):
+        if optimizer is not None:
+            zero["offload_optimizer"] = optimizer
+        translation = deepspeed.translate({"zero_optimization": zero})
+        offload = translation.mesh.offload
+        assert (offload.params, offload.opt_state, offload.folder) == ("nvme", "nvme", "/fast")
+        told = [text for text in translation.warnings if "from files to files" in text]
+        assert len(told) == (optimizer is None or optimizer["device"] == "cpu")
+
+
 @pytest.mark.parametrize("size", [0, 1, 8, 4000])
 def test_a_sub_group_smaller_than_a_parameter_cuts_no_parameter(size):
     # Axolotl's zero3_bf16_cpuoffload_all.json says 0: one parameter per tile in DeepSpeed.
@@ -655,7 +668,22 @@ def test_old_names_of_offload_and_zero_are_translated_with_a_warning():
     ("zero", "words"),
     [
         ({"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}, "needs stage 3"),
-        ({"stage": 3, "offload_param": {"device": "nvme"}}, "not to files"),
+        (
+            {
+                "stage": 3,
+                "offload_param": {"device": "nvme", "nvme_path": "/a"},
+                "offload_optimizer": {"device": "nvme", "nvme_path": "/b"},
+            },
+            "use one path",
+        ),
+        (
+            {
+                "stage": 3,
+                "offload_param": {"device": "nvme", "nvme_path": "/a"},
+                "offload_optimizer": {"device": "nvme", "ratio": 0.5},
+            },
+            "set it to 1",
+        ),
         ({"stage": 2, "reduce_scatter": False}, "set it to true"),
         ({"stage": 2, "mics_shard_size": 4}, "needs stage 3"),
     ],

@@ -139,9 +139,8 @@ comet.enabled=true | comet | tensorboard wandb | $.enabled=true
 fp16.enabled=true fp16.fp16_master_weights_and_grads=true | fp16_master_weights_and_grads True
   | false bf16 bf16_master_weights_and_grads
   | fp16.enabled=true fp16.fp16_master_weights_and_grads=false ; {MASTERS} {Z}.stage=1
-{Z}.stage=3 {Z}.offload_param.device=nvme | offload_param.device nvme | cpu offload_optimizer
-  | {Z}.stage=3 {Z}.offload_param.device=cpu {Z}.offload_optimizer.device=nvme
-    {Z}.offload_optimizer.nvme_path=files
+{Z}.stage=3 {Z}.offload_param.device=disk | offload_param.device disk | none cpu nvme
+  | {Z}.stage=3 {Z}.offload_param.device=nvme {Z}.offload_param.nvme_path=files
 {ELASTIC} elasticity.version=0.1 elasticity.num_gpus_per_node=2 | elasticity.version 0.1 | 0.2
   | {ELASTIC} elasticity.version=$ elasticity.num_gpus_per_node=2
 {ELASTIC} train_batch_size=8 | train_batch_size 8 | elasticity.ignore_non_elastic_batch_info

@@ -37,8 +37,8 @@ from zerojax.optim import adamw
 from zerojax.parallel import initialization
 from zerojax.parallel.initialization import init_state
 from zerojax.parallel.offload import disk_step
-from zerojax.parallel.offload.disk import owners_of
 from zerojax.parallel.offload.disk_durable import resume, resume_step
+from zerojax.parallel.offload.disk_places import owners_of
 from zerojax.parallel.reshard import model_parts, reshard_state
 from zerojax.plan.device_mesh import make_mesh
 from zerojax.plan.make import make_plan

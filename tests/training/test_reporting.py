@@ -24,7 +24,7 @@ def make_plan(precision):
     """What `Reports` asks of a plan."""
     return types.SimpleNamespace(
         precision=as_precision(precision),
-        abstract_state={"params": dict.fromkeys(NAMES)},
+        abstract_stored={"params": dict.fromkeys(NAMES)},
         stacks={},
         learning_rate=None,
         traced=types.SimpleNamespace(metric_names=()),

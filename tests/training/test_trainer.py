@@ -107,7 +107,7 @@ def test_a_resumed_run_is_bit_equal_and_traces_nothing_twice(tmp_path, monkeypat
         pass
     with train(second, checkpoint=folder) as trainer:
         assert trainer.num_steps == 6
-        assert trainer.jitted_step._compiled._cache_size() == 1
+        assert trainer.jitted_step.compiled._cache_size() == 1
         chex.assert_trees_all_equal(jax.device_get(trainer.state), expected, strict=True)
     assert first + second == whole
     assert len(whole) == 6

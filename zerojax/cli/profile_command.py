@@ -78,6 +78,11 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--steps {args.steps}: at least 2 are needed to compare steps")
     if args.start and args.out is not None:
         raise ValueError(f"--out {args.out}: --start writes nothing; leave one of them out")
+    if config.mesh.offload.params == "nvme" and not args.start:
+        raise ValueError(
+            "zerojax profile reads the trace of one program, and with offload.params=nvme a step "
+            "is several; profile with offload.params: host, or take a trace with log.profile"
+        )
     save = not (args.no_save or args.start)
     config = measured(config, args.steps, free_folder(args.out, config), save=save)
     if config.cpu_devices is not None:

@@ -41,10 +41,11 @@ class OffloadConfig:
     disk, see folder), or shares of them: {device: 0.4, host: 0.6}. The update moves them to the
     device slice by slice and computes the same bits. With any value but device, the weights of
     forward and backward are stored separately, in the compute dtype."""
-    params: Literal["device", "host"] = DEVICE
+    params: Literal["device", "host", "nvme"] = DEVICE
     """Memory of the layer weights that forward and backward read. host: weights are moved to
     the device layer by layer, and gradients back, so that device memory does not grow with
-    depth. For models whose layers run in one scan."""
+    depth. nvme: weights and gradients of layers are in files, too, so that host memory does not
+    grow with depth either; opt_state is then nvme. For models whose layers run in one scan."""
     activations: Literal["device", "host"] = DEVICE
     """Memory of each layer's input until the backward pass. host: one activation per layer is moved
     to the host, and layers are recomputed in the backward pass."""
@@ -68,6 +69,8 @@ class OffloadConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "opt_state", _normal_shares(self.opt_state))
         coerce_fields(self)
+        if self.params == NVME:
+            self._imply_files()
         expand_folders(self, "folder")
         check_at_least(self, 1, "slice_elements", "min_elements")
         if self.update_in_backward and self.params != HOST:
@@ -79,6 +82,18 @@ class OffloadConfig:
         if self.durable and not self.on_disk:
             refuse(
                 "durable", True, "applies to files on a disk; set opt_state: nvme, or leave it out"
+            )
+
+    def _imply_files(self) -> None:
+        """Puts the optimizer's state into files, where its weights are."""
+        if self.opt_state == DEVICE:
+            object.__setattr__(self, "opt_state", NVME)
+        if self.opt_state != NVME:
+            refuse(
+                "opt_state",
+                self.opt_state,
+                "cannot be combined with params: nvme, whose layers are updated from files to "
+                "files; set opt_state: nvme, or leave it out",
             )
 
     @property

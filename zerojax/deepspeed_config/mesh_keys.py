@@ -224,12 +224,12 @@ def _offload(file: File, stage: int) -> OffloadConfig:
     param = _device(file, PARAM, "cpu_offload_param")
     optimizer, param = _on_stage(file, optimizer, param, stage)
     fields: dict[str, Any] = {"opt_state": _shares(file, optimizer, stage)}
-    if param != "none":
-        fields["params"] = HOST
+    fields["params"] = _TIERS[param]
+    if param == "nvme":
+        fields["opt_state"] = _state_of_pages(file, fields["opt_state"])
     if file["activation_checkpointing.cpu_checkpointing"]:
         fields["activations"] = HOST
-    if optimizer == "nvme":
-        fields["folder"] = file.optional(f"{OPTIMIZER}.nvme_path")
+    fields["folder"] = _folder(file, optimizer, param)
     if optimizer != "none" and file.has(f"{ZERO}.sub_group_size"):
         size, why = _slice_of_tile(file[f"{ZERO}.sub_group_size"])
         fields["slice_elements"] = size
@@ -241,6 +241,39 @@ def _offload(file: File, stage: int) -> OffloadConfig:
         if file.optional(key) is False:
             file.notes.warnings.append(f"{key}=false: host memory is pinned all the same")
     return OffloadConfig(**fields)
+
+
+def _state_of_pages(file: File, opt_state: Any) -> str:
+    """Returns the tier of the optimizer's state beside layers in files: files as well."""
+    if opt_state == NVME:
+        return NVME
+    key, what = f"{OPTIMIZER}.device", file[f"{OPTIMIZER}.device"]
+    if not isinstance(opt_state, str):
+        file.notes.refuse(
+            f"{OPTIMIZER}.ratio",
+            file[f"{OPTIMIZER}.ratio"],
+            "with offload_param.device=nvme all of the optimizer's state is in files; set it to 1",
+        )
+        return NVME
+    why = "mesh.offload.opt_state=nvme, because layers in files are updated from files to files"
+    file.notes.change(key, "mapped", why)
+    file.notes.warnings.append(f"{key}={what} with offload_param.device=nvme: {why}")
+    return NVME
+
+
+def _folder(file: File, optimizer: str, param: str) -> str | None:
+    """Returns the folder of files, one for state and weights; None if there are none."""
+    sections = [name for name, at in ((OPTIMIZER, optimizer), (PARAM, param)) if at == "nvme"]
+    paths = {name: file.optional(f"{name}.nvme_path") for name in sections}
+    named = {name: path for name, path in paths.items() if path is not None}
+    if len(set(named.values())) > 1:
+        file.notes.refuse(
+            f"{PARAM}.nvme_path",
+            named[PARAM],
+            f"differs from offload_optimizer's {named[OPTIMIZER]}; weights and optimizer state "
+            "share one folder: use one path",
+        )
+    return next(iter(named.values()), None)
 
 
 def _slice_of_tile(sub_group_size: int) -> tuple[int, str]:

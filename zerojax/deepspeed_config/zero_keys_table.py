@@ -44,15 +44,21 @@ OFFLOAD_PARAM: Table = {
         "text",
         "none",
         "honoured",
-        "none, cpu: mesh.offload.params=device, host",
-        ("none", "cpu"),
-        "weights can be offloaded to host memory, not to files; use cpu, and nvme for "
-        "offload_optimizer",
+        "none, cpu, nvme: mesh.offload.params=device, host, nvme",
+        ("none", "cpu", "nvme"),
+        "use none, cpu or nvme",
     ),
-    "nvme_path": Key("text", None, "compiler", "weights are not offloaded to files"),
-    "buffer_count": Key("int", 5, "compiler", "each layer is fetched one layer ahead of its use"),
+    "nvme_path": Key("text", None, "honoured", "mesh.offload.folder, that of offload_optimizer"),
+    "buffer_count": Key(
+        "int", 5, "compiler", "each layer is fetched one layer ahead of its use, in three buffers"
+    ),
     "buffer_size": Key("int", 100_000_000, "compiler", "a buffer is one layer"),
-    "max_in_cpu": Key("int", 1_000_000_000, "compiler", "all offloaded weights are in host memory"),
+    "max_in_cpu": Key(
+        "int",
+        1_000_000_000,
+        "compiler",
+        "cpu: all offloaded weights are in host memory; nvme: none but those in the buffers",
+    ),
     "pin_memory": Key("bool", True, "mapped", "host memory is always pinned"),
 }
 

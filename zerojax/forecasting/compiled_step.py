@@ -50,7 +50,7 @@ from zerojax.plan.counts import (
     tokens_per_step,
 )
 from zerojax.plan.eight_bits import describe_eight_bits, eight_bit_share, wire_bytes_saved
-from zerojax.plan.make import Plan, require_plan
+from zerojax.plan.make import Plan, require_plan, streamed_from_host
 from zerojax.plan.offload_costs import hiding
 from zerojax.plan.open_choices import describe_open_choices
 from zerojax.plan.reasons import WIDE_PRODUCTS
@@ -63,6 +63,11 @@ from zerojax.tracing.trees import format_bytes
 FACTS_VERSION = 10
 """Version of `Facts` in cache keys. Increase it when the readers of programs change, so that
 cached results expire."""
+
+_STREAMED = (
+    "with offload.params=nvme a step is a loop over several programs; compiled and counted is the "
+    "one program that streams the same layers from host memory"
+)
 
 Facts = dict[str, Any]
 """The facts read from a compiled step: plain values that JSON can store."""
@@ -135,21 +140,38 @@ def forecast(
     else:
         mesh = meshes.make_abstract_mesh(settings, count, gpu=card)
     moved, targets = with_rungs(plan.remake(mesh)), None
-    if why is None and moved.settings.offload.on_host:
+    counted = streamed_from_host(moved) if _reads_pages(moved) else moved
+    if why is None and counted.settings.offload.on_host:
         # Absent devices have no host memory: trace over the mesh's axes only.
         targets = list(mesh.devices.flat)
-        remade = plan.remake(mesh.abstract_mesh)
-        changes = {"program": moved.program, "reasons": moved.reasons, "ladder": moved.ladder}
-        moved = dataclasses.replace(remade, **changes)
+        moved, counted = (_over_axes(one, mesh) for one in (moved, counted))
     return _make_forecast(
-        moved, card, devices=targets, why_formula=why, fast=fast, progress=progress
+        moved,
+        card,
+        counted=counted,
+        devices=targets,
+        why_formula=why,
+        fast=fast,
+        progress=progress,
     )
+
+
+def _reads_pages(plan: Plan) -> bool:
+    return plan.offload is not None and bool(plan.offload.paged)
+
+
+def _over_axes(plan: Plan, mesh: Any) -> Plan:
+    """Returns the plan over the axes of its mesh, with the choices made for its devices."""
+    remade = plan.remake(mesh.abstract_mesh)
+    changes = {"program": plan.program, "reasons": plan.reasons, "ladder": plan.ladder}
+    return dataclasses.replace(remade, **changes)
 
 
 def _make_forecast(
     plan: Plan,
     gpu: Gpu,
     *,
+    counted: Plan,
     devices: Sequence[Any] | None = None,
     why_formula: str | None = None,
     fast: bool = False,
@@ -160,6 +182,8 @@ def _make_forecast(
     Args:
       plan: on a mesh of `compile_client.gpu_devices(gpu, ...)`, or on an abstract mesh.
       gpu: the card.
+      counted: the plan whose step is traced and compiled: `plan`, or where its step is several
+        programs the plan that streams the same layers from host memory in one program.
       devices: devices of `gpu_devices` in the order of an abstract mesh, for a plan with arrays in
         host memory, which a mesh of such devices would lose.
       why_formula: the reason why the step is not compiled; None compiles.
@@ -173,19 +197,19 @@ def _make_forecast(
     facts: Facts | None = None
     seconds = 0.0
     say("tracing the step")
-    traced = build_step(plan).trace(plan.abstract_state, plan.abstract_batch)
+    traced = build_step(counted).trace(counted.abstract_state, counted.abstract_batch)
     flops = count_program_flops(traced.jaxpr) / plan.mesh.size
     eight_bits = eight_bit_share(traced.jaxpr)
     attention_bytes = attention_wire_bytes(traced.jaxpr, plan.mesh.shape)
     if why_formula is None:
         say("lowering")
         lowered = traced.lower() if devices is None else compile_client.lower_for_gpus(traced)
-        key = cache_key(plan, gpu, fast, program=lowered.as_text())
+        key = cache_key(counted, gpu, fast, program=lowered.as_text())
         facts = forecast_cache.load(key)
         if facts is None:
             say(f"compiling for {plan.mesh.size} {gpu.title}" + " (fast options)" * fast)
             began = time.perf_counter()
-            facts = _compile(lowered, plan, devices, fast)
+            facts = _compile(lowered, counted, devices, fast)
             seconds = time.perf_counter() - began
             forecast_cache.store(key, facts)
     made_by = compile_client.compiler_version(fast=fast)
@@ -359,6 +383,7 @@ def _assemble(
             *_unmeasured(plan, gpu),
             *_of_wide_products(plan),
             *_of_eight_bits(plan, gpu),
+            *(_STREAMED,) * (facts is not None and _reads_pages(plan)),
             *(() if facts is None else _remarks(facts)),
             *describe_open_choices(plan),
             *_of_curriculum(plan),
@@ -436,6 +461,7 @@ def _remarks(facts: Facts) -> Iterator[str]:
 
 def _memory(plan: Plan, facts: Facts | None) -> Memory:
     formula = role_bytes(plan)
+    on_host = sum(tiers.get(HOST, 0) for tiers in role_tiers(plan).values())
     state = state_bytes(plan)
     batch = shard_bytes(plan.abstract_batch)
     if facts is None:
@@ -448,7 +474,7 @@ def _memory(plan: Plan, facts: Facts | None) -> Memory:
             aliased=None,
             temporary=None,
             peak=None,
-            host=sum(tiers.get(HOST, 0) for tiers in role_tiers(plan).values()),
+            host=on_host,
             formula_peak=sum(formula.values()),
             roles=roles,
         )
@@ -461,7 +487,8 @@ def _memory(plan: Plan, facts: Facts | None) -> Memory:
         aliased=use.aliased,
         temporary=use.temporary,
         peak=use.peak,
-        host=use.host_peak,
+        # The compiled program has in host memory what the plan has in files.
+        host=on_host if _reads_pages(plan) else use.host_peak,
         formula_peak=sum(formula.values()),
         roles=_roles(use, facts["roles"], formula, batch),
     )

@@ -140,7 +140,7 @@ def sizes_by_role(
 
 
 def _compiled_temporary(plan: Plan, step: Any) -> int | None:
-    if step is None:
+    if step is None or (plan.offload is not None and plan.offload.paged):
         return None
     try:
         compiled = step.lower(plan.abstract_state, plan.abstract_batch).compile()

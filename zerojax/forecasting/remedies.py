@@ -12,7 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from zerojax.config.mesh import HOST
+from zerojax.config.mesh import DEVICE, HOST, NVME
 from zerojax.forecasting.forecast_numbers import Memory
 from zerojax.hardware.gpus import Gpu
 from zerojax.models.adapt import bound_attribute
@@ -303,7 +303,7 @@ def _offload(plan: Plan, gpu: Gpu, sizes: dict[str, int]) -> Iterator[Remedy]:
     """Yields offloading of the optimizer's state, then of layers' inputs, then of their weights."""
     config, in_slices = plan.settings.offload, can_slice(plan)
     state = _sum(sizes, MASTERS, OPTIMIZER, AVERAGE)
-    if in_slices and config.opt_state != HOST and state:
+    if in_slices and config.opt_state != HOST and config.params != NVME and state:
         # Forward and backward then read a permanent copy; at stages 1 and 2 it is in addition to
         # the weights gathered from it.
         kept = 0.0
@@ -326,7 +326,7 @@ def _offload(plan: Plan, gpu: Gpu, sizes: dict[str, int]) -> Iterator[Remedy]:
         why = "the input of each layer is kept in host memory"
         waiting = min(kept_inputs, _sum(sizes, ACTIVATIONS))
         yield Remedy("mesh.offload.activations=host", why, waiting * (1 - 2 / num_layers(plan)), 5)
-    if config.params != HOST and in_slices and config.moves_opt_state:
+    if config.params == DEVICE and in_slices and config.moves_opt_state:
         leaves = plan.placement.leaves.values()
         stacked = sum(num_elements(leaf.shape) for leaf in leaves if leaf.num_slices > 1)
         share = stacked / plan.placement.num_parameters() * (1 - 2 / num_layers(plan))

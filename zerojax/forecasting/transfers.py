@@ -21,7 +21,7 @@ from zerojax.plan.counts import role_tiers
 from zerojax.plan.device_mesh import CONTEXT, EXPERT, MANUAL_AXES, STAGE
 from zerojax.plan.expert_costs import exchange_bytes
 from zerojax.plan.make import Plan
-from zerojax.plan.offload_costs import buffer_bytes, file_bytes, hiding, moved_bytes
+from zerojax.plan.offload_costs import all_file_bytes, buffer_bytes, hiding, moved_bytes
 from zerojax.plan.pipeline_costs import message_bytes
 from zerojax.plan.whole_matrices import matrix_bytes
 from zerojax.plan.wire import wire_bytes, wire_unit
@@ -176,7 +176,6 @@ def offload_numbers(plan: Plan, gpu: Gpu, facts: dict[str, Any] | None) -> Offlo
         return sum(one["bytes"] * one["times"] for one in same)
 
     number, tiers = min(plan.mesh.size, gpu.node_devices), role_tiers(plan)
-    generations = 2 if plan.settings.offload.durable else 1
     return Offload(
         tiers=tiers,
         moved=moved_bytes(plan),
@@ -186,5 +185,5 @@ def offload_numbers(plan: Plan, gpu: Gpu, facts: dict[str, Any] | None) -> Offlo
         by_kernels=total(is_linear=False),
         machine_host=number * sum(own.get(HOST, 0) for own in tiers.values())
         + buffer_bytes(plan, plan.offload, number),
-        machine_disk=generations * file_bytes(plan, number),
+        machine_disk=all_file_bytes(plan, number),
     )

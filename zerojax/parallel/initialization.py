@@ -268,7 +268,7 @@ def _read_initial(plan: Plan, key_data: np.ndarray, *, without: Collection[str])
     for name, leaf in plan.abstract_stored["params"].items():
         one = new.pop(name) if name in new else _place(arrays[0][name], leaf, rows[name])
         found = cut_new_param(plan, name, one)
-        if name not in without:
+        if name not in without and name in plan.abstract_state["params"]:
             state["params"][name] = found.param
         if found.master is not None:
             state["masters"][name] = found.master

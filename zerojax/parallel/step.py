@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,6 +23,8 @@ from zerojax.parallel.deterministic_update import build_chunked_update, build_fi
 from zerojax.parallel.offload import streaming
 from zerojax.parallel.offload.disk_durable import write_rest
 from zerojax.parallel.offload.disk_step import DiskStep, pending_of, pending_shardings
+from zerojax.parallel.offload.paged_layers import LayerPrograms, build_paged_gradients
+from zerojax.parallel.offload.paged_step import PagedEvaluation, PagedStep
 from zerojax.parallel.offload.sliced_update import build_offload_update
 from zerojax.parallel.offload.streaming_update import build_updating_gradients
 from zerojax.parallel.one_bit_update import (
@@ -34,7 +37,7 @@ from zerojax.parallel.update import ThisStep, build_norm, build_update
 from zerojax.parallel.weight_copies import build_following
 from zerojax.plan import device_mesh as meshes
 from zerojax.plan.kept_parts import copies_key
-from zerojax.plan.make import Plan, require_plan
+from zerojax.plan.make import Plan, require_plan, streamed_from_host
 from zerojax.plan.state import COPIES, ONE_BIT, TrainState, step_key
 from zerojax.tracing.protocol import Loss
 
@@ -97,10 +100,10 @@ def _jitted_step(plan: Plan, gradients: Any, read_norm: Any, update: Any) -> Liv
       update: result of `_build_update`.
     """
     replicated = NamedSharding(plan.mesh, P())
-    scaling, weight = plan.precision.loss_scale, _expected_weight(plan)
+    scaling, factor_of = plan.precision.loss_scale, _build_factor(plan)
     on_disk = plan.offload is not None and bool(plan.offload.on_disk)
     in_backward = _updates_in_backward(plan)
-    num_pieces = plan.num_microbatches * meshes.num_data_shards(plan.mesh)
+    paged = _reads_pages(plan)
 
     measured = {kind: choice.implementation for kind, choice in plan.program.kernels.items()}
 
@@ -110,12 +113,7 @@ def _jitted_step(plan: Plan, gradients: Any, read_norm: Any, update: Any) -> Liv
 
     def compute(state: TrainState, batch: Any) -> tuple[Any, ...]:
         key = step_key(state["rng"], state["step"])
-        factor = None if scaling is None else state["loss_scale"]["scale"] / weight
-        if plan.traced.batch_weight is not None:
-            whole = plan.traced.batch_weight(batch, num_pieces)
-            # Do not divide by a weight of 0: the loss is not finite, and the step is skipped.
-            whole = jnp.where(whole == 0, 1, whole)
-            factor = (1 if scaling is None else state["loss_scale"]["scale"]) / whole
+        factor = factor_of(state, batch["batch"] if paged else batch)
         sums, grads, extras, state = gradients(state, jax.random.key_data(key), batch, factor)
         loss = sums["loss"] / sums["weight"]
         # Divide by the scale that the loss was multiplied by, not by the next one.
@@ -171,9 +169,39 @@ def _jitted_step(plan: Plan, gradients: Any, read_norm: Any, update: Any) -> Liv
         out_shardings=(plan.state_shardings, replicated, *pending),
         compiler_options=dict(plan.program.options) or None,
     )
+    rest = functools.partial(write_rest, plan)
+    if paged:
+        programs = LayerPrograms(plan, pass_config(plan), train=True)
+        step = PagedStep(plan, jitted, rest, programs=programs, factor_of=factor_of)
+        return LiveStateOnly(step, _OneProgram(plan))
     if on_disk:
-        jitted = DiskStep(plan, jitted, functools.partial(write_rest, plan))
+        jitted = DiskStep(plan, jitted, rest)
     return LiveStateOnly(jitted)
+
+
+class _OneProgram:
+    """The program of a step that streams the same layers from host memory, for counting.
+
+    A step with pages is several programs and a loop in Python, so it has no program of its own.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+
+    @functools.cached_property
+    def _step(self) -> tuple[Any, TrainState]:
+        twin = streamed_from_host(self._plan)
+        return build_step(twin), twin.abstract_state
+
+    def trace(self, _: TrainState, batch: Any) -> Any:
+        """Traces the program; its state is that of its own plan."""
+        step, state = self._step
+        return step.trace(state, batch)
+
+    def lower(self, _: TrainState, batch: Any) -> Any:
+        """Lowers the program, see `trace`."""
+        step, state = self._step
+        return step.lower(state, batch)
 
 
 class LiveStateOnly:
@@ -183,12 +211,20 @@ class LiveStateOnly:
     which takes microseconds.
 
     Attributes:
+      compiled: the function.
       trace, lower: those of the compiled function.
     """
 
-    def __init__(self, compiled: Any) -> None:
-        self._compiled = compiled
-        self.trace, self.lower = compiled.trace, compiled.lower
+    def __init__(self, compiled: Any, program: Any = None) -> None:
+        """Wraps a function.
+
+        Args:
+          compiled: the function.
+          program: what `trace` and `lower` belong to; None: the function.
+        """
+        self.compiled = compiled
+        program = compiled if program is None else program
+        self.trace, self.lower = program.trace, program.lower
 
     def __call__(self, state: TrainState, batch: Any) -> Any:
         for name, part in state.items():
@@ -200,7 +236,7 @@ class LiveStateOnly:
                     "continue with the returned state (jax.device_get(state) before the step "
                     "keeps a copy)"
                 )
-        return self._compiled(state, batch)
+        return self.compiled(state, batch)
 
 
 def _first_array(tree: Any) -> jax.Array | None:
@@ -213,6 +249,25 @@ def _first_array(tree: Any) -> jax.Array | None:
         return None
     is_array = isinstance(tree, jax.Array) and not isinstance(tree, jax.core.Tracer)
     return tree if is_array else None
+
+
+def _build_factor(plan: Plan) -> Callable[[TrainState, Any], jax.Array | None]:
+    """Builds the traced `(state, batch) -> factor` by which a step multiplies its loss.
+
+    The factor is float32 [], or None where the loss is not multiplied.
+    """
+    scaling, weight = plan.precision.loss_scale, _expected_weight(plan)
+    num_pieces = plan.num_microbatches * meshes.num_data_shards(plan.mesh)
+
+    def factor_of(state: TrainState, batch: Any) -> jax.Array | None:
+        if plan.traced.batch_weight is None:
+            return None if scaling is None else state["loss_scale"]["scale"] / weight
+        whole = plan.traced.batch_weight(batch, num_pieces)
+        # Do not divide by a weight of 0: the loss is not finite, and the step is skipped.
+        whole = jnp.where(whole == 0, 1, whole)
+        return (1 if scaling is None else state["loss_scale"]["scale"]) / whole
+
+    return factor_of
 
 
 def _expected_weight(plan: Plan) -> float:
@@ -254,6 +309,9 @@ def build_evaluation(plan: Plan, loss: Loss | None = None) -> Any:
             "tokens of a row; use loss=None, the model's method loss(batch), or context=1"
         )
     config = pass_config(plan)
+    if _reads_pages(plan):
+        evaluation = PagedEvaluation(plan, config, loss or plan.loss)
+        return LiveStateOnly(evaluation, _OneProgram(plan))
     fixed = config.virtual_shards is not None
     build = zero.build_virtual_forward if fixed else _passes(plan).build_forward
     forward, follow = build(config, loss or plan.loss), build_following(plan)
@@ -272,6 +330,10 @@ def _updates_in_backward(plan: Plan) -> bool:
     return plan.offload is not None and plan.offload.update_in_backward
 
 
+def _reads_pages(plan: Plan) -> bool:
+    return plan.offload is not None and bool(plan.offload.paged)
+
+
 def _build_gradients(plan: Plan, *, unsummed: frozenset[str] = frozenset()) -> Any:
     """Builds the traced gradient function of a step.
 
@@ -281,6 +343,13 @@ def _build_gradients(plan: Plan, *, unsummed: frozenset[str] = frozenset()) -> A
     over devices.
     """
     config = pass_config(plan)
+    if _reads_pages(plan):
+        end = build_paged_gradients(config)
+
+        def ending(state: TrainState, _: Any, given: Any, factor: Any) -> tuple[Any, ...]:
+            return *end(state["params"], state["extras"], given["totals"]), state
+
+        return ending
     if _updates_in_backward(plan):
         updating = build_updating_gradients(plan, config)
         return lambda state, key_data, batch, _: updating(state, key_data, batch)

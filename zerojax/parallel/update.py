@@ -83,8 +83,8 @@ def build_norm(
         that of its part of the batch. Their square is the mean over devices of the sum of squares
         of devices x gradient, which is never below that of the mean gradient.
     """
-    specs = specs_of_leaves(plan.abstract_state["params"])
-    axes = axes_of_leaves(plan.mesh, plan.abstract_state["params"])
+    specs = specs_of_leaves(plan.abstract_stored["params"])
+    axes = axes_of_leaves(plan.mesh, plan.abstract_stored["params"])
     devices = math.prod(plan.mesh.shape[axis] for axis in PASS_AXES)
     for name in unsummed:
         specs[name], axes[name] = P(PASS_AXES), shared_axes(plan.mesh, P(PASS_AXES))
@@ -179,7 +179,7 @@ def leaf_names(plan: Plan) -> list[str]:
     whole and in deterministic runs.
     """
     rows = _named_rows(plan)
-    return [one for name in plan.abstract_state["params"] for one in rows.get(name, (name,))]
+    return [one for name in plan.abstract_stored["params"] for one in rows.get(name, (name,))]
 
 
 def _named_rows(plan: Plan) -> dict[str, tuple[str, ...]]:
@@ -189,7 +189,7 @@ def _named_rows(plan: Plan) -> dict[str, tuple[str, ...]]:
     if plan.program.kernels["statistics"].implementation != "xla":
         return {}
     found = {}
-    for name in plan.stacks.keys() & plan.abstract_state["params"].keys():
+    for name in plan.stacks.keys() & plan.abstract_stored["params"].keys():
         names, stored = plan.stacks[name], plan.placement.leaves[name].layer_rows
         # A row without a layer is 0 and never reported.
         order = range(len(names)) if stored is None else stored
@@ -317,7 +317,7 @@ def axes_of_leaves(
 
 def true_shapes(plan: Plan) -> dict[str, tuple[int, ...]]:
     """Returns {name: shape of a trained parameter in the user's model}, for masks that need it."""
-    return {name: plan.placement.leaves[name].shape for name in plan.abstract_state["params"]}
+    return {name: plan.placement.leaves[name].shape for name in plan.abstract_stored["params"]}
 
 
 def stacks_of(plan: Plan) -> dict[str, tuple[str, ...]]:
@@ -325,7 +325,7 @@ def stacks_of(plan: Plan) -> dict[str, tuple[str, ...]]:
     stacks = find_stacks(plan.traced.forward, sorted(plan.placement.leaves))
     return {
         name: shared_axes(plan.mesh, P(*leaf.sharding.spec[:1]))
-        for name, leaf in plan.abstract_state["params"].items()
+        for name, leaf in plan.abstract_stored["params"].items()
         if name in stacks
     }
 

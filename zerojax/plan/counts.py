@@ -78,6 +78,10 @@ def state_tiers(plan: Decisions) -> dict[str, Tiers]:
     for name, leaf in state["params"].items():
         tier = HOST if name in layout.streamed else DEVICE
         _add(weights if name in copied else updated, tier, _shard(leaf))
+    for name in layout.paged:
+        whole = plan.abstract_stored["params"][name]
+        size = math.prod(whole.sharding.shard_shape(whole.shape))
+        _add(weights, NVME, size * jnp.dtype(plan.precision.compute_dtype).itemsize)
     masters = _memory_tiers(state["masters"])
     stored = plan.abstract_stored
     whole = sum(_shard(stored["params"][name]) for name in copied)
@@ -150,7 +154,7 @@ def role_tiers(plan: Decisions) -> dict[str, Tiers]:
     if plan.offload is not None and plan.offload.activations:
         # A loop over microbatches may have two gradient buffers: compiled for 8 H200 it has two at
         # stage 3 and one at stage 1.
-        buffers = 2 if plan.num_microbatches > 1 else 1
+        buffers = 2 if plan.num_microbatches > 1 and not plan.offload.paged else 1
         found[ACTIVATIONS] = {HOST: buffers * (kept_activation_bytes(plan) or 0)}
     return found
 
@@ -200,7 +204,7 @@ def kept_activation_bytes(plan: Decisions) -> int | None:
         if x.shape and jnp.issubdtype(x.dtype, jnp.floating)
     )
     split = plan.mesh.shape[MODEL] if plan.settings.sequence_sharding else 1
-    streamed = plan.offload is not None and bool(plan.offload.streamed)
+    streamed = plan.offload is not None and bool(plan.offload.by_layer)
     split *= plan.mesh.shape[CONTEXT] * plan.mesh.shape[STAGE]
     return size * (loop.params["length"] - streamed) // split
 
@@ -258,8 +262,9 @@ def _formula_tiers(plan: Decisions) -> tuple[Tiers, Tiers]:
     """Returns (weights that forward and backward hold, their gradients), bytes per device.
 
     With a pipeline gradients are always accumulated, and one microbatch adds those of one chunk. Of
-    streamed layers (`offload.streamed`) a device holds two, gathered, and the gradients of one; all
-    gradients are on the host, or nowhere with an update in the backward pass. Parameters gathered
+    streamed layers (`offload.by_layer`) a device holds two, gathered, and the gradients of one; all
+    gradients are on the host or in files, as the weights, or nowhere with an update in the backward
+    pass. Parameters gathered
     on use live together within one straight piece of the loss: a layer of a loop, or all layers
     that a Python loop calls (`zerojax.plan.placement.straight_pieces`).
 
@@ -277,7 +282,7 @@ def _formula_tiers(plan: Decisions) -> tuple[Tiers, Tiers]:
     placement: Placement = plan.placement
     layout = plan.offload
     copied = layout.leaves if layout and plan.precision.has_masters else {}
-    streamed = layout.streamed if layout else frozenset()
+    streamed = layout.by_layer if layout else frozenset()
     compute = jnp.dtype(plan.precision.compute_dtype).itemsize
     reduce = jnp.dtype(plan.precision.reduce_dtype).itemsize
     several = _adds_up(plan)
@@ -328,7 +333,7 @@ def _formula_tiers(plan: Decisions) -> tuple[Tiers, Tiers]:
     living = [sum(on_use.get(name, 0) for name in piece.names) for piece in pieces]
     held: Tiers = {DEVICE: weights + max((*living, *on_use.values()), default=0)}
     left: Tiers = {DEVICE: gradients}
-    _add(left, HOST, far_gradients)
+    _add(left, NVME if layout and layout.paged else HOST, far_gradients)
     return held, left
 
 

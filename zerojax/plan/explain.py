@@ -204,4 +204,5 @@ def _tiers(plan: Decisions, leaf: LeafPlacement) -> str:
     sliced = plan.offload.leaves[leaf.name]
     counts = ", ".join(f"{count} on {tier}" for tier, count in sliced.counts.items() if count)
     weights = "; its weights are on the host" if leaf.name in plan.offload.streamed else ""
+    weights = "; its weights are in files" if leaf.name in plan.offload.paged else weights
     return f"optimizer state in {sliced.num_slices} slices: {counts}{weights}"

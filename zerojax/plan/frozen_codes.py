@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zerojax.config import MeshConfig
-from zerojax.config.mesh import HOST
+from zerojax.config.mesh import DEVICE
 from zerojax.optim.precision import Precision
 from zerojax.optim.weight_codes import BLOCK, WeightCodes, bytes_per_parameter, codes_for
 from zerojax.plan import device_mesh as meshes
@@ -93,10 +93,10 @@ def check_codes(
             f"{asked} with stage={mesh.shape[meshes.STAGE]}: the stages of a pipeline cannot "
             f"decode the weights that they use; use stage=1 (no pipeline), {remedy}"
         )
-    if settings.offload.params == HOST:
+    if settings.offload.params != DEVICE:
         raise ValueError(
-            f"{asked} with offload.params={HOST}: layers streamed from the host cannot be decoded; "
-            f"leave offload.params out, {remedy}"
+            f"{asked} with offload.params={settings.offload.params}: streamed layers cannot be "
+            f"decoded; leave offload.params out, {remedy}"
         )
     if settings.deterministic is not None:
         raise ValueError(

@@ -16,7 +16,7 @@ from zerojax.hardware.local_devices import shares_host_memory
 from zerojax.plan.counts import GRADIENTS, STORED, role_tiers, state_bytes
 from zerojax.plan.device_mesh import state_axes
 from zerojax.plan.make import Plan
-from zerojax.plan.offload_costs import buffer_bytes, file_bytes, slice_bytes
+from zerojax.plan.offload_costs import all_file_bytes, buffer_bytes, slice_bytes
 from zerojax.plan.offload_tiers import plan_offload
 from zerojax.plan.state_layout import OffloadLayout, store_folder
 from zerojax.runtime.memory import PINNED_LIMIT, SPARE, Room, free_disk, least_room
@@ -48,8 +48,7 @@ def host_bytes(plan: Plan) -> int:
 
 def disk_bytes(plan: Plan) -> int:
     """Returns the bytes of this process's files; a durable run keeps two generations of them."""
-    one = file_bytes(plan, len(_local_devices(plan)))
-    return one * (2 if plan.settings.offload.durable else 1)
+    return all_file_bytes(plan, len(_local_devices(plan)))
 
 
 def check_offload(plan: Plan, *, environ: Mapping[str, str] | None = None) -> None:
@@ -240,7 +239,7 @@ def _taken(folder: Path) -> int:
     """Returns the bytes of an earlier run's state files in a folder, which a new run replaces."""
     if not folder.is_dir():
         return 0
-    files = (path.stat() for path in folder.glob("buckets*.bin"))
+    files = (path.stat() for path in folder.rglob("buckets*.bin"))
     return sum(512 * file.st_blocks for file in files)
 
 

@@ -19,6 +19,7 @@ from zerojax import models, optim, tracing
 from zerojax.config import MeshConfig
 from zerojax.config.checks import as_patterns, names_keywords
 from zerojax.config.display import as_details
+from zerojax.config.mesh import HOST
 from zerojax.models.losses import split_result
 from zerojax.operators.attention_choice import attention_planned_for
 from zerojax.optim.precision import Precision, as_precision, default_precision
@@ -51,6 +52,7 @@ from zerojax.plan.loss_checks import (
     describe_pieces,
     trace_pieces,
 )
+from zerojax.plan.offload_pages import check_pages
 from zerojax.plan.offload_tiers import (
     check_durable,
     check_update_in_backward,
@@ -105,7 +107,7 @@ from zerojax.plan.state import (
     portable_on_host,
     slice_batch,
 )
-from zerojax.plan.state_layout import PipelineLayout
+from zerojax.plan.state_layout import OffloadLayout, PipelineLayout
 from zerojax.plan.table_lookups import Lookups, check_lookup, check_update_of_tables, plan_lookups
 from zerojax.plan.weight_wire import check_weight_wire, describe_weight_wire, with_weight_wire
 from zerojax.plan.whole_matrices import describe_matrices, describe_taken, with_matrices
@@ -321,9 +323,7 @@ def _decide(
     program = _choose_program(task, seen, placement, tx)
     stacks = find_stacks(seen.trace.jaxpr, sorted(seen.params))
     tx, why_padding = fit_padding(tx, seen.params, placement, task.precision, mesh, stacks=stacks)
-    check_durable(settings.offload, task.precision, jax.process_count())
-    offload = plan_offload(settings.offload, placement, task.precision, tx, mesh, stacked=stacked)
-    check_update_in_backward(offload, task.num_microbatches, task.precision, tx)
+    offload = _plan_offload(task, placement, tx, stacked)
     stored, portable = _abstract_forms(task, seen, placement, tx, names)
     return Plan(
         mesh=mesh,
@@ -384,6 +384,18 @@ def _decide(
         ),
         remake=_Remake(settings=settings, inputs=inputs),
     )
+
+
+def _plan_offload(
+    task: _Task, placement: Placement, tx: optax.GradientTransformation, stacked: frozenset[str]
+) -> OffloadLayout | None:
+    settings, mesh, number = task.settings, task.mesh, jax.process_count()
+    check_durable(settings.offload, task.precision, number)
+    layout = plan_offload(settings.offload, placement, task.precision, tx, mesh, stacked=stacked)
+    check_update_in_backward(layout, task.num_microbatches, task.precision, tx)
+    averages = layout is not None and optim.EMA in layout.moments
+    check_pages(settings, mesh, task.precision, num_processes=number, averages=averages)
+    return layout
 
 
 def _abstract_forms(
@@ -614,6 +626,18 @@ class _Remake:
     def __call__(self, mesh: Mesh | AbstractMesh) -> Plan:
         options = plan_options(self.settings)
         return _make(*resolve_mesh(mesh, self.settings.zero, options), self.inputs)
+
+
+def streamed_from_host(plan: Plan) -> Plan:
+    """Returns the plan of the same run with the weights of layers in host memory.
+
+    Args:
+      plan: with the weights of layers in files.
+    """
+    assert isinstance(plan.remake, _Remake)
+    offload = dataclasses.replace(plan.settings.offload, params=HOST)
+    settings = dataclasses.replace(plan.settings, offload=offload)
+    return dataclasses.replace(plan.remake, settings=settings)(plan.mesh)
 
 
 def with_slices(plan: Plan, elements: int) -> Plan:

@@ -111,6 +111,8 @@ def moved_bytes(plan: Decisions) -> tuple[Moved, ...]:
     gradients of streamed layers: those of each microbatch are copied to the host, added there to
       the previous ones, which are read for that; all are read once more for the update. None with
       an update in the backward pass.
+    With weights in files, all of these are read from files and written to them, except that
+      nothing is read for the first microbatch's gradients.
     activations: each layer input is copied out in the forward pass and back in the backward.
     """
     layout = plan.offload
@@ -119,19 +121,30 @@ def moved_bytes(plan: Decisions) -> tuple[Moved, ...]:
     parts = [_update(plan)]
     number = plan.num_microbatches
     compute = jnp.dtype(plan.precision.compute_dtype).itemsize
-    streamed = [plan.placement.leaves[name] for name in sorted(layout.streamed)]
+    streamed = [plan.placement.leaves[name] for name in sorted(layout.by_layer)]
+    in_files = bool(layout.paged)
     if streamed:
         shards = [
             (plan.placement.shard_elements(x) * compute, layers_of(plan, x)) for x in streamed
         ]
         brought = sum(shard * (2 * layers - 1) // layers for shard, layers in shards)
         whole = sum(shard for shard, _ in shards)
-        parts.append(Moved(what=WEIGHTS, to_device=number * brought, to_host=whole))
-    left = role_tiers(plan)[GRADIENTS].get(HOST, 0)
+        parts.append(
+            Moved(
+                what=WEIGHTS,
+                to_device=number * brought,
+                to_host=whole,
+                read=number * brought * in_files,
+                written=whole * in_files,
+            )
+        )
+    left = role_tiers(plan)[GRADIENTS].get(NVME if in_files else HOST, 0)
     if left:
         added = number if number > 1 else 0
         to_device = left * (added + 1)
-        parts.append(Moved(what=GRADIENTS, to_device=to_device, to_host=left * number))
+        there = left * number
+        files = {"read": there, "written": there} if in_files else {}
+        parts.append(Moved(what=GRADIENTS, to_device=to_device, to_host=there, **files))
     if layout.activations:
         kept = (kept_activation_bytes(plan) or 0) * number
         parts.append(Moved(what=ACTIVATIONS, to_device=kept, to_host=kept))
@@ -151,8 +164,35 @@ def _update(plan: Decisions) -> Moved:
     return Moved(what=UPDATE, to_device=both, to_host=both, read=disk, written=disk)
 
 
+def page_gradient_dtype(plan: Decisions) -> Any:
+    """Returns the dtype in which gradients of layers wait in files for the update."""
+    precision = plan.precision
+    several = plan.num_microbatches > 1
+    return jnp.dtype(precision.accumulate_dtype if several else precision.reduce_dtype)
+
+
+def all_file_bytes(plan: Decisions, num_devices: int) -> int:
+    """Returns the bytes of all files of `num_devices`: generations of the state, and pages."""
+    generations = 2 if plan.settings.offload.durable else 1
+    return generations * file_bytes(plan, num_devices) + sum(_page_bytes(plan, num_devices))
+
+
+def _page_bytes(plan: Decisions, num_devices: int) -> tuple[int, int]:
+    """Returns the bytes of all pages of weights, and of gradients, of `num_devices`."""
+    layout = plan.offload
+    leaves = [] if layout is None else [layout.leaves[name] for name in layout.paged_order]
+    elements = sum(
+        leaf.num_slices * leaf.slice_elements * min(num_devices, leaf.num_shards) for leaf in leaves
+    )
+    weights = jnp.dtype(plan.precision.compute_dtype).itemsize
+    return elements * weights, elements * page_gradient_dtype(plan).itemsize
+
+
 def file_bytes(plan: Decisions, num_devices: int) -> int:
-    """Returns the bytes of one generation of files of `num_devices`; shard copies share files."""
+    """Returns the bytes of one generation of the state of `num_devices` in files.
+
+    Copies of a shard share files.
+    """
     layout = plan.offload
     if layout is None:
         return 0
@@ -167,7 +207,11 @@ def buffer_bytes(plan: Decisions, layout: OffloadLayout, num_devices: int) -> in
     """Returns the host buffer bytes through which a process of `num_devices` accesses files."""
     sizes = slice_bytes(plan, layout)
     rows = [sizes[leaf.name] * min(num_devices, leaf.num_shards) for leaf in layout.on_disk]
-    return FEWEST_BUFFERS * max(rows, default=0)
+    pages = 0
+    if layout.paged:
+        layers = plan.placement.leaves[layout.paged_order[0]].stored_shape[0]
+        pages = sum(_page_bytes(plan, num_devices)) // layers
+    return FEWEST_BUFFERS * (max(rows, default=0) + pages)
 
 
 def slice_bytes(plan: Decisions, layout: OffloadLayout) -> dict[str, int]:
@@ -256,23 +300,35 @@ def hiding(plan: Decisions, gpu: Gpu, rates: TierRates | None = None) -> Hiding 
     beside += [part for part in moved if part.what == UPDATE and streaming]
     growing = [part for part in moved if part.what == ACTIVATIONS]
     # The devices of a machine share its disk; each has its own link.
-    touched = 2 * file_bytes(plan, min(plan.mesh.size, gpu.node_devices))
-    disk_seconds = None if rates.disk is None and touched else touched / (rates.disk or math.inf)
+    number = min(plan.mesh.size, gpu.node_devices)
+    in_update, in_pass = _touched(plan, number)
+    touched, disk = in_update + in_pass, rates.disk or math.inf
+    disk_seconds = None if rates.disk is None and touched else touched / disk
     update_link = _seconds(rates, update)
     flops = peak * ATTAINED
     per_token = model_flops(plan) / tokens / plan.mesh.size / flops
     left = per_token - _seconds(rates, growing) / tokens
-    update_seconds = max(update_link, disk_seconds or 0.0)
-    fixed = update_seconds + _seconds(rates, beside)
+    update_seconds = max(update_link, in_update / disk)
+    stream_seconds = max(_seconds(rates, [*beside, *growing]), in_pass / disk)
+    fixed = update_seconds + max(_seconds(rates, beside), in_pass / disk)
     known = disk_seconds is not None and left > 0
     return Hiding(
         rates=rates,
         update_seconds=update_seconds,
-        stream_seconds=_seconds(rates, [*beside, *growing]),
+        stream_seconds=stream_seconds,
         disk_seconds=disk_seconds,
         flops=flops,
         tokens=fixed / left if known else None,
     )
+
+
+def _touched(plan: Decisions, num_devices: int) -> tuple[int, int]:
+    """Returns bytes read and written in files of `num_devices`, (by the update, by the pass)."""
+    weights, gradients = _page_bytes(plan, num_devices)
+    number = plan.num_microbatches
+    in_update = 2 * file_bytes(plan, num_devices) + weights + gradients
+    # The last layer stays for both passes, which is neglected here.
+    return in_update, number * (2 * weights + gradients) + (number - 1) * gradients
 
 
 def _seconds(rates: TierRates, parts: list[Moved]) -> float:

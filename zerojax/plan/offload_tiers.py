@@ -54,12 +54,13 @@ def plan_offload(
     """
     if config.is_off:
         return None
-    moved = config.moves_opt_state or config.params == HOST
+    by_layer = config.params != DEVICE
+    moved = config.moves_opt_state or by_layer
     if moved:
         _check_optimizer(tx, config)
     trained = [leaf for leaf in placement.leaves.values() if not leaf.frozen]
     streamed, kept, sliced = [], [], []
-    for leaf in placement.leaves.values() if config.params == HOST else ():
+    for leaf in placement.leaves.values() if by_layer else ():
         if leaf.name not in stacked:
             continue
         reason = _why_not_streamed(leaf)
@@ -75,10 +76,13 @@ def plan_offload(
             sliced.append((leaf, shard))
     names = {leaf.name for leaf, _ in sliced}
     _check_number_of_slices(sliced, config)
+    layers = frozenset(leaf.name for leaf in streamed if leaf.name in names)
+    in_files = config.params == NVME
     return OffloadLayout(
         leaves=_share_out(sliced, config, mesh),
         arrays=(*((MASTER,) if precision.has_masters else ()), *_moments(tx)),
-        streamed=frozenset(leaf.name for leaf in streamed if leaf.name in names),
+        streamed=frozenset() if in_files else layers,
+        paged=layers if in_files else frozenset(),
         activations=config.activations == HOST,
         update_in_backward=config.update_in_backward,
         kept=tuple(kept),
@@ -182,7 +186,8 @@ def _elements_of_slice(
 ) -> int:
     layers = shard[0] if leaf.stack_dims else 1
     layer = trees.num_elements(shard) // layers
-    return slice_elements(layer, layers, limit, whole_layers=config.update_in_backward)
+    whole_layers = config.update_in_backward or config.params == NVME
+    return slice_elements(layer, layers, limit, whole_layers=whole_layers)
 
 
 def _check_number_of_slices(
@@ -240,7 +245,7 @@ def find_stacked(
     """Returns the names of the parameters that the loop over layers reads layer by layer.
 
     Args:
-      settings: the mesh options; the result is empty unless `offload.params` is host.
+      settings: the mesh options; the result is empty if `offload.params` is device.
       model, loss: what is trained.
       arrays: (parameters as they are read, extras, microbatch), as `ShapeDtypeStruct`s.
 
@@ -248,19 +253,20 @@ def find_stacked(
       ValueError: the layers do not run in one loop, or `offload.params` is combined with a
         pipeline or 8-bit products.
     """
-    if settings.offload.params != HOST:
+    tier = settings.offload.params
+    if tier == DEVICE:
         return frozenset()
     params, extras, batch = arrays
     if settings.stage > 1:
         raise ValueError(
-            f"offload.params=host cannot be combined with a pipeline of stage={settings.stage} "
+            f"offload.params={tier} cannot be combined with a pipeline of stage={settings.stage} "
             "stages: each runs its layers once per microbatch, and would copy them to the device "
             "each time; use stage=1 (no pipeline), or leave offload.params on the device and put "
             "opt_state on the host"
         )
     if model.overwritten:
         raise ValueError(
-            f"offload.params=host cannot be combined with 8-bit products: their scales (such as "
+            f"offload.params={tier} cannot be combined with 8-bit products: their scales (such as "
             f"{min(model.overwritten)}) are gradients of the whole loop over layers; use "
             "matmul_dtype=None, or leave offload.params on the device"
         )
@@ -274,7 +280,7 @@ def find_stacked(
         return cut_loss(run, dict(params), dict(extras), key, batch).stacked
     except ValueError as error:
         raise ValueError(
-            "offload.params=host streams layers one by one, so it needs layers that pipeline "
+            f"offload.params={tier} streams layers one by one, so it needs layers that pipeline "
             f"stages could divide, and this model does not have them: {error}. Or leave "
             "offload.params on the device"
         ) from error

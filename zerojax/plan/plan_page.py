@@ -310,6 +310,7 @@ def offload_dict(plan: Decisions) -> dict[str, Any] | None:
             for leaf in layout.leaves.values()
         },
         "streamed": sorted(layout.streamed),
+        "paged": sorted(layout.paged),
         "kept": [list(pair) for pair in layout.kept],
         "hiding": None if found is None else dataclasses.asdict(found),
     }

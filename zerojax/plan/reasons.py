@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from pallas_kernels.choice import SAME_BYTES, Choice
 from zerojax.config import MeshConfig
-from zerojax.config.mesh import HOST
+from zerojax.config.mesh import DEVICE
 from zerojax.models.adapt import bound_attribute
 from zerojax.optim import Optimizer
 from zerojax.optim.precision import Precision
@@ -340,7 +340,7 @@ def describe_options(known: Mapping[str, Any], dropped: Mapping[str, str]) -> li
 def describe_offload(settings: MeshConfig, layout: OffloadLayout | None) -> list[str]:
     """Describes how many parameters have masters and moments in the requested tier, and why."""
     config = settings.offload
-    if layout is None or not (config.moves_opt_state or config.params == HOST):
+    if layout is None or not (config.moves_opt_state or config.params != DEVICE):
         return []
     if config.moves_opt_state:
         shares = config.shares
@@ -361,9 +361,9 @@ def describe_offload(settings: MeshConfig, layout: OffloadLayout | None) -> list
         f"{what}: {len(layout.leaves)} parameters, in slices of at most {largest:,} elements"
         + stay * bool(layout.kept)
     ]
-    if layout.streamed:
+    if layout.by_layer:
         lines.append(
-            f"offload.params host: the weights of {len(layout.streamed)} parameters come to the "
-            "device layer by layer"
+            f"offload.params {config.params}: the weights of {len(layout.by_layer)} parameters "
+            "come to the device layer by layer"
         )
     return lines

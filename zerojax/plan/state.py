@@ -389,12 +389,14 @@ def abstract_offloaded(
       precision: the dtype in which weights are read.
 
     Returns:
-      `ShapeDtypeStruct`s; slices in files are not part of it.
+      `ShapeDtypeStruct`s; slices and weights in files are not part of it.
     """
     mesh = next(iter(stored["params"].values())).sharding.mesh
     result = stored.copy()
     result["params"] = {
-        name: _working(x, name, layout, precision) for name, x in stored["params"].items()
+        name: _working(x, name, layout, precision)
+        for name, x in stored["params"].items()
+        if name not in layout.paged
     }
     masters = layout.leaves if precision.has_masters else {}
     result["masters"] = {

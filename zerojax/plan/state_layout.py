@@ -68,6 +68,7 @@ class OffloadLayout:
         precision has masters), then names of the optimizer's moments, of which "ema" is an average
         of the weights.
       streamed: names of the parameters whose weights are on the host and are read layer by layer.
+      paged: names of the parameters whose weights are in files and are read layer by layer.
       activations: whether the input of each layer is offloaded to the host.
       update_in_backward: whether layers are updated as soon as their gradients are computed.
       kept: (name, reason) of every parameter that stays on the device while others are offloaded.
@@ -76,6 +77,7 @@ class OffloadLayout:
     leaves: Mapping[str, SlicedLeaf]
     arrays: tuple[str, ...]
     streamed: frozenset[str]
+    paged: frozenset[str]
     activations: bool
     update_in_backward: bool
     kept: tuple[tuple[str, str], ...]
@@ -84,6 +86,16 @@ class OffloadLayout:
     def moments(self) -> tuple[str, ...]:
         """The names in `arrays` of the optimizer's moments."""
         return tuple(name for name in self.arrays if name != MASTER)
+
+    @property
+    def by_layer(self) -> frozenset[str]:
+        """Names of the parameters whose weights come to the device layer by layer."""
+        return self.streamed | self.paged
+
+    @property
+    def paged_order(self) -> tuple[str, ...]:
+        """The names in `paged`, in the order of the state."""
+        return tuple(name for name in self.leaves if name in self.paged)
 
     @property
     def off_device(self) -> tuple[SlicedLeaf, ...]:

@@ -136,7 +136,7 @@ def leaf_transfers(plan: Decisions, leaf: LeafPlacement) -> list[LeafTransfer]:
             )
 
     if leaf.access is Access.WHOLE:
-        streamed = plan.offload is not None and leaf.name in plan.offload.streamed
+        streamed = _is_streamed(plan, leaf)
         if not leaf.frozen:
             over = tuple(dict.fromkeys((*DATA_AXES, *leaf.zero_axes)))
             if leaf.expert_dim is not None:
@@ -218,7 +218,7 @@ def _over_replicas(plan: Decisions, leaf: LeafPlacement) -> float:
 
 
 def _is_streamed(plan: Decisions, leaf: LeafPlacement) -> bool:
-    return plan.offload is not None and leaf.name in plan.offload.streamed
+    return plan.offload is not None and leaf.name in plan.offload.by_layer
 
 
 def _times_used(plan: Decisions, leaf: LeafPlacement) -> tuple[float, float, float]:

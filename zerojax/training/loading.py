@@ -19,7 +19,7 @@ from zerojax.checkpoint import Checkpointer, CheckpointError, named_step
 from zerojax.config import MeshConfig, OffloadConfig, RunConfig, as_mesh_config, from_dict
 from zerojax.config.checks import names_keywords, warn_user
 from zerojax.config.loader import ConfigError, user_path
-from zerojax.config.mesh import HOST
+from zerojax.config.mesh import DEVICE
 from zerojax.data import RowSource, abstract_global, as_source, load_tokenizer
 from zerojax.models.losses import next_token_of_call
 from zerojax.optim.precision import Precision
@@ -366,8 +366,8 @@ def load_run(
         )
 
     plan = replan(example)
-    if record.mesh.offload.params == HOST:
-        _warn_of_parameters(folder, plan)
+    if record.mesh.offload.params != DEVICE:
+        _warn_of_parameters(folder, plan, record.mesh.offload.params)
     with Checkpointer(checkpoints) as checkpointer:
         if isinstance(step, str):
             step = named_step(checkpointer.kept_steps(), step)
@@ -395,11 +395,11 @@ def _precision(record: RunRecord, weights: optim.Weights) -> Precision:
     return precision
 
 
-def _warn_of_parameters(folder: Path, plan: Plan) -> None:
+def _warn_of_parameters(folder: Path, plan: Plan, tier: str) -> None:
     leaves = jax.tree.leaves([plan.abstract_stored[part] for part in ("params", "frozen")])
     held = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
     warn_user(
-        f"{folder} trained with its parameters in host memory (offload.params: host); they are "
+        f"{folder} trained with its parameters off the device (offload.params: {tier}); they are "
         f"read onto the devices, {trees.format_bytes(held)} of each, since only a training step "
         "streams layers. If that is too much, "
         + (

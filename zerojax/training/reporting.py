@@ -407,9 +407,10 @@ def compare_peak(step: Any, plan: Plan, memory: Mapping[str, Any]) -> str | None
       memory: from `hardware.devices.device_memory`.
 
     Returns:
-      One line; None if devices do not report their memory (virtual CPU devices).
+      One line; None if devices do not report their memory (virtual CPU devices), or if the step is
+      several programs (`offload.params: nvme`).
     """
-    if memory["source"] != "device":
+    if memory["source"] != "device" or (plan.offload is not None and plan.offload.paged):
         return None
     compiled = step.lower(plan.abstract_state, plan.abstract_batch).compile()
     predicted, measured = compile_client.memory_of(compiled).peak, memory["peak"]

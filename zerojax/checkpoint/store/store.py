@@ -6,7 +6,7 @@ import dataclasses
 import errno
 import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -54,6 +54,8 @@ class BucketStore:
       folder: of its files.
       is_direct: whether transfers bypass the page cache.
       buffer_bytes: memory of the ring of buffers, independent of the number of buckets.
+      num_buffers: buffers of the ring. A sweep overwrites a bucket's memory when the bucket that
+        comes `num_buffers` - 1 places after it is requested, not earlier.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class BucketStore:
         largest = direct_io.pad_to_block(manifest.bucket_bytes)
         self._ring = [direct_io.aligned_buffer(largest) for _ in range(num_buffers)]
         self.buffer_bytes = num_buffers * largest
+        self.num_buffers = num_buffers
         self.is_direct = self._open_slots()
 
     @classmethod
@@ -180,6 +183,11 @@ class BucketStore:
         return self._manifest.generation
 
     @property
+    def is_broken(self) -> bool:
+        """Whether no further sweep can start: a sweep that wrote did not end, or it is closed."""
+        return self._refusal is not None
+
+    @property
     def disk_bytes(self) -> int:
         """Bytes of all bucket files."""
         return self._manifest.num_slots * self._manifest.file_bytes
@@ -190,7 +198,7 @@ class BucketStore:
         dtype: DTypeLike = np.uint8,
         order: Sequence[int] | None = None,
         read: bool = True,
-    ) -> Iterator[Bucket]:
+    ) -> Generator[Bucket]:
         """Iterates over the buckets once; a completed loop with writes makes a new generation.
 
         The new generation is made when the loop runs to its end and wrote at least one bucket;
@@ -199,7 +207,8 @@ class BucketStore:
 
         Args:
           dtype: of `bucket.array`; its size must divide the bytes of every bucket.
-          order: numbers of the buckets to visit, each at most once; by default all, from 0 on.
+          order: numbers of the buckets to visit; by default all, from 0 on. A bucket may come more
+            than once, but then it cannot be written: it may have been read ahead again.
           read: False if every byte will be written anyway; arrays then have undefined contents.
 
         Returns:
@@ -265,7 +274,7 @@ class BucketStore:
             raise
         return all_direct
 
-    def _sweep(self, kind: np.dtype, order: list[int], read: bool) -> Iterator[Bucket]:
+    def _sweep(self, kind: np.dtype, order: list[int], read: bool) -> Generator[Bucket]:
         if self._refusal:
             raise StoreError(self._refusal)
         if self._sweeping:
@@ -410,6 +419,3 @@ def _check_order(order: list[int], num_buckets: int) -> None:
         raise ValueError(
             f"order contains bucket {beyond[0]}, but the buckets are 0 to {num_buckets - 1}"
         )
-    if len(set(order)) < len(order):
-        twice = next(index for index in order if order.count(index) > 1)
-        raise ValueError(f"order contains bucket {twice} more than once; sweep again instead")

@@ -6,6 +6,7 @@ than sequential ones, and checksums, like transfers, release the GIL.
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import struct
 import zlib
@@ -153,12 +154,13 @@ def sweep_buckets(
     """Yields one bucket after the other; on any exit, waits for all transfers.
 
     Args:
-      order: numbers of buckets, each at most once.
+      order: numbers of buckets; one that comes more than once cannot be written.
       ring: at least `FEWEST_BUFFERS` buffers; bucket number p of `order` uses ring[p % len(ring)].
       as_array: the caller's view of a bucket, given its number and buffer.
       start_read: starts to read a bucket into a buffer.
       start_write: starts to write a bucket from a buffer.
     """
+    repeated = {index for index, times in collections.Counter(order).items() if times > 1}
     reads: dict[int, Callable[[], None]] = {}
     writes: dict[int, Callable[[], None]] = {}
 
@@ -169,6 +171,11 @@ def sweep_buckets(
         reads[place] = start_read(order[place], ring[place % len(ring)])
 
     def write(place: int) -> None:
+        if order[place] in repeated:
+            raise StoreError(
+                f"bucket {order[place]} comes more than once in this sweep, so it may have been "
+                "read ahead already; write it in a sweep that visits it once"
+            )
         writes[place] = start_write(order[place], ring[place % len(ring)])
 
     try:

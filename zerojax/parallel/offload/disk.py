@@ -1,100 +1,37 @@
-"""Stores slices in files: their buckets, initial values and reads.
+"""Stores slices in files: their initial values and reads.
 
-A bucket holds one slice of one parameter: for each of its arrays ("master", then moments) the rows
-[shards of this process, elements]. Every process has a store in its own folder.
+Every process has a store in its own folder; `disk_places` says what a bucket holds.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import math
+import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from zerojax.checkpoint.store import BucketStore, StoreFailedError
-from zerojax.config.mesh import DEVICE, NVME
+from zerojax.checkpoint.store import BucketStore, StoreError, StoreFailedError
+from zerojax.config.mesh import NVME
 from zerojax.optim import EMA
+from zerojax.parallel.offload.disk_places import DiskLeaf, DiskSlice, disk_leaves
+from zerojax.parallel.offload.pages import Pages
 from zerojax.plan.make import Plan
-from zerojax.plan.slices import cut_leaf, map_moments, tier_sharding
+from zerojax.plan.slices import cut_leaf, map_moments
 from zerojax.plan.state import TrainState
 from zerojax.plan.state_layout import MASTER, SlicedLeaf, store_folder
 
 SIDE_FILES = "*.npz"
 """Files that `parallel.offload.disk_durable` writes beside the buckets of a store."""
 
-ALIGNMENT = 64  # bytes; a CPU device uses memory with this alignment without a copy
-
 Rows = Mapping[jax.Device, np.ndarray]
 """{device of this process: its [elements], or [slices, elements]}."""
 
 Source = Callable[[str, int], Rows | None]
 """(array, number of a slice) -> values of the slice on each device; None means zeros."""
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class DiskLeaf:
-    """The position of one parameter's slices in a process's files: its buckets.
-
-    Attributes:
-      leaf: its slices.
-      first_bucket: number of its first bucket.
-      dtypes: {array: its dtype}, in the order of a bucket.
-      shards: numbers of the shards that this process holds; a bucket has one row for each.
-      row_of: {device of this process: its row}; copies of a shard share one row.
-      own_rows: rows of the shards that no process with a lower number holds.
-    """
-
-    leaf: SlicedLeaf
-    first_bucket: int
-    dtypes: Mapping[str, np.dtype]
-    shards: tuple[int, ...]
-    row_of: Mapping[jax.Device, int]
-    own_rows: tuple[int, ...]
-
-    @property
-    def num_buckets(self) -> int:
-        """Number of the parameter's slices in files, each of which is one bucket."""
-        return self.leaf.counts[NVME]
-
-    @property
-    def bucket_bytes(self) -> int:
-        """Bytes of one bucket of the parameter."""
-        return sum(self._array_bytes(dtype) for dtype in self.dtypes.values())
-
-    def views(self, bucket: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns {array: [rows, elements]} of a bucket's bytes, sharing its memory."""
-        shape, start, result = (len(self.shards), self.leaf.slice_elements), 0, {}
-        for name, dtype in self.dtypes.items():
-            size = math.prod(shape) * dtype.itemsize
-            result[name] = bucket[start : start + size].view(dtype).reshape(shape)
-            start += self._array_bytes(dtype)
-        return result
-
-    def _array_bytes(self, dtype: np.dtype) -> int:
-        size = len(self.shards) * self.leaf.slice_elements * dtype.itemsize
-        return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class DiskSlice:
-    """One slice read from files, which the caller may use until the iteration continues.
-
-    Attributes:
-      place: the parameter's buckets.
-      number: number of the slice in its shard, counted over all tiers.
-      arrays: {array: [rows, elements]} in the store's own memory.
-      write: starts writing them; do not change them afterwards.
-    """
-
-    place: DiskLeaf
-    number: int
-    arrays: Mapping[str, np.ndarray]
-    write: Callable[[], None]
 
 
 class DiskState:
@@ -110,6 +47,7 @@ class DiskState:
       failure: the reason why the slices no longer belong to one step; None if they do.
       data_state: position of the data after the next step, for a durable store.
       has_frozen: whether the frozen parameters were written beside the buckets of a durable store.
+      pages: weights and gradients of layers in files (`offload.params: nvme`); None without.
     """
 
     def __init__(self, store: BucketStore, leaves: Mapping[str, DiskLeaf]) -> None:
@@ -118,13 +56,19 @@ class DiskState:
         self.failure: str | None = None
         self.data_state: dict[str, Any] | None = None
         self.has_frozen = False
+        self.pages: Pages | None = None
 
     def slices(
-        self, *, read: bool = True, before_commit: Callable[[], None] | None = None
-    ) -> Iterator[DiskSlice]:
-        """Yields every slice in files once, to read or overwrite it; see `BucketStore.sweep`.
+        self,
+        *,
+        read: bool = True,
+        order: Sequence[int] | None = None,
+        before_commit: Callable[[], None] | None = None,
+    ) -> Generator[DiskSlice]:
+        """Yields slices in files once, to read or overwrite them; see `BucketStore.sweep`.
 
         Args:
+          order: numbers of their buckets; None: every slice, in the order of the buckets.
           read: False where every byte will be overwritten anyway.
           before_commit: called when all buckets are written, before the new generation is
             committed.
@@ -135,6 +79,7 @@ class DiskState:
         """
         self._check_whole()
         places = [place for place in self.leaves.values() for _ in range(place.num_buckets)]
+        visits = range(len(places)) if order is None else order
         wrote = False
 
         def write(bucket: Any) -> None:
@@ -143,22 +88,42 @@ class DiskState:
             bucket.write()
 
         try:
-            for count, bucket in enumerate(self.store.sweep(read=read), 1):
+            for count, bucket in enumerate(self.store.sweep(order=visits, read=read), 1):
                 place = places[bucket.index]
                 number = place.leaf.first(NVME) + bucket.index - place.first_bucket
                 views = place.views(bucket.array)
                 yield DiskSlice(place, number, views, lambda b=bucket: write(b))
-                if wrote and count == len(places) and before_commit is not None:
+                if wrote and count == len(visits) and before_commit is not None:
                     before_commit()
         except BaseException as error:
             if wrote:
-                self.failure = (
-                    f"{self.store.folder}: a sweep over the optimizer's state stopped half-way "
-                    f"({_text_of(error)}); start the run again: it continues from the "
-                    + ("last whole step" if self.store.is_durable else "last checkpoint")
-                )
+                self._fail(error)
             if isinstance(error, OSError):
                 raise StoreFailedError(self.failure or _text_of(error)) from error
+            raise
+
+    def _fail(self, error: BaseException) -> None:
+        self.failure = (
+            f"{self.store.folder}: a sweep over the optimizer's state stopped half-way "
+            f"({_text_of(error)}); start the run again: it continues from the "
+            + ("last whole step" if self.store.is_durable else "last checkpoint")
+        )
+
+    @contextlib.contextmanager
+    def updating(self) -> Iterator[None]:
+        """Marks the state as failed if an update of its pages ends with an error.
+
+        Raises:
+          StoreFailedError: the disk reports an error.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, StoreFailedError) and str(error) == self.failure:
+                raise
+            self._fail(error)
+            if isinstance(error, (OSError, StoreError)):
+                raise StoreFailedError(self.failure) from error
             raise
 
     def fill(
@@ -214,6 +179,18 @@ class DiskState:
     def close(self) -> None:
         """Closes the store's files. May be called twice."""
         self.store.close()
+        if self.pages is not None:
+            self.pages.close()
+
+    def add_pages(self, plan: Plan) -> None:
+        """Creates the pages of a plan whose layer weights are in files, from the masters.
+
+        Raises:
+          StoreError, OSError: as in `create_disk`.
+        """
+        if plan.offload is not None and plan.offload.paged:
+            self.pages = Pages(plan, self.leaves)
+            self.pages.fill(lambda order: self.slices(order=order))
 
     def _check_whole(self) -> None:
         if self.failure is not None:
@@ -228,50 +205,6 @@ def _text_of(error: BaseException) -> str:
         return "an error ended the loop over its buckets"
     text = error.strerror if isinstance(error, OSError) else str(error)
     return text or type(error).__name__
-
-
-def disk_leaves(plan: Plan) -> dict[str, DiskLeaf]:
-    """Returns {parameter with slices in files: its buckets} of this process, in layout order."""
-    assert plan.offload is not None
-    return places_of(plan, plan.offload.on_disk)
-
-
-def places_of(plan: Plan, leaves: Sequence[SlicedLeaf]) -> dict[str, DiskLeaf]:
-    """Returns {parameter: its buckets} of `leaves`, including ones without slices in files."""
-    layout, mesh = plan.offload, plan.mesh
-    assert layout is not None
-    assert isinstance(mesh, Mesh)
-    master = {MASTER: np.dtype(plan.precision.param_dtype)}
-    known = {**master, EMA: np.dtype(np.float32)}
-    moment = np.dtype(plan.precision.moments_dtype)
-    dtypes = {name: known.get(name, moment) for name in layout.arrays}
-    result, buckets = {}, 0
-    for leaf in leaves:
-        shard_of = _shards(leaf, mesh)
-        here = jax.process_index()
-        own = {device: shard for device, shard in shard_of.items() if device.process_index == here}
-        shards = tuple(sorted(set(own.values())))
-        rows = {device: shards.index(shard) for device, shard in own.items()}
-        owners = owners_of(shard_of)
-        own_rows = tuple(row for row, shard in enumerate(shards) if owners[shard] == here)
-        result[leaf.name] = DiskLeaf(leaf, buckets, dtypes, shards, rows, own_rows)
-        buckets += leaf.counts[NVME]
-    return result
-
-
-def owners_of(shard_of: Mapping[Any, int]) -> dict[int, int]:
-    """Returns {number of a shard: the first process that holds it}, from each device's shard."""
-    owners: dict[int, int] = {}
-    for device, shard in shard_of.items():
-        owners[shard] = min(owners.get(shard, device.process_index), device.process_index)
-    return owners
-
-
-def _shards(leaf: SlicedLeaf, mesh: Mesh) -> dict[jax.Device, int]:
-    """Returns {device: number of its shard}."""
-    sharding = tier_sharding(leaf, DEVICE, mesh)
-    indices = sharding.devices_indices_map((leaf.num_shards, 1))
-    return {device: index[0].start or 0 for device, index in indices.items()}
 
 
 def create_disk(plan: Plan) -> DiskState:
@@ -341,6 +274,7 @@ def filled_disk(
     disk = create_disk(plan)
     try:
         disk.fill(source_of, before_commit=lambda: before_commit(disk))
+        disk.add_pages(plan)
     except BaseException:
         disk.close()
         raise

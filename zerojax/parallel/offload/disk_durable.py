@@ -25,7 +25,10 @@ from zerojax.checkpoint.store.direct_io import replace_file
 from zerojax.checkpoint.store.manifest import NAME as MANIFEST
 from zerojax.checkpoint.store.manifest import load_manifest
 from zerojax.config.regular_files import open_regular
-from zerojax.parallel.offload.disk import DiskState, disk_leaves
+from zerojax.parallel.offload.disk import (
+    DiskState,
+)
+from zerojax.parallel.offload.disk_places import disk_leaves
 from zerojax.parallel.offload.disk_step import build_weights
 from zerojax.plan.make import Plan
 from zerojax.plan.state import TrainState
@@ -110,7 +113,7 @@ def resume(plan: Plan) -> tuple[TrainState, dict[str, Any] | None]:
       StoreError: the files are damaged.
     """
     folder = store_folder(plan.settings.offload)
-    store = BucketStore.open(folder)
+    store, disk = BucketStore.open(folder), None
     try:
         arrays, about = _unpacked(folder / f"state-{store.generation}.npz")
         if about.get("signature") != _signature(plan):
@@ -124,9 +127,10 @@ def resume(plan: Plan) -> tuple[TrainState, dict[str, Any] | None]:
         arrays |= {f"frozen/{n}": x for n, x in _unpacked(folder / _FROZEN)[0].items()}
         disk.has_frozen = True
         state = _place(plan, arrays)
+        disk.add_pages(plan)
         state["params"] |= build_weights(plan, disk.leaves, disk, {})
     except BaseException:
-        store.close()
+        store.close() if disk is None else disk.close()
         raise
     state["params"] = {name: state["params"][name] for name in plan.abstract_state["params"]}
     state["disk"] = disk

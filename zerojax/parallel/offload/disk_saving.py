@@ -19,14 +19,13 @@ from jax.sharding import Mesh, NamedSharding
 from zerojax.checkpoint.store.boxes import Box, Shape, parts_of_run
 from zerojax.checkpoint.store.pieces import PieceWriter, ShardBlock
 from zerojax.parallel.offload.disk import (
-    DiskLeaf,
     DiskState,
     Source,
     arrays_of,
     filled_disk,
-    places_of,
 )
 from zerojax.parallel.offload.disk_durable import rest_writer
+from zerojax.parallel.offload.disk_places import DiskLeaf, places_of
 from zerojax.parallel.offload.disk_step import build_weights
 from zerojax.plan.make import Plan
 from zerojax.plan.slices import Tiers, abstract_tiers, array_of_shards, map_moments, shards_of

@@ -19,7 +19,10 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax.config.mesh import DEVICE
 from zerojax.optim import Optimizer
-from zerojax.parallel.offload.disk import DiskLeaf, DiskSlice, DiskState
+from zerojax.parallel.offload.disk import (
+    DiskState,
+)
+from zerojax.parallel.offload.disk_places import DiskLeaf, DiskSlice
 from zerojax.parallel.offload.sliced_update import begin, context_of, update_slice
 from zerojax.parallel.update import ThisStep, clipped_scale
 from zerojax.plan.make import Plan
@@ -88,13 +91,14 @@ def pending_of(
       now: the step's inputs of an update.
 
     Returns:
-      "grads" of the parameters with slices in files, "opt_state" without arrays of parameters, and
-      "numbers" as `zerojax.parallel.offload.sliced_update.context_of` takes them.
+      "grads" of the parameters with slices in files and weights in memory, "opt_state" without
+      arrays of parameters, and "numbers" as
+      `zerojax.parallel.offload.sliced_update.context_of` takes them.
     """
     assert plan.offload is not None
     assert isinstance(plan.tx, Optimizer)
     return {
-        "grads": {leaf.name: grads[leaf.name] for leaf in plan.offload.on_disk},
+        "grads": {name: grads[name] for name in _in_memory(plan)},
         "opt_state": without_moments(opt_state),
         "numbers": (clipped_scale(plan.tx, now), now.skip, jax.random.key_data(now.key)),
     }
@@ -104,8 +108,14 @@ def pending_shardings(plan: Plan) -> dict[str, Any]:
     """Returns the shardings of `pending_of`, as `jax.jit` takes them."""
     assert plan.offload is not None
     params, replicated = plan.abstract_state["params"], NamedSharding(plan.mesh, P())
-    grads = {leaf.name: params[leaf.name].sharding for leaf in plan.offload.on_disk}
+    grads = {name: params[name].sharding for name in _in_memory(plan)}
     return {"grads": grads, "opt_state": replicated, "numbers": replicated}
+
+
+def _in_memory(plan: Plan) -> list[str]:
+    """Returns the names of parameters with slices in files whose weights are in memory."""
+    assert plan.offload is not None
+    return [x.name for x in plan.offload.on_disk if x.name not in plan.offload.paged]
 
 
 class SliceUpdates:
@@ -224,6 +234,8 @@ def build_weights(
 ) -> dict[str, jax.Array]:
     """Computes weights from masters in slices, with one slice on the device at a time.
 
+    Weights of layers that are read from files (`offload.params: nvme`) are left out.
+
     Args:
       plan: a plan with float32 masters.
       places: the parameters' buckets.
@@ -231,6 +243,7 @@ def build_weights(
       masters: {name: {tier: slices}} of the slices in memory.
     """
     abstract = plan.abstract_state["params"]
+    places = {name: place for name, place in places.items() if name in abstract}
     weights: dict[str, jax.Array] = {}
     for name in places:
         make = lambda x=abstract[name]: jnp.zeros(x.shape, x.dtype)  # noqa: E731
@@ -255,7 +268,12 @@ def _slices(
             for index in range(place.leaf.counts[tier]):
                 taken = np.stack([rows[row][index] for row in range(len(rows))])
                 yield place, place.leaf.first(tier) + index, taken
-    for piece in () if disk is None else disk.slices():
+    order = [
+        bucket
+        for place in places.values()
+        for bucket in range(place.first_bucket, place.first_bucket + place.num_buckets)
+    ]
+    for piece in () if disk is None or not order else disk.slices(order=order):
         yield piece.place, piece.number, piece.arrays[MASTER]
 
 

@@ -46,7 +46,7 @@ def cut_new_state(plan: Plan, stored: TrainState) -> TrainState:
         return {tier: to_host(x) if tier == HOST else x for tier, x in new.items()}
 
     result = stored.copy()
-    result["params"] = {name: each.param for name, each in cut_params.items()}
+    result["params"] = {name: cut_params[name].param for name in abstract["params"]}
     masters = {name: cut_params[name].master for name in abstract["masters"]}
     result["masters"] = masters
     result["opt_state"] = map_moments(layout.leaves, new_moment, stored["opt_state"])
@@ -58,7 +58,7 @@ class CutParam(NamedTuple):
     """The arrays of one parameter in a state with offload.
 
     Attributes:
-      param: the value that forward and backward read.
+      param: the value that forward and backward read; None if that is in files.
       master: in slices; None if it has none.
       average: average of the weights; in slices if the parameter is; None if there is none.
     """
@@ -78,7 +78,9 @@ def cut_new_param(plan: Plan, name: str, stored: jax.Array) -> CutParam:
     """
     shardings = plan.state_shardings
     averages = ema_of(shardings["opt_state"]) or {}
-    wanted = CutParam(shardings["params"][name], shardings["masters"].get(name), averages.get(name))
+    wanted = CutParam(
+        shardings["params"].get(name), shardings["masters"].get(name), averages.get(name)
+    )
     return jax.jit(lambda stored: _cut_param(plan, name, stored), out_shardings=wanted)(stored)
 
 
@@ -97,8 +99,10 @@ def _cut_param(plan: Plan, name: str, stored: jax.Array) -> CutParam:
             check_vma=False,
         )(x)
 
-    param = stored.astype(abstract["params"][name].dtype)
-    param = to_host(param) if name in layout.streamed else param
+    param = None
+    if name not in layout.paged:
+        param = stored.astype(abstract["params"][name].dtype)
+        param = to_host(param) if name in layout.streamed else param
     master = abstract["masters"].get(name)
     if master is not None:
         master = in_slices(stored, master)
@@ -145,16 +149,16 @@ def join_params(plan: Plan, state: TrainState, *, joined: bool = True) -> dict[s
     assert layout is not None
     target = portable_on_host(plan.abstract_stored, layout)["params"]
 
-    def param(name: str, x: jax.Array) -> jax.Array:
-        wanted = target[name]
+    def param(name: str, wanted: jax.ShapeDtypeStruct) -> Any:
         if name not in state["masters"]:
+            x = state["params"][name]
             return x if name not in layout.streamed else jax.device_put(x, wanted.sharding)
         leaf = layout.leaves[name]
         if not joined and leaf in layout.off_device:
             return wanted
         return join_leaf(leaf, state["masters"][name], wanted, _from_files(plan, state, leaf, 0))
 
-    return {name: param(name, x) for name, x in state["params"].items()}
+    return {name: param(name, wanted) for name, wanted in target.items()}
 
 
 def join_average(plan: Plan, state: TrainState) -> dict[str, jax.Array]:
@@ -221,7 +225,7 @@ def cut_state(plan: Plan, stored: TrainState) -> TrainState:
     result["masters"] = {
         name: moment(layout.leaves[name], 0, stored["params"][name]) for name in abstract["masters"]
     }
-    result["params"] = {name: as_read(name, x) for name, x in stored["params"].items()}
+    result["params"] = {n: as_read(n, stored["params"][n]) for n in abstract["params"]}
     result["opt_state"] = map_moments(layout.leaves, moment, stored["opt_state"])
     result["disk"] = {}
     return result

@@ -32,7 +32,8 @@ def build_offload_update(plan: Plan) -> Callable[..., dict[str, Any]]:
 
     The update maps `(gradients, state, ThisStep)` to `{"params": ..., "opt_state": ..., "masters":
     ...}`. It does not change slices in files, nor the part of `params` that is computed from them,
-    nor parameters that the backward pass has already updated; they have no gradients here.
+    nor parameters that the backward pass has already updated; they have no gradients here. Of
+    parameters whose weights are in files, the state has nothing.
     """
     tx, layout = plan.tx, plan.offload
     assert isinstance(tx, Optimizer)
@@ -57,6 +58,11 @@ def build_offload_update(plan: Plan) -> Callable[..., dict[str, Any]]:
         last: Any = None
         for name, leaf in layout.leaves.items():
             moments = tuple(moment[name] for moment in begun.moments)
+            if name in layout.paged:
+                masters[name] = old["masters"][name]
+                for moment, empty in zip(after, moments, strict=True):
+                    moment[name] = empty
+                continue
             update = LeafUpdate(begun, leaf, on_host=name in layout.streamed)
             master = old["masters"].get(name)
             if last is not None and name not in done:

@@ -152,6 +152,7 @@ class StreamedPass:
     Attributes:
       rows: the stacks of the layers.
       outer: {name: differentiated value} of all other parameters.
+      whole: {name: `ShapeDtypeStruct`} of all parameters as the model reads them.
     """
 
     def __init__(
@@ -164,14 +165,27 @@ class StreamedPass:
         batch: Arrays,
         *,
         train: bool,
+        prepared: tuple[Arrays, Arrays] | None = None,
     ) -> None:
+        """Initializes the pass.
+
+        Args:
+          config: configuration of the pass.
+          params, frozen: as stored; with `prepared` as `ShapeDtypeStruct`s.
+          extras, key_data: of the step.
+          batch: one microbatch, as `ShapeDtypeStruct`s.
+          train: whether the model runs in training mode.
+          prepared: result of `zero.prepare_parameters` for the parameters that are not streamed;
+            None computes it.
+        """
         assert config.offload is not None
         self.config, self.frozen = config, frozen
-        waiting, here = split_by_name({**params, **frozen}, config.offload.streamed)
+        waiting, here = split_by_name({**params, **frozen}, config.offload.by_layer)
         of = lambda names: {name: here[name] for name in names if name in here}  # noqa: E731
-        inputs, constants = prepare_parameters(config, of(params), of(frozen))
+        inputs, constants = prepared or prepare_parameters(config, of(params), of(frozen))
         abstract = _abstract(extras), jax.eval_shape(shard_key, key_data), batch
         whole = {name: self._whole(name, x) for name, x in {**params, **frozen}.items()}
+        self.whole = whole
         stacked = self._stacked(whole, *abstract, train=train)
         resident, self.outer = split_by_name(inputs, stacked)
         fixed, self.constants = split_by_name(constants, stacked)
@@ -213,7 +227,7 @@ class StreamedPass:
     ) -> frozenset[str]:
         """Returns the names of the parameters that the loop over layers slices."""
         assert self.config.offload is not None
-        streamed = self.config.offload.streamed
+        streamed = self.config.offload.by_layer
         try:
             stacked = cut_loss(self._run({}, train), whole, extras, key, batch).stacked
         except ValueError as error:
@@ -247,6 +261,67 @@ class StreamedPass:
             return device_inputs()
         return host_inputs(self.activation_specs)
 
+    # --- parts that are differentiated one by one -------------------------------------------------
+
+    def outer_reads(self) -> dict[str, Arrays]:
+        """Returns {part: {name: differentiated value}} of the parameters outside the layers.
+
+        Parts are "embed", "around" (other inputs of layers) and "head".
+        """
+        pieces, trained = self.pieces, self.outer.keys()
+        reads = {
+            "embed": trained & pieces.embed_reads,
+            "around": trained & pieces.layers_reads_outer,
+            "head": trained & pieces.head_reads,
+        }
+        return {part: {n: self.outer[n] for n in sorted(names)} for part, names in reads.items()}
+
+    def _bind_chosen(self, chosen: Arrays) -> Arrays:
+        return self.bind({**self.outer, **chosen})
+
+    def embedding(self, context: tuple[Arrays, Any, Arrays]) -> Callable[[Arrays], Any]:
+        """Builds `(values) -> (floating activations, (activations, changes of extras))`."""
+
+        def embed(chosen: Arrays) -> Any:
+            activations, changes = self.embed(self._bind_chosen(chosen), *context)
+            return floating(activations), (activations, changes)
+
+        return embed
+
+    def surrounding(self, context: tuple[Arrays, Any, Arrays]) -> Callable[[Arrays], Any]:
+        """Builds `(values) -> ((floating constants, floating rows), (constants, rows))`."""
+
+        def surround(chosen: Arrays) -> Any:
+            consts, others = self.surround(self._bind_chosen(chosen), *context)
+            return (floating(consts), floating(others)), (consts, others)
+
+        return surround
+
+    def ending(
+        self, context: tuple[Arrays, Any, Arrays], outputs: Any, loss_factor: jax.Array | None
+    ) -> Callable[[Arrays, list], Any]:
+        """Builds `(values, floating outputs) -> (scaled loss, (sums, changes of extras))`.
+
+        Args:
+          context: extras, key and batch.
+          outputs: of the last layer.
+          loss_factor: as in `build_gradients`.
+        """
+
+        def head(chosen: Arrays, floats: list) -> Any:
+            joined = tuple(join(floats, outputs))
+            sums, changes = self.head(self._bind_chosen(chosen), *context, joined)
+            scaled = sums["loss"] if loss_factor is None else sums["loss"] * loss_factor
+            return scaled, (sums, changes)
+
+        return head
+
+    def outer_gradients(self, found: list[Arrays]) -> Arrays:
+        """Adds up the parts' gradients of each parameter outside the layers."""
+        return {
+            name: _sum([f[name] for f in found if name in f], x) for name, x in self.outer.items()
+        }
+
     # --- a microbatch -----------------------------------------------------------------------------
 
     def evaluate(self, extras: Arrays, key: Any, batch: Arrays) -> Arrays:
@@ -269,55 +344,32 @@ class StreamedPass:
     ) -> tuple[Arrays, Arrays, Any, Arrays]:
         """Returns (sums, gradients outside the layers, the sink's totals, extras afterwards)."""
         context = extras, key, batch
-        pieces, trained = self.pieces, self.outer.keys()
-        reads = {
-            "embed": trained & pieces.embed_reads,
-            "around": trained & pieces.layers_reads_outer,
-            "head": trained & pieces.head_reads,
-        }
-        given = {piece: {n: self.outer[n] for n in sorted(reads[piece])} for piece in reads}
-        bind = lambda chosen: self.bind({**self.outer, **chosen})  # noqa: E731
-
-        def embed(chosen: Arrays) -> Any:
-            activations, changes = self.embed(bind(chosen), *context)
-            return floating(activations), (activations, changes)
-
-        def surround(chosen: Arrays) -> Any:
-            consts, others = self.surround(bind(chosen), *context)
-            return (floating(consts), floating(others)), (consts, others)
-
+        pieces, given = self.pieces, self.outer_reads()
+        embed, surround = self.embedding(context), self.surrounding(context)
         _, pull_embed, (activations, embed_changes) = jax.vjp(embed, given["embed"], has_aux=True)
-        if reads["around"]:
+        if given["around"]:
             _, pull_around, around = jax.vjp(surround, given["around"], has_aux=True)
         else:
             pull_around, around = None, surround({})[1]
         work, inputs = self.work(*around, around=pull_around is not None), self.inputs()
         outputs, layer_changes, last = run_forward(work, activations, inputs)
-
-        def head(chosen: Arrays, floats: list) -> Any:
-            joined = tuple(join(floats, outputs))
-            sums, changes = self.head(bind(chosen), *context, joined)
-            scaled = sums["loss"] if loss_factor is None else sums["loss"] * loss_factor
-            return scaled, (sums, changes)
-
+        head = self.ending(context, outputs, loss_factor)
         scaled, pull_head, (sums, head_changes) = jax.vjp(
             head, given["head"], floating(outputs), has_aux=True
         )
         of_head, gradients = pull_head(jnp.ones_like(scaled))
         totals = sink.start(totals, sums)
-        given = work, last, inputs, gradients, totals
+        pulled = work, last, inputs, gradients, totals
         gradients, consts, others, totals = (
-            run_updating_backward(*given, updates=sink)
+            run_updating_backward(*pulled, updates=sink)
             if isinstance(sink, Updates)
-            else run_backward(*given, take=sink.take)
+            else run_backward(*pulled, take=sink.take)
         )
         found = [of_head]
         if pull_around is not None:
             found += pull_around((consts, others))
         found += pull_embed(gradients)
-        grads = {
-            name: _sum([f[name] for f in found if name in f], x) for name, x in self.outer.items()
-        }
+        grads = self.outer_gradients(found)
         written = embed_changes | layer_changes | head_changes | pieces.count(extras)
         return sums, grads, totals, {**extras, **written}
 

@@ -158,6 +158,16 @@ class LayerRows:
           waiting: replaces the stacks in host memory.
         """
         rows = self.stacks.load(self.waiting if waiting is None else waiting, index)
+        return self.complete(rows, index)
+
+    def complete(self, rows: Arrays, index: Any) -> Arrays:
+        """Returns the whole row of every stack, as `load`.
+
+        Args:
+          rows: {name: this device's shard of one row} of the stacks that are not on the device.
+          index: number of the layer.
+        """
+        rows = dict(rows)
         rows |= {name: take_slice(stack, index) for name, stack in self.resident.items()}
         gathered = {name: row for name, row in rows.items() if self._comes_in_shards(name)}
         limit = self.config.allgather_bucket_size

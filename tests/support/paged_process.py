@@ -1,0 +1,81 @@
+"""A process that trains layers from files, for a test of its memory.
+
+python -m tests.support.paged_process FOLDER LAYERS make|run
+
+"make" writes the durable files of a new state; "run" resumes from them, takes three steps, and
+prints JSON: "peak_rss_bytes" of the process, "file_bytes", and "losses".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+WIDTH = 1024
+ROWS, LENGTH, STEPS = 2, 8, 3
+
+
+def plan_of(folder: Path, layers: int) -> Any:
+    """A plan of one device with layers of 4 MiB."""
+    from tests.support.pipeline_runs import small
+    from zerojax.config import MeshConfig, OffloadConfig
+    from zerojax.optim import adamw
+    from zerojax.plan.device_mesh import make_mesh
+    from zerojax.plan.make import make_plan
+
+    return make_plan(
+        small(layers=layers, width=WIDTH),
+        make_mesh(MeshConfig(data=1), jax.devices()[:1]),
+        example_batch=batch_of(0),
+        optimizer=adamw(1e-3, clip_norm=1.0),
+        precision="fp32",
+        offload=OffloadConfig(params="nvme", folder=str(folder), durable=True),
+    )
+
+
+def batch_of(index: int) -> dict[str, np.ndarray]:
+    tokens = np.random.default_rng(index).integers(0, 32, (ROWS, LENGTH + 1), np.int32)
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+
+def make(folder: Path, layers: int) -> None:
+    """Writes the files of a new state, as they are after a step."""
+    from zerojax.parallel.initialization import init_state
+    from zerojax.parallel.step import build_step
+
+    plan = plan_of(folder, layers)
+    state, _ = build_step(plan)(init_state(plan), batch_of(0))
+    state["disk"].close()
+
+
+def run(folder: Path, layers: int) -> dict[str, Any]:
+    """Resumes and takes `STEPS` steps."""
+    from zerojax.parallel.offload.disk_durable import resume
+    from zerojax.parallel.step import build_step
+
+    plan = plan_of(folder, layers)
+    state, _ = resume(plan)
+    step, losses = build_step(plan), []
+    for index in range(STEPS):
+        state, metrics = step(state, batch_of(index))
+        losses.append(float(metrics["loss"]))
+    state["disk"].close()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    files = sum(path.stat().st_size for path in folder.rglob("buckets*.bin"))
+    return {"peak_rss_bytes": peak, "file_bytes": files, "losses": losses}
+
+
+if __name__ == "__main__":
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    place, number = Path(sys.argv[1]), int(sys.argv[2])
+    if sys.argv[3] == "make":
+        make(place, number)
+    else:
+        print(json.dumps(run(place, number)))

@@ -1,0 +1,342 @@
+"""Runs steps and evaluations whose layers are read from files, one after the other.
+
+A step is Python's loop over pages: the forward pass reads the weights of layer 0, 1, ..., the
+backward pass those of the layers in reverse and writes their gradients; a jitted end reduces the
+other gradients, decides about clipping and skipping, and updates what is in memory; then a sweep
+over the optimizer's state reads gradients and writes weights. Threads read one page ahead. Until
+the end of the pass the given state is unchanged, so an error before it loses nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zerojax.config.mesh import DEVICE, HOST_KIND
+from zerojax.models.losses import no_sums
+from zerojax.parallel.offload.disk import (
+    DiskState,
+)
+from zerojax.parallel.offload.disk_places import DiskLeaf, DiskSlice
+from zerojax.parallel.offload.disk_step import SliceUpdates, place_rows, take_rows
+from zerojax.parallel.offload.paged_layers import (
+    Context,
+    LayerPrograms,
+    PassTotals,
+    evaluation_config,
+)
+from zerojax.parallel.offload.pages import Pages, PageSweep
+from zerojax.parallel.offload.sliced_update import begin, context_of, update_slice
+from zerojax.parallel.offload.streaming_layers import has_gradient
+from zerojax.parallel.zero import PassConfig
+from zerojax.plan.make import Plan
+from zerojax.plan.slices import tier_sharding
+from zerojax.plan.state import TrainState, step_key
+from zerojax.plan.state_layout import MASTER
+from zerojax.tracing.protocol import Loss
+
+Metrics = dict[str, jax.Array]
+
+
+class PagedStep:
+    """A `step(state, batch) -> (state, metrics)` that returns when the sweep has finished.
+
+    Attributes:
+      programs: the compiled programs of the pass.
+      page_updates: those of the update of layers.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        jitted: Any,
+        write_rest: Callable[[Any, TrainState], None],
+        *,
+        programs: LayerPrograms,
+        factor_of: Callable[[TrainState, Any], jax.Array | None],
+    ) -> None:
+        """Builds the step around its jitted end.
+
+        Args:
+          plan: a plan with layer weights in files.
+          jitted: `(state, {"batch", "totals"}) -> (state, metrics, pending)`; totals are
+            `PassTotals`.
+          write_rest: as in `zerojax.parallel.offload.disk_step.DiskStep`.
+          programs: of the pass, in training.
+          factor_of: `(state, batch) -> factor` of the loss; traced.
+        """
+        assert plan.offload is not None
+        self._plan, self._jitted, self._write_rest = plan, jitted, write_rest
+        self.programs = programs
+        self._number = plan.num_microbatches
+        self._moves_inputs = plan.offload.activations
+        self._whole_updates, self.page_updates = SliceUpdates(plan), PageUpdates(plan)
+
+        def key_and_factor(state: TrainState, batch: Any) -> tuple[Any, Any]:
+            key = step_key(state["rng"], state["step"])
+            return jax.random.key_data(key), factor_of(state, batch)
+
+        self._key_and_factor = jax.jit(key_and_factor, out_shardings=NamedSharding(plan.mesh, P()))
+        # A sum of its own for each microbatch, as in a loop that starts from zeros.
+        self._add = jax.jit(lambda sums, more: jax.tree.map(jnp.add, sums, more))
+
+    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        disk = state["disk"]
+        given: Any = {**state, "disk": {}}
+        totals = self._pass(disk.pages, given, batch)
+        new, metrics, pending = self._jitted(given, {"batch": batch, "totals": totals})
+        new["disk"] = disk
+        # Only now it is known whether the gradients are finite.
+        if not int(metrics["skipped"]):
+            self._sweep(disk, new, pending)
+        return new, metrics
+
+    # --- forward and backward ---------------------------------------------------------------------
+
+    def _pass(self, pages: Pages, state: TrainState, batch: Any) -> PassTotals:
+        key_data, factor = self._key_and_factor(state, batch)
+        outer_params = state["params"], state["frozen"]
+        given = *outer_params, state["extras"], key_data, batch
+        prepared, extras, outer, device = self.programs.begin(*given)
+        sums: Any = None
+        squares: Any = {}
+        for number in range(self._number):
+            context = Context(prepared, extras, key_data, batch, np.int32(number))
+            more, outer, after, extras = self._microbatch(pages, context, outer, device, factor)
+            device, squares = after.device, after.squares
+            if self._number > 1:
+                zeros = no_sums(self._plan.traced.metric_names) if sums is None else sums
+                more = self._add(zeros, more)
+            sums = more
+        return PassTotals(sums, outer, device, squares, extras)
+
+    def _microbatch(
+        self, pages: Pages, context: Context, outer: Any, device: Any, factor: Any
+    ) -> tuple[Any, Any, Any, Any]:
+        """Returns (sums, totals outside the layers, `Backward` after layer 0, extras)."""
+        programs, last = self.programs, pages.num_layers - 1
+        there_and_back = [*range(last + 1), *reversed(range(last))]
+        with PageSweep(pages.weights, there_and_back) as weights:
+            activations, around, changes = programs.embed(context)
+            inputs, rows = [], {}
+            for layer in range(last + 1):
+                page = weights.next()
+                rows = pages.weights.on_devices(page.array)
+                inputs.append(self._away(activations))
+                entering = activations
+                activations, changes = programs.forward(
+                    context, rows, np.int32(layer), activations, around, changes
+                )
+                weights.use((rows, activations))
+            inputs[-1] = entering
+            sums, written, of_head, state = programs.head(
+                context, activations, around, device, factor
+            )
+            state = self._backward(pages, weights, context, (rows, inputs, around), state)
+            weights.end()
+        outer, extras = programs.embed_backward(context, of_head, state, (written, changes), outer)
+        return sums, outer, state, extras
+
+    def _backward(
+        self, pages: Pages, weights: PageSweep, context: Context, forward: Any, state: Any
+    ) -> Any:
+        """Runs the layers in reverse, and writes their gradients.
+
+        Args:
+          pages: all pages.
+          weights: the sweep, at the last layer.
+          context: of the microbatch.
+          forward: (rows of the last layer, inputs of all layers, other inputs of a layer).
+          state: `Backward` after the head.
+        """
+        rows, inputs, around = forward
+        order, adds = [*reversed(range(pages.num_layers))], self._number > 1
+        has_earlier = adds and int(context.index) > 0
+        if pages.gradients.store.is_broken:  # by a pass that failed
+            pages.gradients.renew()
+        with PageSweep(pages.gradients, order, read=has_earlier) as sweep:
+            for layer in order:
+                if layer < order[0]:
+                    page = weights.next()
+                    rows = pages.weights.on_devices(page.array)
+                target = sweep.next()
+                before = pages.gradients.on_devices(target.array) if adds else None
+                entering = self._back(inputs.pop())
+                grads, state = self.programs.backward(
+                    context, rows, np.int32(layer), entering, around, state, before
+                )
+                if layer < order[0]:
+                    weights.use((rows, grads))
+                # Waits for the gradients, and so for everything that reads the old page.
+                pages.gradients.take(target.array, jax.block_until_ready(grads))
+                sweep.write(target)
+            sweep.end()
+        return state
+
+    def _away(self, activations: Any) -> Any:
+        """Moves the input of a layer to the memory where it waits for the backward pass."""
+        return _moved(activations, HOST_KIND) if self._moves_inputs else activations
+
+    def _back(self, activations: Any) -> Any:
+        """Inverts `_away`."""
+        return _moved(activations, None) if self._moves_inputs else activations
+
+    # --- the update -------------------------------------------------------------------------------
+
+    def _sweep(self, disk: DiskState, new: TrainState, pending: Any) -> None:
+        """Updates all slices in files; writes the new weights of layers, changes `new` in place."""
+        pages = disk.pages
+        assert pages is not None
+        rest = functools.partial(self._write_rest, disk, new)
+        layers = range(pages.num_layers)
+        pieces = disk.slices(
+            order=pages.order, before_commit=rest if disk.store.is_durable else None
+        )
+        left, page, target = 0, None, None
+        with (
+            disk.updating(),
+            contextlib.closing(pieces),
+            PageSweep(pages.gradients, layers) as gradients,
+            PageSweep(pages.weights, layers, read=False) as weights,
+        ):
+            for piece in pieces:
+                name = piece.place.leaf.name
+                if name not in pages.leaves:
+                    new["params"][name] = self._whole_updates(piece, new["params"][name], pending)
+                    piece.write()
+                    continue
+                if not left:
+                    page, target, left = gradients.next(), weights.next(), pages.slices_of_layer
+                assert page is not None
+                assert target is not None
+                leaf = pages.leaves[name]
+                grads, rows = pages.gradients.views(page.array), pages.weights.views(target.array)
+                part = functools.partial(leaf.part, number=piece.number)
+                self.page_updates(piece, part(grads[name]), part(rows[name]), pending)
+                piece.write()
+                left -= 1
+                if not left:
+                    weights.write(target)
+            gradients.end()
+            weights.end()
+
+
+def _moved(activations: Any, kind: str | None) -> Any:
+    def move(x: jax.Array) -> jax.Array:
+        if not has_gradient(x):
+            return x
+        sharding: Any = x.sharding
+        return jax.device_put(x, NamedSharding(sharding.mesh, sharding.spec, memory_kind=kind))
+
+    return jax.tree.map(move, activations)
+
+
+class PageUpdates:
+    """The update of slices of layers, by one jitted function for each parameter."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self.functions: dict[str, Any] = {}
+
+    def __call__(
+        self, piece: DiskSlice, grads: np.ndarray, weights: np.ndarray, pending: Any
+    ) -> None:
+        """Writes new master and moments into `piece`, and new weights into `weights`.
+
+        Args:
+          piece: one slice of the optimizer's state.
+          grads, weights: [rows of this process, elements]: the same slice of both.
+          pending: see `zerojax.parallel.offload.disk_step.pending_of`.
+        """
+        place = piece.place
+        name = place.leaf.name
+        if name not in self.functions:
+            self.functions[name] = self._build(place, weights.dtype)
+        old = {key: place_rows(place, rows, self._plan) for key, rows in piece.arrays.items()}
+        new_weights, new = self.functions[name](
+            old,
+            place_rows(place, grads, self._plan),
+            np.int32(piece.number),
+            pending["opt_state"],
+            pending["numbers"],
+        )
+        jax.block_until_ready((new_weights, new))  # a CPU device may use the files' buffers
+        take_rows(place, new_weights, weights)
+        for key, target in piece.arrays.items():
+            take_rows(place, new[key], target)
+
+    def _build(self, place: DiskLeaf, dtype: np.dtype) -> Any:
+        plan, leaf = self._plan, place.leaf
+        moments = [key for key in place.dtypes if key != MASTER]
+
+        def local(
+            old: dict[str, jax.Array],
+            grad: jax.Array,
+            number: jax.Array,
+            opt_state: Any,
+            numbers: tuple[jax.Array, ...],
+        ) -> tuple[jax.Array, dict[str, jax.Array]]:
+            begun = begin(plan, opt_state, context_of(plan, *numbers))
+
+            def body(number: jax.Array, carry: Any) -> Any:
+                _, old = carry
+                own, after = update_slice(
+                    begun,
+                    leaf.name,
+                    number,
+                    old[MASTER][0],
+                    tuple(old[k][0] for k in moments),
+                    grad[0],
+                )
+                new = dict(zip(moments, (x[None] for x in after), strict=True))
+                return own.astype(dtype)[None], {**new, MASTER: own[None]}
+
+            # In a loop for the reason that `SliceUpdates` has.
+            start = jnp.zeros(grad.shape, dtype), old
+            return jax.lax.fori_loop(number, number + 1, body, start)
+
+        slices = tier_sharding(leaf, DEVICE, plan.mesh)
+        of_slices = dict.fromkeys(place.dtypes, slices.spec)
+        mapped = jax.shard_map(
+            local,
+            mesh=plan.mesh,
+            in_specs=(of_slices, slices.spec, P(), P(), P()),
+            out_specs=(slices.spec, of_slices),
+            check_vma=False,
+        )
+        return jax.jit(mapped, out_shardings=(slices, dict.fromkeys(place.dtypes, slices)))
+
+
+class PagedEvaluation:
+    """An `evaluate(state, batch) -> sums` that reads the layers from files."""
+
+    def __init__(self, plan: Plan, config: PassConfig, loss: Loss) -> None:
+        self._plan, self._config, self._loss = plan, config, loss
+        self._programs: LayerPrograms | None = None
+
+    def __call__(self, state: TrainState, batch: Any) -> Metrics:
+        if self._programs is None:
+            config = evaluation_config(self._plan, self._config, self._loss, batch)
+            self._programs = LayerPrograms(self._plan, config, train=False)
+        programs, pages = self._programs, state["disk"].pages
+        extras, key_data = state["extras"], state["rng"]
+        begun = programs.begin(state["params"], state["frozen"], extras, key_data, batch)
+        context = Context(begun[0], begun[1], key_data, batch, np.int32(0))
+        activations, around, changes = programs.embed(context)
+        with PageSweep(pages.weights, range(pages.num_layers)) as weights:
+            for layer in range(pages.num_layers):
+                rows = pages.weights.on_devices(weights.next().array)
+                activations, changes = programs.forward(
+                    context, rows, np.int32(layer), activations, around, changes
+                )
+                weights.use((rows, activations))
+            weights.end()
+        return programs.evaluate(context, activations)

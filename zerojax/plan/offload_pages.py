@@ -1,0 +1,73 @@
+"""Decides whether a run can keep the weights of its layers in files (`offload.params: nvme`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from jax.sharding import AbstractMesh, Mesh
+
+from zerojax.config import MeshConfig
+from zerojax.config.mesh import NVME
+from zerojax.optim.precision import Precision
+from zerojax.plan.device_mesh import DATA_AXES, EXPERT
+
+_ASKED = "offload.params=nvme"
+
+
+def check_pages(
+    settings: MeshConfig,
+    mesh: Mesh | AbstractMesh,
+    precision: Precision,
+    *,
+    num_processes: int,
+    averages: bool,
+) -> None:
+    """Raises if layers in files cannot be combined with another part of the plan.
+
+    Args:
+      settings: the mesh options.
+      mesh: sizes of its axes.
+      precision: whether there are float32 masters.
+      num_processes: of the run.
+      averages: whether the optimizer keeps an average of the weights.
+
+    Raises:
+      ValueError: names the obstacle and the remedy.
+    """
+    if settings.offload.params != NVME:
+        return
+    for obstacle, remedy in _obstacles(settings, mesh, precision, num_processes, averages):
+        raise ValueError(f"{_ASKED} {obstacle}; {remedy}, or use offload.params: host")
+
+
+def _obstacles(
+    settings: MeshConfig,
+    mesh: Mesh | AbstractMesh,
+    precision: Precision,
+    num_processes: int,
+    averages: bool,
+) -> Iterator[tuple[str, str]]:
+    """Yields (obstacle, remedy), as clauses."""
+    for axis, size in mesh.shape.items():
+        if size > 1 and (axis not in DATA_AXES or axis == EXPERT):
+            yield (
+                f"reads whole layers, and {axis}={size} splits them or their inputs",
+                f"use {axis}=1",
+            )
+    if num_processes > 1:
+        yield (
+            f"is for one process, and this run has {num_processes}, which would wait for each "
+            "other where one of them cannot read a file",
+            "use one process",
+        )
+    if not precision.has_masters:
+        yield (
+            f"makes weights from float32 masters in files, and param_dtype="
+            f"{precision.param_dtype.name} has none",
+            "use param_dtype=float32",
+        )
+    if averages:
+        yield (
+            "cannot evaluate an average of the weights, which would be in memory",
+            "leave ema_decay out",
+        )
