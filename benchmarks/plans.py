@@ -41,6 +41,7 @@ OFFLOADED = (
     ("llama_13b_host_offload_1xa100_40gb", "a100-40gb", 1),
     ("gpt_20b_host_offload_1xh200", "h200", 1),
     ("gpt_175b_files_8xh200", "h200", 8),
+    ("gpt_1t_files_8xh200", "h200", 8),
 )
 """`SEARCHED` and `OFFLOADED`: with attention of the file alone."""
 STORED_SCORES = {
