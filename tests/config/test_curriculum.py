@@ -143,3 +143,14 @@ GOOD_LISTS = LISTS | {"until_steps": (5,)}
 )
 def test_settings_that_cannot_be_followed_are_refused(bad, value, remedy, good):
     Refusal(bad, value, remedy, [good], ConfigError).check(lambda one: CurriculumConfig(**one))
+
+
+def test_a_step_far_beyond_the_schedule_has_the_last_length():
+    config = CurriculumConfig(
+        type="seqlen",
+        schedule_type="fixed_root",
+        root_degree=0.01,
+        total_steps=2,
+        max_length=64,
+    )
+    assert config.length(10**6) == 64

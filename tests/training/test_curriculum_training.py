@@ -81,6 +81,24 @@ def compiled_steps():
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
+def test_settings_of_jax_in_a_context_hold_for_lengths_compiled_ahead(compiled_steps):
+    with jax.default_matmul_precision("highest"):
+        trained()
+    assert len(compiled_steps) == 2
+
+
+def test_a_step_whose_tokens_have_no_weight_is_said():
+    def batches(step: int):
+        weights = np.ones((ROWS, TOKENS), np.float32)
+        weights[:, :8] = 0
+        return {**batch_of(step), "weights": weights}
+
+    with pytest.warns(UserWarning, match="min_length") as warned:
+        trained(batches=batches)
+    texts = [str(one.message) for one in warned if "min_length" in str(one.message)]
+    assert [text.split(":")[0] for text in texts] == ["step 1", "step 2"]
+
+
 @pytest.mark.parametrize("zero", [0, 3])
 def test_steps_equal_those_of_one_device_on_short_rows(zero, compiled_steps):
     trainer = trained({"zero": zero, "persistence_threshold": 0})
@@ -241,6 +259,11 @@ REFUSED = {
         "32 24",
         "lower",
     ),
+    "too long at first": (
+        {"curriculum": zerojax.CurriculumConfig(type="seqlen", min_length=32, total_steps=9)},
+        "min_length 32 24",
+        "lower",
+    ),
     "one length only": ({"model": Fixed, "curriculum": FEW}, "8 24", "model"),
     "state": ({"model": Counting}, "seen", "fixed_discrete"),
     "1-bit": ({"optimizer": zerojax.optim.one_bit_adam(1e-2, freeze_step=2)}, "1-bit", "adamw"),
@@ -268,18 +291,26 @@ def with_weights(step: int):
     return {**batch_of(step), "weights": np.ones((ROWS, TOKENS), np.float32)}
 
 
+def with_prompts(step: int):
+    """The first short rows have no token with weight in their first half."""
+    weights = np.ones((ROWS, TOKENS), np.float32)
+    weights[:, :4] = 0
+    return {**batch_of(step), "weights": weights}
+
+
 @pytest.mark.parametrize(
     ("options", "value", "remedy"),
     [
         ({"model": Looking}, "later", "fixed_discrete causal"),
+        ({"model": Looking, "batches": with_prompts}, "later", "fixed_discrete causal"),
         ({"model": Causal, "loss": weighted_by_hand}, "weights", "fixed_discrete"),
     ],
-    ids=["looks ahead", "counts all tokens"],
+    ids=["looks ahead", "looks ahead, prompts", "counts all tokens"],
 )
 def test_weights_that_do_not_replace_shorter_rows_are_refused(options, value, remedy):
     """Before the first step: nothing of it was taken."""
     steps = []
-    options = {**options, "model": options["model"](nnx.Rngs(0)), "batches": with_weights}
+    options = {"batches": with_weights, **options, "model": options["model"](nnx.Rngs(0))}
     if "loss" in options:
         keys = ("tokens", "targets", "weights")
         options["curriculum"] = dataclasses.replace(CURRICULUM, keys=keys)
@@ -365,9 +396,9 @@ def test_the_next_length_is_compiled_while_this_one_runs(monkeypatch):
     threads = []
     compile_program = StepProgram._compile
 
-    def compile_in(program):
+    def compile_in(program, lowered):
         threads.append((threading.current_thread() is threading.main_thread(), program))
-        compile_program(program)
+        compile_program(program, lowered)
 
     monkeypatch.setattr(StepProgram, "_compile", compile_in)
     trained(steps=4)

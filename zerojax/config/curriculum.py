@@ -145,7 +145,10 @@ class CurriculumConfig:
             return high
         assert self.total_steps is not None
         degree = 1.0 if self.schedule_type == "fixed_linear" else self.root_degree
-        share = (float(step) / self.total_steps) ** (1.0 / degree)
+        try:
+            share = (float(step) / self.total_steps) ** (1.0 / degree)
+        except OverflowError:  # far beyond total_steps
+            return high
         grown = math.floor(share * (high - low) + low)
         return min(grown - grown % self.length_step, high)
 

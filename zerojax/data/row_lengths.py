@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,6 +40,12 @@ def shorten(batch: Any, ladder: Ladder, step: int) -> dict[str, Any]:
         short[WEIGHTS] = np.ones(short[ladder.keys[0]].shape[:2], np.float32)
     if length < rung:
         short[WEIGHTS] = without_end(short[WEIGHTS], length)
+    if WEIGHTS in ladder.keys and not np.any(short[WEIGHTS]) and np.any(arrays[WEIGHTS]):
+        warnings.warn(
+            f"step {step}: the first {length} tokens of all rows have the weight 0, as prompts may "
+            "have, so this step is skipped; raise min_length of the curriculum",
+            stacklevel=2,
+        )
     return short
 
 

@@ -83,6 +83,10 @@ def ladder_of(plan: Decisions, curriculum: CurriculumConfig, *, has_own_loss: bo
     if most > seq_len:
         name = "max_length" if curriculum.max_length else "lengths"
         raise _refusal(f"{most} is above the {seq_len} tokens of the data's rows; lower it", name)
+    if curriculum.schedule_type != "fixed_discrete" and curriculum.first_length > seq_len:
+        name = "length_step" if curriculum.min_length is None else "min_length"
+        first = curriculum.first_length
+        raise _refusal(f"{first} is above the {seq_len} tokens of the data's rows; lower it", name)
     if curriculum.schedule_type != "fixed_discrete" and curriculum.max_length is None:
         curriculum = dataclasses.replace(curriculum, max_length=seq_len)
     _check_settings(plan)

@@ -58,6 +58,8 @@ class LengthCheck:
         cut = length // 2
         if cut < 1:
             return False
+        # Weights of the batch may be 0 where the check needs a loss.
+        batch = {**batch, WEIGHTS: _on(batch[WEIGHTS], _ones, cut)}
         early = {**batch, WEIGHTS: _on(batch[WEIGHTS], without_end, cut)}
         names = [name for name in ladder.keys if name != WEIGHTS]
         changed = {name: _on(batch[name], _with_other_end, cut) for name in names}
@@ -68,6 +70,12 @@ class LengthCheck:
             jax.device_get(evaluate(state, each)) for each in (early, {**early, **changed})
         )
         whole = jax.device_get(evaluate(state, batch))
+        if not np.isfinite([one["loss"], other["loss"]]).all():
+            raise ValueError(
+                f"curriculum: the loss of the first {cut} tokens of a row is {one['loss']:.9g}, so "
+                "it cannot be checked that weights of 0 replace shorter rows; look at the first "
+                "batch, whose targets may be out of range"
+            )
         if not all(map(np.array_equal, jax.tree.leaves(one), jax.tree.leaves(other))):
             raise ValueError(
                 f"curriculum: the loss of the first {cut} tokens of a row is {one['loss']:.9g} or "
@@ -79,8 +87,8 @@ class LengthCheck:
         if not np.isclose(one["weight"], share * whole["weight"], rtol=_SUM_TOLERANCE):
             raise ValueError(
                 f"curriculum: with {share:.3g} of the weights the loss has the weight "
-                f"{one['weight']:.6g} in place of {share * whole['weight']:.6g}: it does not sum "
-                f"batch['weights']. {self._remedy()}"
+                f"{one['weight']:.6g} in place of {share * whole['weight']:.6g}: its weight is not "
+                f"the sum of batch['weights'] over all tokens of a row. {self._remedy()}"
             )
         return True
 
@@ -94,6 +102,10 @@ class LengthCheck:
 def _on(array: jax.Array, change: Any, cut: int) -> jax.Array:
     """Returns a changed array with the same sharding; `change` gets (array, cut)."""
     return jax.jit(lambda x: change(x, cut), out_shardings=array.sharding)(array)
+
+
+def _ones(array: jax.Array, _: int) -> jax.Array:
+    return jnp.ones_like(array)
 
 
 def _with_other_end(array: jax.Array, cut: int) -> jax.Array:

@@ -36,7 +36,11 @@ def settings_that_differ(plan: Plan, restored: Any, config: Mapping[str, Any]) -
     """
     if restored.state is None:  # the state lives in durable files
         return []
-    return [*_kept(plan, restored), *_jumped(plan, restored, config)]
+    return [
+        *_kept(plan, restored),
+        *_jumped(plan, restored, config),
+        *_other_curriculum(restored, config),
+    ]
 
 
 def _kept(plan: Plan, restored: Any) -> list[str]:
@@ -70,6 +74,18 @@ def _settings_of(opt_state: Any) -> dict[str, Any]:
             found |= {name: node.hyperparams[name] for name in sorted(fixed)}
             found |= _settings_of(node.inner_state)
     return found
+
+
+def _other_curriculum(restored: Any, config: Mapping[str, Any]) -> list[str]:
+    """Returns a line if the lengths of rows follow another schedule than in the saved run."""
+    both = [settings.get("curriculum") or {} for settings in (restored.config, config)]
+    old, new = (found if found.get("type") else {} for found in both)
+    if old == new:
+        return []
+    return [
+        f"the curriculum of this call is used from step {restored.step + 1} on, and differs from "
+        "that of the saved run; tokens_seen counts the earlier steps by it, too"
+    ]
 
 
 def _jumped(plan: Plan, restored: Any, config: Mapping[str, Any]) -> list[str]:

@@ -46,14 +46,23 @@ class StepProgram:
 
     def compile_ahead(self) -> None:
         """Starts to compile in a thread; does nothing if that was started before."""
-        if self.compiling is None and not self.was_called:
-            self.compiling = threading.Thread(target=self._compile, name="zerojax-compile")
-            self.compiling.start()
-
-    def _compile(self) -> None:
+        if self.compiling is not None or self.was_called:
+            return
         plan = self.plan
         try:
-            self.jitted.lower(plan.abstract_state, plan.abstract_batch).compile()
+            # In this thread, whose settings of JAX are part of what is compiled.
+            lowered = self.jitted.lower(plan.abstract_state, plan.abstract_batch)
+        except Exception:  # the first call compiles again, and raises the error
+            logger.debug("lowering a step ahead failed", exc_info=True)
+            return
+        self.compiling = threading.Thread(
+            target=self._compile, args=(lowered,), name="zerojax-compile"
+        )
+        self.compiling.start()
+
+    def _compile(self, lowered: Any) -> None:
+        try:
+            lowered.compile()
         except Exception:  # the first call compiles again, and raises the error
             logger.debug("compiling a step ahead failed", exc_info=True)
 
