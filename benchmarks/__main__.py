@@ -29,6 +29,7 @@ NAMES = (
     "rolled_layers",
     "default_run",
     "mixture",
+    "rounding",
     "plans",
     "attention",
     "sequences",

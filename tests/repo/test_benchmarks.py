@@ -193,6 +193,13 @@ def test_learning(tmp_path):
 
 
 @pytest.mark.slow
+def test_rounding(tmp_path):
+    record = run_benchmark("rounding", tmp_path)
+    assert column(record, "format") == ["int8", "int4"]
+    assert all(value > 0 for value in column(record, "trained_rounded_loss"))
+
+
+@pytest.mark.slow
 def test_mixture(tmp_path):
     record = run_benchmark("mixture", tmp_path)
     assert column(record, "step") == [2, 4]
