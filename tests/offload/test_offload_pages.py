@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -39,6 +40,7 @@ from zerojax.parallel.reshard import reshard_state
 from zerojax.parallel.step import build_evaluation, build_step
 from zerojax.plan.host_budget import disk_bytes
 from zerojax.plan.offload_costs import moved_bytes
+from zerojax.plan.state_layout import store_folder
 
 MODEL = {"layers": 3, "width": 16}
 DROPOUT = {**MODEL, "rate": 0.2, "rate_behind": 0.2}
@@ -292,6 +294,27 @@ def test_a_durable_state_survives_a_failure_in_the_sweep(tmp_path, monkeypatch):
     assert float(metrics["loss"]) == float(expected_metrics["loss"])
     assert differing(found, portable(other, expected)) == []
     close(expected)
+
+
+def test_files_that_were_deleted_end_a_durable_run(tmp_path):
+    config = {"slice_elements": 1024, "min_elements": 2048, "durable": True}
+    plan = plan_for(
+        small(layers=2, width=32), offload=paged(tmp_path, **config), **options_of(devices=1)
+    )
+    step = build_step(plan)
+    state, _ = step(init_state(plan), batch_on(plan))
+    shutil.rmtree(store_folder(plan.settings.offload))
+    with pytest.raises(StoreError, match="deleted"):
+        step(state, batch_on(plan, 1))
+    close(state)
+
+
+def test_an_evaluation_after_the_end_says_what_to_do(tmp_path):
+    plan = one_device(tmp_path)
+    state = init_state(plan)
+    close(state)
+    with pytest.raises(RuntimeError, match="zerojax eval"):
+        build_evaluation(plan)(state, batch_on(plan))
 
 
 @pytest.mark.thorough

@@ -38,7 +38,7 @@ from zerojax.runtime.memory import (
     pinned_limit_for,
     rooms,
 )
-from zerojax.training import step_runner
+from zerojax.training import step_programs
 
 GIB = 2**30
 WIDTH = 256
@@ -246,7 +246,7 @@ def test_a_step_that_used_its_state_up_is_told_as_it_failed(tmp_path, monkeypatc
         jax.tree.map(lambda leaf: leaf.delete(), state)
         raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
-    monkeypatch.setattr(step_runner, "build_step", lambda plan: fail)
+    monkeypatch.setattr(step_programs, "build_step", lambda plan: fail)
     with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED") as caught:
         small_run(tmp_path)
     sentence = str(explain(caught.value)[0])

@@ -220,12 +220,14 @@ def check_disk(plan: Plan) -> None:
     there = free_disk(place) + _taken(place)
     if needed <= there:
         return
-    remedies = ["offload.durable: false, which takes half"] if config.durable else []
-    remedies += [
-        "to free some space",
-        "another offload.folder",
-        "a larger share of opt_state in host memory or on the device",
-    ]
+    in_layers = plan.offload is not None and bool(plan.offload.paged)
+    share = "" if in_layers else ", which takes half"  # pages have one generation in any case
+    remedies = [f"offload.durable: false{share}"] if config.durable else []
+    remedies += ["to free some space", "another offload.folder"]
+    if in_layers:
+        remedies += ["offload.params: host"]
+    else:
+        remedies += ["a larger share of opt_state in host memory or on the device"]
     twice = " in two generations" if config.durable else ""
     each = format_bytes(num_bytes(plan.abstract_portable))
     raise ValueError(

@@ -110,7 +110,7 @@ def resliced(
 def _why_not_streamed(leaf: LeafPlacement) -> str | None:
     """Returns why the weights of a layer parameter cannot be streamed layer by layer, or None."""
     if leaf.frozen:
-        return "frozen: only trained parameters are streamed from the host"
+        return "frozen: only trained parameters are streamed"
     if leaf.axes[0] is not None:
         return f"its layers are split over {leaf.axes[0]}: no device has a whole layer to stream"
     return None

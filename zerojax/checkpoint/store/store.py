@@ -188,6 +188,11 @@ class BucketStore:
         return self._refusal is not None
 
     @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return not self._descriptors
+
+    @property
     def disk_bytes(self) -> int:
         """Bytes of all bucket files."""
         return self._manifest.num_slots * self._manifest.file_bytes
@@ -368,9 +373,20 @@ class BucketStore:
             self._refusal = str(error)
             raise StoreError(self._refusal) from None
 
+    def _check_linked(self) -> None:
+        """Raises StoreError if a bucket file was deleted, so that no later start could read it."""
+        for slot, descriptor in enumerate(self._descriptors):
+            if os.fstat(descriptor).st_nlink == 0:
+                raise StoreError(
+                    f"{slot_path(self.folder, slot)} was deleted while it was in use, so the last "
+                    "complete step is in no file; start again from a checkpoint"
+                )
+
     def _commit(self, written: dict[int, int]) -> None:
         """Makes the written buckets active. Until the manifest is replaced, the old one is
         valid."""
+        if self.is_durable:
+            self._check_linked()
         slots, checksums = list(self._manifest.slots), list(self._manifest.checksums)
         for index, checksum in written.items():
             slots[index], checksums[index] = self._next_slot(index), checksum

@@ -327,6 +327,11 @@ class PagedEvaluation:
             config = evaluation_config(self._plan, self._config, self._loss, batch)
             self._programs = LayerPrograms(self._plan, config, train=False)
         programs, pages = self._programs, state["disk"].pages
+        if pages.weights.store.is_closed:
+            raise RuntimeError(
+                "the run was closed, and with it the files of its layers; evaluate before close(), "
+                "or load the run again (zerojax eval RUN)"
+            )
         extras, key_data = state["extras"], state["rng"]
         begun = programs.begin(state["params"], state["frozen"], extras, key_data, batch)
         context = Context(begun[0], begun[1], key_data, batch, np.int32(0))

@@ -135,7 +135,8 @@ class PageSet:
     def renew(self) -> None:
         """Replaces the store by an empty one, after a sweep that did not end."""
         self.store.close()
-        self.store = self._create()
+        with _told():
+            self.store = self._create()
 
 
 class PageSweep:
