@@ -124,6 +124,11 @@ def check_layer_drop(
         raise _refusal("drops iterations of a loop, which unroll=True removes; use unroll=False")
     if settings.wire.weights == "fp8":
         raise _refusal("cannot be combined with wire.weights=fp8; use compute")
+    if settings.stage > 1:
+        raise _refusal(
+            f"cannot be combined with a pipeline (stage={settings.stage}): all stages wait for the "
+            "slowest, so that a dropped layer saves no time; use stage=1"
+        )
     for axis in (CONTEXT, EXPERT):
         if mesh.shape[axis] > 1:
             raise _refusal(f"cannot be combined with {axis}={mesh.shape[axis]}; use {axis}=1")

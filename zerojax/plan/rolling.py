@@ -216,7 +216,9 @@ def _why_not_worth(loop: Loop, wishes: Wishes) -> str | None:
 
 
 def _fewest_turns(wishes: Wishes) -> int:
-    return 2 if wishes.needs_loop or wishes.settings.roll_remat not in ("auto", "model") else MIN_TURNS
+    return (
+        2 if wishes.needs_loop or wishes.settings.roll_remat not in ("auto", "model") else MIN_TURNS
+    )
 
 
 def works_with_loops_alone(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> bool:

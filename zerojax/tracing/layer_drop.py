@@ -66,13 +66,13 @@ def drop_layers(
     """
 
     def dropping(parameters: Any, *others: Any) -> Any:
-        *others, scales = others
-        closed, shape = jax.make_jaxpr(function, return_shape=True)(parameters, *others)
+        *given, scales = others
+        closed, shape = jax.make_jaxpr(function, return_shape=True)(parameters, *given)
         closed = _needed(closed)
         number = len(jax.tree.leaves(parameters))
         scan = _the_only(loops_of_trace(closed, number, constants))
         run = lambda equation, operands: _run(scan, operands, scales, share)  # noqa: E731
-        inputs = jax.tree.leaves((parameters, *others))
+        inputs = jax.tree.leaves((parameters, *given))
         outputs = evaluate_loops(closed, inputs, {id(scan.equation)}, run)
         return jax.tree.unflatten(jax.tree.structure(shape), outputs)
 

@@ -52,11 +52,11 @@ def build_gradients(
 ) -> Callable[..., tuple[Arrays, Arrays, Arrays]]:
     """Builds the gradient function of a batch, to be traced inside a jitted step.
 
-    It takes `(params, frozen, extras, key_data, batch, loss_factor, copies, scales)`: `params` and `frozen`
-    as stored (shards of global arrays); `key_data` uint32, the key of the step; `batch` {key:
-    [global batch, ...]}; `loss_factor` float32 [], by which the loss is multiplied before it is
-    differentiated, or None; `copies` {name: whole weight in the compute dtype} of parameters with
-    `delta_codes`, or None if there are none; `scales` float32 [microbatches, layers] of
+    It takes `(params, frozen, extras, key_data, batch, loss_factor, copies, scales)`: `params` and
+    `frozen` as stored (shards of global arrays); `key_data` uint32, the key of the step; `batch`
+    {key: [global batch, ...]}; `loss_factor` float32 [], by which the loss is multiplied before it
+    is differentiated, or None; `copies` {name: whole weight in the compute dtype} of parameters
+    with `delta_codes`, or None if there are none; `scales` float32 [microbatches, layers] of
     `tracing.layer_drop`, the same on every device, or None without layer drop.
 
     Args:
@@ -83,9 +83,7 @@ def build_gradients(
         key = shard_key(key_data)
         inputs, constants = prepare_parameters(config, params, frozen, copies)
         differentiate = build_differentiation(config, constants, frozen, loss_factor)
-        sums, grads, after = _accumulate(
-            config, differentiate, inputs, extras, key, batch, scales
-        )
+        sums, grads, after = _accumulate(config, differentiate, inputs, extras, key, batch, scales)
         own = {name: grads[name][None] for name in grads if name in unsummed}
         summed = reduce_gradients(config, {n: x for n, x in grads.items() if n not in own})
         grads = {name: own[name] if name in own else summed[name] for name in grads}
@@ -161,9 +159,7 @@ def _accumulate(
         index, microbatch, *drawn = item
         microbatch_key = jax.random.fold_in(key, index)
         given = {**extras, **latest_steps}
-        (_, (more, after)), new = differentiate(
-            inputs, given, microbatch_key, microbatch, *drawn
-        )
+        (_, (more, after)), new = differentiate(inputs, given, microbatch_key, microbatch, *drawn)
         extras = model_state.after_microbatch(extras, after, overwritten)
         sums = jax.tree.map(jnp.add, sums, more)
         return (sums, jax.tree.map(lambda a, g: a + g.astype(a.dtype), grads, new), extras), None
