@@ -6,11 +6,10 @@ Knows settings and the traced loss; the rewriting itself is `tracing.layer_drop`
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.config import ConfigError, LayerDropConfig, MeshConfig
@@ -20,6 +19,7 @@ from zerojax.tracing.flops import count_program_flops, equation_flops
 from zerojax.tracing.layer_drop import find_layers
 from zerojax.tracing.loops import find_stacks
 from zerojax.tracing.protocol import Model
+from zerojax.tracing.trace import ModelTrace
 
 NEEDED_JAX = (0, 12)
 """Older versions of JAX copy the operands of a branch for the backward pass."""
@@ -72,14 +72,14 @@ class LayerDrop:
 
 
 def plan_layer_drop(
-    config: LayerDropConfig, model: Model, forward: ClosedJaxpr, names: Sequence[str]
+    config: LayerDropConfig, model: Model, trace: ModelTrace, params: Mapping[str, Any], zero: int
 ) -> LayerDrop | None:
     """Returns the layer drop of a run; None if it is off.
 
     Args:
       config: its settings; model: what is trained.
-      forward: the loss of one microbatch; its first inputs are the parameters.
-      names: of the parameters.
+      trace: of the loss of one microbatch; params: {name: struct}.
+      zero: the ZeRO stage.
 
     Raises:
       ConfigError: the layers cannot be dropped; with the remedy.
@@ -91,15 +91,24 @@ def plan_layer_drop(
             f"cannot be combined with {min(model.overwritten)}, whose new value is computed in "
             "every layer (matmul_dtype=fp8); use another matmul_dtype, or leave layer_drop out"
         )
+    forward = trace.jaxpr
     try:
-        scan = find_layers(forward, len(names))
+        scan = find_layers(forward, len(params))
     except ValueError as error:
         raise _refusal(str(error)) from error
+    stacks = find_stacks(forward, sorted(params))
+    for name in sorted(stacks):
+        if zero > 1 and params[name].shape in trace.read_shapes.get(name, ()):
+            raise _refusal(
+                f"drops no gather of {name}, which the loss reads whole before the loop over "
+                f"layers, where zero={zero} gathers it; read it in the loop, as nnx.scan over "
+                "modules and zerojax.Stages do, or use zero=1"
+            )
     total = count_program_flops(forward)
     return LayerDrop(
         config=config,
         num_layers=scan.num_layers,
-        stacks=find_stacks(forward, names),
+        stacks=stacks,
         layer_share=equation_flops(scan.equation) / total if total else 0.0,
     )
 

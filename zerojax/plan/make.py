@@ -323,7 +323,7 @@ def _decide(
     names = rolling.stacks
     context, why_context = plan_context(settings, mesh, seen.trace, seen.microbatch)
     layer_drop = plan_layer_drop(
-        inputs.layer_drop, task.model, seen.trace.jaxpr, sorted(seen.params)
+        inputs.layer_drop, task.model, seen.trace, seen.params, settings.zero
     )
     placement, layout, stacked = _place(task, seen, inputs.freeze, names)
     traced, why_traced, rules = _examine_loss(task, seen, placement)
