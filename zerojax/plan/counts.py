@@ -416,7 +416,7 @@ def model_flops(plan: Decisions) -> float:
         others = len(forward.jaxpr.invars) - len(is_trained)
         flops -= flops_without_gradient(forward, [*is_trained, *[False] * others])
     if plan.layer_drop is not None:
-        flops *= plan.layer_drop.work
+        flops *= plan.layer_drop.work()
     return flops * plan.num_microbatches * num_data_shards(plan.mesh)
 
 

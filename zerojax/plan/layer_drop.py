@@ -46,10 +46,13 @@ class LayerDrop:
         """Expected fraction of layers that a step keeps, after many steps."""
         return self.config.kept(self.num_layers)
 
-    @property
-    def work(self) -> float:
-        """Expected FLOPs of a step after many steps, divided by those with all layers."""
-        return 1 - self.layer_share * (1 - self.kept)
+    def work(self, step: int | None = None) -> float:
+        """Returns the expected FLOPs of a step, divided by those with all layers.
+
+        Args:
+          step: number of steps before it; None: after many steps.
+        """
+        return 1 - self.layer_share * (1 - self.config.kept(self.num_layers, step))
 
     def times_used(self, name: str) -> float:
         """Returns the expected fraction of reads of a parameter, and of its gradients' sums."""
