@@ -19,8 +19,8 @@ from zerojax.plan.counts import model_flops
 from zerojax.plan.inputs import PlanInputs
 from zerojax.plan.make import Plan, plan_of
 from zerojax.plan.wire import wire_bytes
+from zerojax.tracing.dropped_layers import draw_scales
 from zerojax.tracing.flops import count_program_flops
-from zerojax.tracing.layer_drop import draw_scales
 from zerojax.zoo import build_model
 
 LAYERS, WIDTH, ROWS = 6, 16, 16
@@ -171,14 +171,13 @@ def plain_training(scales: list[np.ndarray]):
     return losses, values
 
 
-MESHES = {
-    "stage 0": {"zero": 0},
-    "stage 1": {"zero": 1},
-    "stage 2": {"zero": 2},
-    "stage 3": {"zero": 3},
-    "stage 3 with replicas": {"zero": 3, "replica": 2},
-    "stage 3 on two devices": {"zero": 3, "data": 2, "replica": 4},
-}
+MESHES = [
+    pytest.param({"zero": 1}, id="stage 1", marks=pytest.mark.thorough),
+    pytest.param({"zero": 2}, id="stage 2"),
+    pytest.param({"zero": 3}, id="stage 3"),
+    pytest.param({"zero": 3, "replica": 2}, id="replicas", marks=pytest.mark.thorough),
+    pytest.param({"zero": 3, "data": 2, "replica": 4}, id="two", marks=pytest.mark.thorough),
+]
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +185,7 @@ def at_stage_0():
     return trained(plan_for(mesh={"zero": 0}))
 
 
-@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
+@pytest.mark.parametrize("mesh", MESHES)
 def test_a_step_is_that_of_a_plain_model_with_the_kept_layers(mesh, at_stage_0):
     losses, params, scales = trained(plan_for(mesh=mesh))
     for one, other in zip(scales, at_stage_0[2], strict=True):
@@ -196,6 +195,7 @@ def test_a_step_is_that_of_a_plain_model_with_the_kept_layers(mesh, at_stage_0):
     expected, values = plain_training(scales)
     # float32 sums over shards in another order, through 3 steps
     assert losses == pytest.approx(expected, rel=1e-5)
+    assert at_stage_0[0] == pytest.approx(expected, rel=1e-5)
     for name, value in values.items():
         np.testing.assert_allclose(params[name], value, atol=1e-5, err_msg=name)
 
@@ -208,6 +208,7 @@ def test_layers_of_a_list_are_dropped_alike(at_stage_0):
     assert losses == pytest.approx(at_stage_0[0], rel=1e-5)
 
 
+@pytest.mark.thorough
 def test_each_microbatch_draws_its_own_layers():
     plan = plan_for(mesh={"zero": 3}, num_microbatches=2)
     _, _, scales = trained(plan, 4)
@@ -261,7 +262,13 @@ def compiled(plan: Plan):
     return traced, program, read_program(program.as_text())
 
 
-@pytest.mark.parametrize("options", [{}, {"dropout": 0.1}], ids=["plain", "dropout"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="plain", marks=pytest.mark.thorough),
+        pytest.param({"dropout": 0.1}, id="dropout"),
+    ],
+)
 def test_layers_are_gathered_and_reduced_in_branches_alone(options):
     model, batch = tiny_gpt(remat="full", **options)
     plan = plan_for(model, {"zero": 3}, batch=batch)
@@ -284,6 +291,7 @@ def test_layers_are_gathered_and_reduced_in_branches_alone(options):
     assert all(one.payload_bytes <= largest for one in others if one.kind == "all-gather")
 
 
+@pytest.mark.thorough
 def test_work_and_bytes_are_counted_as_expected():
     model, batch = tiny_gpt()
     drop = zerojax.LayerDropConfig(theta=0.5)
@@ -312,6 +320,7 @@ def test_work_and_bytes_are_counted_as_expected():
     assert sent == pytest.approx(formula, rel=0.02)
 
 
+@pytest.mark.thorough
 def test_recomputed_layers_need_no_more_memory():
     """A dropped layer passes its input on; no weights are copied for the backward pass."""
     model, batch = tiny_gpt(remat="full")

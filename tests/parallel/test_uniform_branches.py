@@ -103,7 +103,14 @@ def at_stage_0():
     return trained(plan_for(Alternating, zero=0))
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize(
+    "zero",
+    [
+        pytest.param(1, marks=pytest.mark.thorough),
+        pytest.param(2, marks=pytest.mark.thorough),
+        3,
+    ],
+)
 def test_a_branch_by_the_step_trains_as_at_stage_0(zero, at_stage_0):
     plan = plan_for(Alternating, zero=zero)
     losses, params = trained(plan)
@@ -122,8 +129,6 @@ def test_what_differs_between_devices_gathers_before_the_branch(model):
     plan = plan_for(model, zero=3)
     reasons = plan.placement.leaves["layers/kernel"].reasons
     assert "inside `cond`" in " ".join(reasons)
-    program = zerojax.build_step(plan).lower(plan.abstract_state, plan.abstract_batch).compile()
-    assert find_in_branches(read_program(program.as_text()), 8) == []
 
 
 def test_deterministic_sums_stand_in_no_branch():

@@ -39,7 +39,7 @@ from zerojax.plan import device_mesh as meshes
 from zerojax.plan.kept_parts import copies_key
 from zerojax.plan.make import Plan, require_plan, streamed_from_host
 from zerojax.plan.state import COPIES, ONE_BIT, TrainState, step_key
-from zerojax.tracing.layer_drop import draw_scales
+from zerojax.tracing.dropped_layers import draw_scales
 from zerojax.tracing.protocol import Loss
 
 Metrics = dict[str, jax.Array]
@@ -380,7 +380,7 @@ def _build_gradients(plan: Plan, *, unsummed: frozenset[str] = frozenset()) -> A
 
 
 def draw_layers(plan: Plan, state: TrainState) -> dict[str, jax.Array]:
-    """Returns {"scales": `tracing.layer_drop.draw_scales` of a step}; {} without layer drop.
+    """Returns {"scales": `tracing.dropped_layers.draw_scales` of a step}; {} without layer drop.
 
     They follow from seed, step, microbatch and layer, so that they are the same on any mesh.
     """

@@ -41,7 +41,7 @@ from zerojax.plan.gradient_wire import (
 )
 from zerojax.plan.inputs import MESH_OPTIONS, PlanInputs, plan_options, resolve_mesh
 from zerojax.plan.kept_parts import with_kept_parts
-from zerojax.plan.layer_drop import check_layer_drop, plan_layer_drop
+from zerojax.plan.layer_choice import check_layer_drop, plan_layer_drop
 from zerojax.plan.layer_stacks import Stacks, row_layout, row_placement, row_structs
 from zerojax.plan.loss_checks import (
     check_divisor,

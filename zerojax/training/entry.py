@@ -275,8 +275,7 @@ def spec_of(arguments: Arguments, mesh: Mesh | AbstractMesh | None = None) -> Ru
         checkpoint = dataclasses.replace(checkpoint, path=str(folder / CHECKPOINT_FOLDER))
     log, mesh_config = arguments.log or LogConfig(), arguments.mesh_config
     exact = arguments.deterministic
-    batches, curriculum = arguments.batches, arguments.curriculum or CurriculumConfig()
-    layer_drop = arguments.layer_drop or LayerDropConfig()
+    batches = arguments.batches
     return RunSpec(
         inputs=PlanInputs(
             model=arguments.model,
@@ -289,8 +288,8 @@ def spec_of(arguments: Arguments, mesh: Mesh | AbstractMesh | None = None) -> Ru
             num_microbatches=arguments.num_microbatches,
             freeze=arguments.freeze,
             steps=steps,
-            curriculum=curriculum,
-            layer_drop=layer_drop,
+            curriculum=arguments.curriculum or CurriculumConfig(),
+            layer_drop=arguments.layer_drop or LayerDropConfig(),
         ),
         mesh=mesh_config if isinstance(mesh_config, Mesh) else as_mesh_config(mesh_config),
         mesh_options={} if exact is None else {"deterministic": exact},

@@ -39,8 +39,8 @@ from zerojax.plan.expert_axis import check_expert_calls
 from zerojax.plan.frozen_codes import check_evaluation
 from zerojax.plan.leaf_placement import Access, LeafPlacement
 from zerojax.tracing.activation_offload import keep_inputs_on_host
+from zerojax.tracing.dropped_layers import drop_layers
 from zerojax.tracing.expert_calls import find_expert_calls
-from zerojax.tracing.layer_drop import drop_layers
 from zerojax.tracing.protocol import Loss
 from zerojax.tracing.row_lookups import find_row_lookups
 from zerojax.tracing.trace import trace_model
@@ -57,7 +57,7 @@ def build_gradients(
     {key: [global batch, ...]}; `loss_factor` float32 [], by which the loss is multiplied before it
     is differentiated, or None; `copies` {name: whole weight in the compute dtype} of parameters
     with `delta_codes`, or None if there are none; `scales` float32 [microbatches, layers] of
-    `tracing.layer_drop`, the same on every device, or None without layer drop.
+    `tracing.dropped_layers`, the same on every device, or None without layer drop.
 
     Args:
       config: configuration of the pass.

@@ -1,6 +1,6 @@
 """Decides whether the layers of a model can be dropped, and which parameters belong to them.
 
-Knows settings and the traced loss; the rewriting itself is `tracing.layer_drop`.
+Knows settings and the traced loss; the rewriting itself is `tracing.dropped_layers`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from jax.sharding import AbstractMesh, Mesh
 from zerojax.config import ConfigError, LayerDropConfig, MeshConfig
 from zerojax.optim import one_bit_of
 from zerojax.plan.device_mesh import CONTEXT, EXPERT
+from zerojax.tracing.dropped_layers import find_layers
 from zerojax.tracing.flops import count_program_flops, equation_flops
-from zerojax.tracing.layer_drop import find_layers
 from zerojax.tracing.loops import find_stacks
 from zerojax.tracing.protocol import Model
 from zerojax.tracing.trace import ModelTrace
@@ -141,9 +141,10 @@ def check_layer_drop(
             f"cannot be combined with a pipeline (stage={settings.stage}): all stages wait for the "
             "slowest, so that a dropped layer saves no time; use stage=1"
         )
-    for axis in (CONTEXT, EXPERT):
-        if mesh.shape[axis] > 1:
-            raise _refusal(f"cannot be combined with {axis}={mesh.shape[axis]}; use {axis}=1")
+    if (size := mesh.shape[CONTEXT]) > 1:
+        raise _refusal(f"cannot be combined with context={size}; use context=1")
+    if (size := mesh.shape[EXPERT]) > 1:
+        raise _refusal(f"cannot be combined with expert={size}; use expert=1")
     if one_bit_of(tx) is not None:
         raise _refusal("cannot be combined with a 1-bit optimizer; use adamw")
 
