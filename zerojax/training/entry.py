@@ -274,8 +274,7 @@ def spec_of(arguments: Arguments, mesh: Mesh | AbstractMesh | None = None) -> Ru
     if checkpoint is not None and checkpoint.path is None and folder is not None:
         checkpoint = dataclasses.replace(checkpoint, path=str(folder / CHECKPOINT_FOLDER))
     log, mesh_config = arguments.log or LogConfig(), arguments.mesh_config
-    exact = arguments.deterministic
-    batches = arguments.batches
+    exact, batches = arguments.deterministic, arguments.batches
     return RunSpec(
         inputs=PlanInputs(
             model=arguments.model,
