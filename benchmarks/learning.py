@@ -1,7 +1,8 @@
-"""A curriculum of the row length beside plain training on Shakespeare: loss against counted work.
+"""A curriculum of the row length, and layer drop, beside plain training: loss against counted work.
 
-Both train the same model on the same rows with the same number of steps. Work is counted in FLOPs
-of the compiled lengths, so that weights of 0 count too.
+All train the same model on the same rows of Shakespeare with the same number of steps. Work is
+counted in FLOPs: of the compiled lengths, so that weights of 0 count too, and of the layers that
+layer drop is expected to keep in each step.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from zerojax.zoo import build_model
 NUM_DEVICES = 2
 SHARE = 0.4
 """The part of the steps in which rows grow."""
-PLAIN, CURRICULUM = "plain", "curriculum"
+PLAIN, CURRICULUM, LAYER_DROP = "plain", "curriculum", "layer_drop"
+THETA, FALLS = 0.5, 10
+"""Layer drop: theta, and gamma times the number of steps."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,12 +60,12 @@ def main(argv: list[str] | None = None) -> None:
 
 def measure(sizes: Sizes) -> Record:
     """Measures a row for each evaluation: losses and work of both ways, means over the seeds."""
-    runs: dict[str, list[_Result]] = {PLAIN: [], CURRICULUM: []}
+    runs: dict[str, list[_Result]] = {PLAIN: [], CURRICULUM: [], LAYER_DROP: []}
     for seed in range(sizes.seeds):
         for way, results in runs.items():
             results.append(_train(way, seed, sizes))
             print(f"seed {seed}: {way}: {results[-1].losses[-1]:.4f}", flush=True)
-    plain, short = runs[PLAIN], runs[CURRICULUM]
+    plain, short, dropped = runs[PLAIN], runs[CURRICULUM], runs[LAYER_DROP]
     rows: list[dict[str, Any]] = [
         {
             "step": step,
@@ -78,13 +81,17 @@ def measure(sizes: Sizes) -> Record:
     goals = [
         Goal(name="work at equal steps", value=first.work[-1] / plain[0].work[-1], limit=0.80),
         Goal(name="compiled steps per length", value=first.compiled / first.rungs, limit=1.0),
+        Goal(name="work of layer drop", value=dropped[0].work[-1] / plain[0].work[-1], limit=0.80),
+        Goal(name="loss of layer drop", value=_mean(dropped, -1) / _mean(plain, -1), limit=1.01),
     ]
     notes = [
         f"GPT-2 of {sizes.layers} layers of width {sizes.width} on Shakespeare's bytes, "
         f"{sizes.rows} x {sizes.tokens} tokens a step, {sizes.steps} steps, {sizes.seeds} seeds, "
         f"{NUM_DEVICES} virtual devices, zero=1, float32; the default optimizer",
         f"rows grow from {sizes.shortest} to {sizes.tokens} tokens over {SHARE:.0%} of the steps",
-        "loss: validation, whole rows; work: FLOPs so far, as a part of all of the plain run",
+        f"layer drop: theta={THETA}, gamma={FALLS / sizes.steps:g}",
+        "loss: validation, whole rows, all layers; work: FLOPs so far, as a part of all of the "
+        "plain run",
     ]
     return Record(name="learning", rows=rows, goals=goals, notes=notes)
 
@@ -110,6 +117,7 @@ def _train(way: str, seed: int, sizes: Sizes) -> _Result:
     curriculum = zerojax.CurriculumConfig(
         type="seqlen", min_length=sizes.shortest, total_steps=round(SHARE * sizes.steps)
     )
+    layer_drop = zerojax.LayerDropConfig(theta=THETA, gamma=FALLS / sizes.steps)
     with _counting() as compiled:
         trainer = zerojax.train(
             build_model(config, 256),
@@ -118,6 +126,7 @@ def _train(way: str, seed: int, sizes: Sizes) -> _Result:
             seq_len=sizes.tokens,
             global_batch_size=sizes.rows,
             curriculum=curriculum if way == CURRICULUM else None,
+            layer_drop=layer_drop if way == LAYER_DROP else None,
             eval_every=sizes.steps // sizes.points,
             seed=seed,
             run_dir=None,
@@ -125,7 +134,10 @@ def _train(way: str, seed: int, sizes: Sizes) -> _Result:
         )
     steps = [int(one["step"]) for one in trainer.evaluations]
     plan = trainer.plan
-    if plan.ladder is None:
+    if (drop := plan.layer_drop) is not None:
+        whole = model_flops(plan) / drop.work()
+        work = [whole * sum(map(drop.work, range(step))) for step in steps]
+    elif plan.ladder is None:
         work = [model_flops(plan) * step for step in steps]
     else:
         counted = CountedWork(plan)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from zerojax.config import (
         CheckpointConfig,
         CurriculumConfig,
+        LayerDropConfig,
         LogConfig,
         LoraConfig,
         LossScale,
@@ -58,6 +59,7 @@ __all__ = [
     "EarlyStopping",
     "Engine",
     "KeepBest",
+    "LayerDropConfig",
     "LoadedRun",
     "LogConfig",
     "LoraConfig",
@@ -123,6 +125,7 @@ _HOME_OF_NAME = {
     "Engine": "deepspeed_engine",
     "KeepBest": "training.evaluation",
     "LoadedRun": "training.loading",
+    "LayerDropConfig": "config",
     "LogConfig": "config",
     "LoraConfig": "config",
     "LossScale": "config",

@@ -189,6 +189,8 @@ def test_learning(tmp_path):
     assert column(record, "plain_work") == [0.5, 1.0]
     assert all(work < 1 for work in column(record, "curriculum_work"))
     assert all(value > 0 for value in column(record, "curriculum_loss"))
+    assert all(work < 1 for work in column(record, "layer_drop_work"))
+    assert all(value > 0 for value in column(record, "layer_drop_loss"))
     assert record["goals"][1]["value"] <= 1  # one compiled step per length
 
 

@@ -14,6 +14,7 @@ from zerojax.config.attention_layouts import (
 from zerojax.config.curriculum import CurriculumConfig
 from zerojax.config.elasticity import ElasticBatch, ElasticityConfig
 from zerojax.config.expert_settings import MoEConfig
+from zerojax.config.layer_drop import LayerDropConfig
 from zerojax.config.loader import ConfigError, from_dict, to_dict
 from zerojax.config.mesh import MeshConfig, OffloadConfig, WireConfig, as_mesh_config
 from zerojax.config.run import (
@@ -44,6 +45,7 @@ __all__ = [
     "ElasticBatch",
     "ElasticityConfig",
     "FixedLayout",
+    "LayerDropConfig",
     "LayoutConfig",
     "LogConfig",
     "LoraConfig",

@@ -25,6 +25,7 @@ from zerojax.config.checks import (
 from zerojax.config.curriculum import CurriculumConfig
 from zerojax.config.elasticity import ElasticBatch, ElasticityConfig
 from zerojax.config.expert_settings import MoEConfig
+from zerojax.config.layer_drop import LayerDropConfig
 from zerojax.config.loader import ConfigError, coerce_fields, from_dict, load_dataclass, to_dict
 from zerojax.config.mesh import MeshConfig, OffloadConfig, WireConfig, as_mesh_config
 from zerojax.config.sections import (
@@ -44,6 +45,7 @@ __all__ = [
     "DataConfig",
     "ElasticBatch",
     "ElasticityConfig",
+    "LayerDropConfig",
     "LogConfig",
     "LoraConfig",
     "LossScale",
@@ -321,6 +323,7 @@ class RunConfig:
     watch: WatchConfig = dataclasses.field(default_factory=WatchConfig)
     elasticity: ElasticityConfig = dataclasses.field(default_factory=ElasticityConfig)
     curriculum: CurriculumConfig = dataclasses.field(default_factory=CurriculumConfig)
+    layer_drop: LayerDropConfig = dataclasses.field(default_factory=LayerDropConfig)
     precision: ComputeDtype | None = None
     """Dtype of forward and backward; norms and losses are always float32. null: bf16, on CPU
     devices fp32."""

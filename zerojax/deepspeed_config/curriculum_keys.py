@@ -1,7 +1,8 @@
-"""Translates the section `curriculum_learning` into a `CurriculumConfig`.
+"""Translates the sections `curriculum_learning` and `progressive_layer_drop`.
 
-DeepSpeed passes the length to the user's forward pass, which has to shorten the rows. Here the
-trainer shortens them. The keys of a schedule and its formula are the same.
+DeepSpeed passes the length of rows, or the probability of keeping a layer, to the user's forward
+pass, which has to shorten the rows or drop layers. Here the trainer shortens rows, and the step
+drops layers. The keys of a schedule and its formula are the same.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from zerojax.config import ConfigError, CurriculumConfig
+from zerojax.config import ConfigError, CurriculumConfig, LayerDropConfig
 from zerojax.deepspeed_config.ds_config import File
 from zerojax.deepspeed_config.key_schema import as_kind
 
@@ -56,6 +57,29 @@ def curriculum_of(file: File) -> CurriculumConfig:
         return CurriculumConfig(type="seqlen", schedule_type=schedule, **values)
     except ConfigError as error:
         key = fields.get(error.key[-1] if error.key else "", f"{_SECTION}.schedule_type")
+        file.notes.refuse(key, file.optional(key), error.message)
+        return none
+
+
+def layer_drop_of(file: File) -> LayerDropConfig:
+    """Returns the layer drop of a ds_config; one without effect if it is not enabled.
+
+    A value that has no meaning is noted as refused.
+    """
+    none, section = LayerDropConfig(), "progressive_layer_drop"
+    theta, gamma = (file[f"{section}.{name}"] for name in ("theta", "gamma"))
+    if not file[f"{section}.enabled"]:
+        return none
+    if theta == 1:
+        file.notes.warnings.append(
+            f"{section}.enabled=true has no effect with theta 1: every layer is kept; set theta, "
+            "such as 0.5, or take the section out"
+        )
+        return none
+    try:
+        return LayerDropConfig(theta=theta, gamma=gamma)
+    except ConfigError as error:
+        key = f"{section}.{error.key[-1] if error.key else 'theta'}"
         file.notes.refuse(key, file.optional(key), error.message)
         return none
 

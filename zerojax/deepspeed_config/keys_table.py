@@ -327,9 +327,6 @@ _ABSENT: Table = {
         "the model (zerojax.zoo.MoE), and expert_parallel.autoep_size splits them: take it out",
         bool,
     ),
-    "progressive_layer_drop": AbsentFeature(
-        "dropping layers is not supported; take it out", is_enabled, ("enabled", "theta", "gamma")
-    ),
     "data_efficiency": AbsentFeature(
         "sampling is part of your batches: choose the rows there, and take it out",
         is_enabled_inside,
@@ -413,6 +410,14 @@ _CURRICULUM: Table = {
     },
 }
 
+_LAYER_DROP: Table = {
+    "enabled": Key(
+        "bool", False, "honoured", "layers are dropped in the step, without a change of the model"
+    ),
+    "theta": Key("float", 1.0, "honoured", "LayerDropConfig.theta"),
+    "gamma": Key("float", 0.001, "honoured", "LayerDropConfig.gamma"),
+}
+
 TABLE: Table = {
     "train_batch_size": Key("int", None, "honoured", "rows of one step over all devices"),
     "train_micro_batch_size_per_gpu": Key(
@@ -443,6 +448,7 @@ TABLE: Table = {
         "float", 1.0, "honoured", "limit of the global gradient norm; 0: no limit"
     ),
     "curriculum_learning": _CURRICULUM,
+    "progressive_layer_drop": _LAYER_DROP,
     "fp16": _FP16,
     "bf16": _BF16,
     "torch_autocast": {

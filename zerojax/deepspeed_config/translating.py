@@ -26,7 +26,7 @@ from zerojax.deepspeed_config.batch_keys import (
     settle_batch,
     settle_elastic,
 )
-from zerojax.deepspeed_config.curriculum_keys import curriculum_of
+from zerojax.deepspeed_config.curriculum_keys import curriculum_of, layer_drop_of
 from zerojax.deepspeed_config.ds_config import File, read
 from zerojax.deepspeed_config.expert_keys import check_experts_of_mesh, router_of
 from zerojax.deepspeed_config.key_schema import KeyNotes, as_kind
@@ -120,6 +120,7 @@ def explain(
         run_dir=run_dir,
         elasticity=elasticity,
         curriculum=curriculum_of(file),
+        layer_drop=layer_drop_of(file),
         attention_layout=layout_of(file),
         router=router_of(file),
         tag_validation=file["checkpoint.tag_validation"].upper(),

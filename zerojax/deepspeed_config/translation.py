@@ -14,6 +14,7 @@ import optax
 from zerojax.config import (
     CurriculumConfig,
     ElasticityConfig,
+    LayerDropConfig,
     LogConfig,
     MeshConfig,
     OptimizerConfig,
@@ -102,6 +103,7 @@ class Translation:
       run_dir: folder of events, if a monitor names one.
       elasticity: the batch on changing numbers of devices, enabled or not.
       curriculum: of the row length; its type is None without one.
+      layer_drop: progressive layer drop; its theta is 1 without it.
       attention_layout: of sparse_attention; None: dense attention.
       router: {key of expert_parallel: value} that the model's router must match.
       tag_validation: "WARN", "IGNORE" or "FAIL": how tags that differ over processes are handled.
@@ -127,6 +129,7 @@ class Translation:
     run_dir: Path | None
     elasticity: ElasticityConfig
     curriculum: CurriculumConfig
+    layer_drop: LayerDropConfig
     attention_layout: BlockLayout | None
     router: Mapping[str, Any]
     tag_validation: str
@@ -200,6 +203,8 @@ def _run(translation: Translation) -> Iterator[str]:
         last = "the whole row" if curriculum.max_length is None else str(curriculum.max_length)
         lengths = curriculum.lengths or (curriculum.first_length, last)
         yield f"  rows       {lengths[0]} to {lengths[-1]} tokens, {curriculum.schedule_type}"
+    if not (drop := translation.layer_drop).is_off:
+        yield f"  layers     kept with a probability that falls from 1 to {drop.theta:g} (the last)"
     if translation.attention_layout is not None:
         layout = translation.attention_layout
         yield f"  attention  {layout.mode}, blocks of {layout.block}"

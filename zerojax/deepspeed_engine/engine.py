@@ -359,6 +359,7 @@ class Engine(EngineQueries, AbsentMethods):
                 freeze=as_patterns("freeze", self._freeze),
                 steps=self._steps,
                 curriculum=says.curriculum,
+                layer_drop=says.layer_drop,
             ),
             mesh=self._mesh_settings,
             seed=self._seed,

@@ -222,10 +222,13 @@ def cost_of_branches(costs: Sequence[int], shares: Sequence[float | None]) -> in
     >>> cost_of_branches([100, 20], [0.25, 0.75]), cost_of_branches([100, 20], [None, None])
     (40, 100)
     """
-    known = [share for share in shares if share is not None]
-    if len(known) < len(costs) or abs(sum(known) - 1) > 1e-9:
+    known = sum(share for share in shares if share is not None)
+    if list(shares).count(None) == 1:  # a branch without operations has no scope
+        shares = [max(1 - known, 0.0) if share is None else share for share in shares]
+        known = sum(filter(None, shares))
+    if None in shares or abs(known - 1) > 1e-9:
         return max(costs)
-    return round(sum(cost * share for cost, share in zip(costs, known, strict=True)))
+    return round(sum(cost * (share or 0) for cost, share in zip(costs, shares, strict=True)))
 
 
 def inner_programs(params: Mapping[str, Any]) -> Iterator[Jaxpr]:

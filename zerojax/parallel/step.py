@@ -39,9 +39,12 @@ from zerojax.plan import device_mesh as meshes
 from zerojax.plan.kept_parts import copies_key
 from zerojax.plan.make import Plan, require_plan, streamed_from_host
 from zerojax.plan.state import COPIES, ONE_BIT, TrainState, step_key
+from zerojax.tracing.dropped_layers import draw_scales
 from zerojax.tracing.protocol import Loss
 
 Metrics = dict[str, jax.Array]
+_LAYER_DROP = 0x64726F70
+"""Folded into the key of a step to draw the layers it keeps; no data shard has this number."""
 
 
 @names_keywords()
@@ -359,7 +362,7 @@ def _build_gradients(plan: Plan, *, unsummed: frozenset[str] = frozenset()) -> A
 
     def unchanged(state: TrainState, key_data: Any, batch: Any, factor: Any) -> tuple[Any, ...]:
         given = state["params"], state["frozen"], state["extras"], key_data, batch, factor
-        return *gradients(*given), state
+        return *gradients(*given, **draw_layers(plan, state)), state
 
     follow = build_following(plan)
     if follow is None:
@@ -371,9 +374,24 @@ def _build_gradients(plan: Plan, *, unsummed: frozenset[str] = frozenset()) -> A
         copies = follow(state)
         renewed = state.copy()
         renewed["copies"] = {key: copies}
-        return *gradients(*given, copies), renewed
+        return *gradients(*given, copies, **draw_layers(plan, state)), renewed
 
     return following
+
+
+def draw_layers(plan: Plan, state: TrainState) -> dict[str, jax.Array]:
+    """Returns {"scales": `tracing.dropped_layers.draw_scales` of a step}; {} without layer drop.
+
+    They follow from seed, step, microbatch and layer, so that they are the same on any mesh.
+    """
+    drop = plan.layer_drop
+    if drop is None:
+        return {}
+    step = state["step"]
+    key = jax.random.fold_in(step_key(state["rng"], step), _LAYER_DROP)
+    theta = drop.config.theta_of(step.astype(jnp.float32), jnp.exp)
+    scales = draw_scales(key, theta, plan.num_microbatches, drop.num_layers)
+    return {"scales": jax.lax.with_sharding_constraint(scales, NamedSharding(plan.mesh, P()))}
 
 
 def _build_update(plan: Plan) -> Any:
@@ -420,4 +438,5 @@ def pass_config(plan: Plan) -> zero.PassConfig:
         metrics=plan.traced.metric_names,
         counted=plan.traced.counted_state,
         unroll=plan.settings.unroll,
+        kept_layers=None if plan.layer_drop is None else plan.layer_drop.kept,
     )

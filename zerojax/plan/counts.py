@@ -405,7 +405,8 @@ def model_flops(plan: Decisions) -> float:
     """Returns the floating-point operations of one step over all devices, without remat.
 
     Three times the forward pass (`tracing.flops.TRAINING_FACTOR`) of every microbatch of every
-    shard, without the products for gradients that frozen parameters do not have.
+    shard, without the products for gradients that frozen parameters do not have. With layer drop
+    the expectation after many steps.
     """
     forward = plan.traced.forward
     flops = TRAINING_FACTOR * count_program_flops(forward)
@@ -414,6 +415,8 @@ def model_flops(plan: Decisions) -> float:
         is_trained = [not leaves[name].frozen for name in sorted(leaves)]
         others = len(forward.jaxpr.invars) - len(is_trained)
         flops -= flops_without_gradient(forward, [*is_trained, *[False] * others])
+    if plan.layer_drop is not None:
+        flops *= plan.layer_drop.work()
     return flops * plan.num_microbatches * num_data_shards(plan.mesh)
 
 

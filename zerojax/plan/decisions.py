@@ -22,6 +22,7 @@ from zerojax.operators.context import ContextSplit
 from zerojax.optim import Schedule
 from zerojax.optim.precision import Precision
 from zerojax.plan.device_mesh import DATA_AXES
+from zerojax.plan.layer_choice import LayerDrop
 from zerojax.plan.layer_stacks import Stacks, row_placement
 from zerojax.plan.placement import Placement
 from zerojax.plan.state import COPIES, ONE_BIT, TrainState
@@ -106,6 +107,7 @@ class Decisions:
       program: choices for compiling the step.
       reasons: one line per default or exception that a reader should know.
       remake: plans the same run on another mesh.
+      layer_drop: layers that steps leave out (`plan.layer_choice.LayerDrop`); None: none.
       ladder: compiled lengths of a curriculum (`plan.rungs.Ladder`); None without one, or before
         `rung_plans.with_rungs` has planned them.
     """
@@ -131,6 +133,7 @@ class Decisions:
     program: ProgramChoices
     reasons: tuple[str, ...]
     remake: Callable[[Mesh | AbstractMesh], Any] = dataclasses.field(repr=False, compare=False)
+    layer_drop: LayerDrop | None = None
     ladder: Any = dataclasses.field(default=None, repr=False, compare=False)
 
     @property

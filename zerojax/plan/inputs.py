@@ -9,7 +9,7 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax import tracing
-from zerojax.config import CurriculumConfig, MeshConfig, as_mesh_config
+from zerojax.config import CurriculumConfig, LayerDropConfig, MeshConfig, as_mesh_config
 from zerojax.config.checks import as_patterns, check_whole_number
 from zerojax.config.recognition import is_deepspeed
 from zerojax.optim.precision import Precision
@@ -48,6 +48,7 @@ class PlanInputs:
 
     Attributes:
       curriculum: of the row length; a type of None is none. `rung_plans.with_rungs` plans it.
+      layer_drop: progressive layer drop; a theta of 1 is none.
       reasons: one sentence for each default that was chosen before planning; the plan has them.
 
     Raises:
@@ -65,6 +66,7 @@ class PlanInputs:
     freeze: tuple[str, ...] = ()
     steps: int | None = None
     curriculum: CurriculumConfig = dataclasses.field(default_factory=CurriculumConfig)
+    layer_drop: LayerDropConfig = dataclasses.field(default_factory=LayerDropConfig)
     reasons: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

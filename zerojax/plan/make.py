@@ -41,6 +41,7 @@ from zerojax.plan.gradient_wire import (
 )
 from zerojax.plan.inputs import MESH_OPTIONS, PlanInputs, plan_options, resolve_mesh
 from zerojax.plan.kept_parts import with_kept_parts
+from zerojax.plan.layer_choice import check_layer_drop, plan_layer_drop
 from zerojax.plan.layer_stacks import Stacks, row_layout, row_placement, row_structs
 from zerojax.plan.loss_checks import (
     check_divisor,
@@ -93,7 +94,6 @@ from zerojax.plan.rolling import (
     choose_rolling,
     fit_stacks,
     stack_structs,
-    works_with_loops_alone,
 )
 from zerojax.plan.secondary_shards import check_secondary, describe_secondary, with_secondary
 from zerojax.plan.signed_momentum import check_one_bit, describe_one_bit
@@ -283,13 +283,20 @@ def _make_traced(settings: MeshConfig, mesh: Mesh | AbstractMesh, inputs: PlanIn
     task, *reasons = _resolve(settings, mesh, inputs)
     seen = _trace(task)
     task = dataclasses.replace(task, optimizer=task.optimizer.on_tree_of(task.model))
-    wishes = Wishes(settings=settings, mesh=mesh, freeze=inputs.freeze, tx=task.optimizer.tx)
+    check_layer_drop(inputs.layer_drop, settings, mesh, task.optimizer.tx)
+    wishes = Wishes(
+        settings=settings,
+        mesh=mesh,
+        freeze=inputs.freeze,
+        tx=task.optimizer.tx,
+        drops_layers=not inputs.layer_drop.is_off,
+    )
     has_lists = bool(find_lists(sorted(seen.params)))
     rolling = (
         choose_rolling(task.model, seen.trace, seen.params, wishes) if has_lists else Rolling()
     )
     check_remat(settings, rolling)
-    needs_loop = works_with_loops_alone(settings, mesh)
+    needs_loop = wishes.needs_loop
     if rolling.model is None:
         try:
             return _decide(task, seen, rolling, inputs, reasons)
@@ -315,6 +322,9 @@ def _decide(
     settings, mesh, (why_defaults, why_microbatches) = task.settings, task.mesh, why
     names = rolling.stacks
     context, why_context = plan_context(settings, mesh, seen.trace, seen.microbatch)
+    layer_drop = plan_layer_drop(
+        inputs.layer_drop, task.model, seen.trace, seen.params, settings.zero
+    )
     placement, layout, stacked = _place(task, seen, inputs.freeze, names)
     traced, why_traced, rules = _examine_loss(task, seen, placement)
     tx = fit_stacks(optim.fit_optimizer(task.optimizer.tx, task.precision), names)
@@ -373,6 +383,7 @@ def _decide(
             *why_traced,
             *rolling.reasons,
             *rules,
+            *(layer_drop.describe() if layer_drop else ()),
             *describe_offload(settings, offload),
             *describe_layer_inputs(settings, seen.trace.jaxpr, len(seen.params)),
             *describe_unrolled(settings, seen.trace.jaxpr, len(seen.params)),
@@ -383,6 +394,7 @@ def _decide(
             *describe_options(shown_options(program.options), program.dropped),
         ),
         remake=_Remake(settings=settings, inputs=inputs),
+        layer_drop=layer_drop,
     )
 
 

@@ -366,6 +366,8 @@ def place_model(
     # Read whole, but used only by the loop, which slices it.
     early = [name for name in stacked if params[name].shape in read_shapes.get(name, ())]
     barriers |= dict.fromkeys(early, "is read before the loop over layers")
+    if why := _why_not_in_branches(settings):
+        barriers |= {name: why for name in trace.in_branches if name not in barriers}
     read_shapes |= {name: frozenset([params[name].shape[1:]]) for name in early}
     virtual_shards = settings.virtual_shards if settings.deterministic else None
     if virtual_shards is not None:
@@ -400,6 +402,20 @@ def place_model(
         layer_rows=None if layout is None else dict.fromkeys(stacked, layout.rows),
         eight_bits=trace.eight_bits if settings.wire.weights == "fp8" else (),
     )
+
+
+def _why_not_in_branches(settings: MeshConfig) -> str | None:
+    """Returns why no collective may stand in a branch, although all devices take it alike."""
+    inside = "is read inside `cond`, and"
+    if settings.stage > 1:
+        return f"{inside} stages run different microbatches at the same time"
+    if not settings.offload.is_off:
+        return f"{inside} offload moves state outside of branches"
+    if settings.deterministic:
+        return f"{inside} deterministic={settings.deterministic} sums outside of branches"
+    if settings.wire.weights != "compute":
+        return f"{inside} wire.weights codes values outside of branches"
+    return None
 
 
 def _read_repeatedly(params: Mapping[str, Any], trace: tracing.ModelTrace) -> list[str]:

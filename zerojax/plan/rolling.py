@@ -72,12 +72,19 @@ class Wishes:
       settings: the mesh options; mesh: made from them.
       freeze: regular expressions on names.
       tx: the optimizer.
+      drops_layers: whether steps leave out layers, which needs a loop.
     """
 
     settings: MeshConfig
     mesh: Mesh | AbstractMesh
     freeze: tuple[str, ...]
     tx: optax.GradientTransformation
+    drops_layers: bool = False
+
+    @property
+    def needs_loop(self) -> bool:
+        """Whether a model whose layers do not run in a loop is refused."""
+        return self.drops_layers or works_with_loops_alone(self.settings, self.mesh)
 
 
 def choose_rolling(
@@ -151,7 +158,7 @@ def _choose_remat(loop: Loop, wishes: Wishes, params: Structs) -> tuple[str, str
     remat = wishes.settings.roll_remat
     if remat != "auto":
         return remat, "" if remat == "model" else f"; roll_remat={remat}"
-    if has_checkpoints(loop.body) or works_with_loops_alone(wishes.settings, wishes.mesh):
+    if has_checkpoints(loop.body) or wishes.needs_loop:
         return "model", ""
     kept, fewer = (kept_bytes(loop.body, elementwise=x) * loop.count for x in (False, True))
     rows = [params[name] for names in loop.stacks.values() for name in names]
@@ -192,7 +199,7 @@ def _why_not_worth(loop: Loop, wishes: Wishes) -> str | None:
     remat = settings.roll_remat
     by_layer = (
         settings.zero == 3
-        or works_with_loops_alone(settings, wishes.mesh)
+        or wishes.needs_loop
         or (loop.is_checkpointed if remat in ("auto", "model") else remat != "none")
     )
     if not by_layer:
@@ -209,8 +216,9 @@ def _why_not_worth(loop: Loop, wishes: Wishes) -> str | None:
 
 
 def _fewest_turns(wishes: Wishes) -> int:
-    needs_loop = works_with_loops_alone(wishes.settings, wishes.mesh)
-    return 2 if needs_loop or wishes.settings.roll_remat not in ("auto", "model") else MIN_TURNS
+    return (
+        2 if wishes.needs_loop or wishes.settings.roll_remat not in ("auto", "model") else MIN_TURNS
+    )
 
 
 def works_with_loops_alone(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> bool:

@@ -222,7 +222,24 @@ def _is_streamed(plan: Decisions, leaf: LeafPlacement) -> bool:
 
 
 def _times_used(plan: Decisions, leaf: LeafPlacement) -> tuple[float, float, float]:
-    """Returns gathers per step in or before forward, gathers in backward, and scatters."""
+    """Returns gathers per step in or before forward, gathers in backward, and scatters.
+
+    With layer drop the expectation after many steps.
+    """
+    forward, backward, scatters = _times_with_all_layers(plan, leaf)
+    if plan.layer_drop is None:
+        return forward, backward, scatters
+    used = plan.layer_drop.times_used(leaf.name)
+    lazily = leaf.access is Access.GATHER_ON_USE
+    early = lazily or leaf.access is Access.GATHER_ONCE_SCATTER_EARLY
+    return (
+        forward * (used if lazily else 1),
+        backward * used,
+        scatters * (used if early else 1),
+    )
+
+
+def _times_with_all_layers(plan: Decisions, leaf: LeafPlacement) -> tuple[float, float, float]:
     if _is_streamed(plan, leaf):
         microbatches = plan.num_microbatches
         return microbatches, microbatches * (1 - 1 / layers_of(plan, leaf)), microbatches

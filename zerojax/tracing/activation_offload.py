@@ -51,10 +51,12 @@ class LayerScan:
     Attributes:
       equation: the `scan`.
       inside: primitive of the enclosing equation; "" at the top level or inside calls only.
+      parameters: for each value that it slices, whether it is a stacked parameter.
     """
 
     equation: Any
     inside: str
+    parameters: tuple[bool, ...]
 
     @property
     def num_layers(self) -> int:
@@ -172,11 +174,22 @@ def trace_with_loops(
       (the program, the shapes of its result, its loops over layers).
     """
     closed, shape = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    return closed, shape, loops_of_trace(closed, len(jax.tree.leaves(arguments[0])), constants)
+
+
+def loops_of_trace(
+    closed: ClosedJaxpr, num_parameters: int, constants: Sequence[Any]
+) -> list[LayerScan]:
+    """Returns the loops over layers of a program whose first inputs are parameters.
+
+    Args:
+      constants: as in `trace_with_loops`.
+    """
     fixed = {id(leaf) for leaf in jax.tree.leaves(list(constants))}
-    held = set(closed.jaxpr.invars[: len(jax.tree.leaves(arguments[0]))])
+    held = set(closed.jaxpr.invars[:num_parameters])
     pairs = zip(closed.jaxpr.constvars, closed.consts, strict=True)
     held |= {variable for variable, value in pairs if id(value) in fixed}
-    return closed, shape, list(_find(closed.jaxpr, held, ""))
+    return list(_find(closed.jaxpr, held, ""))
 
 
 def _checked(scans: list[LayerScan]) -> list[LayerScan]:
@@ -217,8 +230,9 @@ def _find(program: Jaxpr, held: set[Any], inside: str) -> Iterator[LayerScan]:
             continue
         if kind == "scan":
             first = sum(split_scan(equation))
-            if any(_holds(held, atom) for atom in operands[first:]):
-                yield LayerScan(equation, inside)
+            parameters = tuple(_holds(held, atom) for atom in operands[first:])
+            if any(parameters):
+                yield LayerScan(equation, inside, parameters)
                 continue
             operands[first:] = [None] * (len(operands) - first)
         elif kind == "cond":

@@ -90,30 +90,42 @@ class Reads:
       mapped_dims: name -> maximum number of leading dimensions that `jax.vmap` maps at a read.
       barriers: name -> the reason why it cannot be gathered at its reads.
       in_full: names of which some read needs more than 8 bits.
+      in_branches: names that are read in a branch that all devices take alike.
+      uniform: `id` of the equations of these branches (`tracing.uniform`).
     """
 
     shapes: dict[str, set[tuple[int, ...]]] = dataclasses.field(default_factory=dict)
     mapped_dims: dict[str, int] = dataclasses.field(default_factory=dict)
     barriers: dict[str, str] = dataclasses.field(default_factory=dict)
     in_full: set[str] = dataclasses.field(default_factory=set)
+    in_branches: set[str] = dataclasses.field(default_factory=set)
+    uniform: frozenset[int] = frozenset()
 
 
-def find_reads(jaxpr: Jaxpr, inputs: Sequence[str | None]) -> Reads:
+Branch = str | None
+"""The branch around an equation: None outside of any, "" if all devices take it alike, else its
+primitive."""
+
+
+def find_reads(
+    jaxpr: Jaxpr, inputs: Sequence[str | None], uniform: frozenset[int] = frozenset()
+) -> Reads:
     """Finds how a traced program reads each parameter: shapes, obstacles, precision.
 
     Args:
       jaxpr: traced with `MarkRead` at every read.
       inputs: for each input, name of the parameter whose stored value it is, or None.
+      uniform: `id` of each `cond` equation that all devices take alike.
     """
-    reads = Reads()
+    reads = Reads(uniform=uniform)
     start = [_NOTHING if name is None else frozenset([name]) for name in inputs]
-    outputs = _follow(jaxpr, start, "", reads)
+    outputs = _follow(jaxpr, start, None, reads)
     for name in _NOTHING.union(*outputs):
         reads.barriers.setdefault(name, "is returned as it is stored")
     return reads
 
 
-def _follow(jaxpr: Jaxpr, inputs: Sequence[Names], branch: str, reads: Reads):
+def _follow(jaxpr: Jaxpr, inputs: Sequence[Names], branch: Branch, reads: Reads):
     """Returns the parameters that each output of a program holds unchanged."""
     held: dict[Any, Names] = dict(zip(jaxpr.invars, inputs, strict=True))
 
@@ -130,7 +142,7 @@ def _follow(jaxpr: Jaxpr, inputs: Sequence[Names], branch: str, reads: Reads):
     return [names_of(atom) for atom in jaxpr.outvars]
 
 
-def _outputs(equation: Any, operands: list[Names], branch: str, reads: Reads) -> Sequence[Names]:
+def _outputs(equation: Any, operands: list[Names], branch: Branch, reads: Reads) -> Sequence[Names]:
     """Returns the parameters that the outputs of one equation hold unchanged."""
     nothing = [_NOTHING] * len(equation.outvars)
     kind = equation.primitive.name
@@ -155,7 +167,7 @@ def _outputs(equation: Any, operands: list[Names], branch: str, reads: Reads) ->
     return nothing
 
 
-def _note_read(equation: Any, names: Names, branch: str, reads: Reads) -> None:
+def _note_read(equation: Any, names: Names, branch: Branch, reads: Reads) -> None:
     name = read_name(equation)
     assert name is not None
     stored, shape = tuple(equation.invars[0].aval.shape), read_shape(equation)
@@ -176,6 +188,8 @@ def _note_read(equation: Any, names: Names, branch: str, reads: Reads) -> None:
         reads.barriers.setdefault(
             name, f"is read inside `{branch}`, which not every device may enter"
         )
+    elif branch is not None:
+        reads.in_branches.add(name)
 
 
 def _leaving(shape: tuple[int, ...], rest: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
@@ -186,7 +200,7 @@ def _leaving(shape: tuple[int, ...], rest: tuple[int, ...]) -> Iterator[tuple[in
 
 
 def _follow_scan(
-    equation: Any, operands: list[Names], branch: str, reads: Reads
+    equation: Any, operands: list[Names], branch: Branch, reads: Reads
 ) -> Sequence[Names]:
     """Follows the body of a loop until its carry gains no more parameters."""
     num_consts, num_carry = split_scan(equation)
@@ -201,10 +215,10 @@ def _follow_scan(
 
 
 def _follow_branches(
-    equation: Any, operands: list[Names], branch: str, reads: Reads
+    equation: Any, operands: list[Names], branch: Branch, reads: Reads
 ) -> Sequence[Names]:
     kind, params = equation.primitive.name, equation.params
-    branch = branch or kind
+    branch = branch or ("" if id(equation) in reads.uniform else kind)
     if kind == "cond":
         branches = [_follow(b.jaxpr, operands[1:], branch, reads) for b in params["branches"]]
         return [_NOTHING.union(*names) for names in zip(*branches, strict=True)]

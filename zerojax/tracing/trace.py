@@ -18,6 +18,7 @@ from zerojax.tracing.index_limits import IndexLimit, find_index_limits
 from zerojax.tracing.protocol import Arrays, Loss, Model
 from zerojax.tracing.reads import MarkRead, find_reads
 from zerojax.tracing.trees import flatten_names
+from zerojax.tracing.uniform import find_uniform_branches
 
 _DRAWS = ("random_bits", "threefry", "rng_bit_generator")
 """Prefixes of the names of primitives that generate random bits."""
@@ -33,6 +34,7 @@ class ModelTrace:
         as is that of an ensemble under `jax.vmap`.
       mapped_dims: name -> number of leading dimensions that `jax.vmap` maps at a read.
       barriers: name -> the reason why the parameter cannot be gathered where the model reads it.
+      in_branches: names of the parameters that are read in a branch that all devices take alike.
       eight_bits: names of the parameters that the model uses only as 8-bit floats.
       result: abstract value of the loss.
       jaxpr: traced forward pass, for counting. Its inputs are parameters, extras and batch, in the
@@ -46,6 +48,7 @@ class ModelTrace:
     read_shapes: Mapping[str, frozenset[tuple[int, ...]]]
     mapped_dims: Mapping[str, int]
     barriers: Mapping[str, str]
+    in_branches: frozenset[str]
     eight_bits: frozenset[str]
     result: Any
     jaxpr: Any
@@ -94,7 +97,13 @@ def trace_model(
     jaxpr = ClosedJaxpr(program.jaxpr.replace(outvars=outputs), program.consts)
     # The leaves of a dict are in the order of its sorted keys.
     rest = len(jax.tree.leaves((extras, batch)))
-    reads = find_reads(jaxpr.jaxpr, [*sorted(params), *[None] * rest])
+    uniform = find_uniform_branches(
+        program.jaxpr,
+        num_params=len(params),
+        num_extras=len(extras),
+        num_results=len(outputs),
+    )
+    reads = find_reads(jaxpr.jaxpr, [*sorted(params), *[None] * rest], uniform)
     flat = flatten_names(batch)
     of_batch = [
         (name, leaf.shape) if jnp.issubdtype(leaf.dtype, jnp.integer) and leaf.shape else None
@@ -105,6 +114,7 @@ def trace_model(
         read_shapes={name: frozenset(shapes) for name, shapes in reads.shapes.items()},
         mapped_dims=reads.mapped_dims,
         barriers=reads.barriers,
+        in_branches=frozenset(reads.in_branches),
         eight_bits=frozenset(reads.shapes.keys() - reads.in_full),
         result=result,
         jaxpr=jaxpr,

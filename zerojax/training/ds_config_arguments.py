@@ -65,18 +65,22 @@ class DsConfigArguments:
         """Returns the arguments with the settings of the file, before the batches are known.
 
         Raises:
-          ConfigError: the call has another curriculum than the file.
+          ConfigError: the call has another curriculum or layer drop than the file.
         """
         says = self.translation
         changes = _settings_of(says)
-        if says.curriculum.type is not None:
-            if arguments.curriculum not in (None, says.curriculum):
+        sections = {
+            "curriculum": ("curriculum_learning", says.curriculum, says.curriculum.type is None),
+            "layer_drop": ("progressive_layer_drop", says.layer_drop, says.layer_drop.is_off),
+        }
+        for name, (section, value, is_off) in sections.items():
+            if is_off:
+                continue
+            if (passed := getattr(arguments, name)) not in (None, value):
                 raise ConfigError(
-                    f"differs from curriculum={arguments.curriculum}; pass only one of them",
-                    ("curriculum_learning",),
-                    says.source,
+                    f"differs from {name}={passed}; pass only one of them", (section,), says.source
                 )
-            changes["curriculum"] = says.curriculum
+            changes[name] = value
         changes |= {"mesh_config": says.mesh, "global_batch_size": says.train_batch_size}
         if arguments.steps is None and says.total_steps is not None:
             reason = f"steps={says.total_steps}: the schedule of {says.source} is made for so many"

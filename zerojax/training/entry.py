@@ -18,6 +18,7 @@ from zerojax import models, tracing
 from zerojax.config import (
     CheckpointConfig,
     CurriculumConfig,
+    LayerDropConfig,
     LogConfig,
     MeshConfig,
     OptimizerConfig,
@@ -106,6 +107,7 @@ def train(
     seq_len: int | None = None,
     freeze: str | Sequence[str] = (),
     curriculum: CurriculumConfig | None = None,
+    layer_drop: LayerDropConfig | None = None,
     checkpoint: CheckpointConfig | str | Path | None = None,
     run_dir: str | Path | None = "auto",
     log: LogConfig | None = None,
@@ -162,6 +164,7 @@ def train(
       seq_len: of text data.
       freeze: regular expressions; parameters whose names match are not trained.
       curriculum: shorter rows in early steps, see `CurriculumConfig`; evaluations have whole rows.
+      layer_drop: steps that leave out layers, see `LayerDropConfig`; evaluations have all layers.
       checkpoint: folder of the run, which holds its checkpoints and resumes from them; or a
         `CheckpointConfig`, whose `path` is the folder of the checkpoints themselves, by default
         `checkpoints` in `run_dir`.
@@ -202,6 +205,7 @@ def train(
         seq_len=seq_len,
         freeze=freeze,
         curriculum=curriculum,
+        layer_drop=layer_drop,
         checkpoint=checkpoint,
         run_dir=run_dir,
         log=log,
@@ -270,8 +274,7 @@ def spec_of(arguments: Arguments, mesh: Mesh | AbstractMesh | None = None) -> Ru
     if checkpoint is not None and checkpoint.path is None and folder is not None:
         checkpoint = dataclasses.replace(checkpoint, path=str(folder / CHECKPOINT_FOLDER))
     log, mesh_config = arguments.log or LogConfig(), arguments.mesh_config
-    exact = arguments.deterministic
-    batches, curriculum = arguments.batches, arguments.curriculum or CurriculumConfig()
+    exact, batches = arguments.deterministic, arguments.batches
     return RunSpec(
         inputs=PlanInputs(
             model=arguments.model,
@@ -284,7 +287,8 @@ def spec_of(arguments: Arguments, mesh: Mesh | AbstractMesh | None = None) -> Ru
             num_microbatches=arguments.num_microbatches,
             freeze=arguments.freeze,
             steps=steps,
-            curriculum=curriculum,
+            curriculum=arguments.curriculum or CurriculumConfig(),
+            layer_drop=arguments.layer_drop or LayerDropConfig(),
         ),
         mesh=mesh_config if isinstance(mesh_config, Mesh) else as_mesh_config(mesh_config),
         mesh_options={} if exact is None else {"deterministic": exact},
@@ -297,7 +301,7 @@ def spec_of(arguments: Arguments, mesh: Mesh | AbstractMesh | None = None) -> Ru
         log=log,
         watch=arguments.watch,
         checkpoint=checkpoint,
-        settings_of=functools.partial(_settings_in_folder, arguments.seed, steps, curriculum),
+        settings_of=functools.partial(_settings_in_folder, arguments.seed, steps),
         reasons=reasons,
         notes=RunNotes(
             loss=loss_kind,
@@ -310,11 +314,14 @@ def spec_of(arguments: Arguments, mesh: Mesh | AbstractMesh | None = None) -> Ru
     )
 
 
-def _settings_in_folder(
-    seed: int, steps: int | None, curriculum: CurriculumConfig, plan: Plan
-) -> dict[str, Any]:
+def _settings_in_folder(seed: int, steps: int | None, plan: Plan) -> dict[str, Any]:
     found = {"seed": seed, "steps": steps, "zero": plan.zero, "mesh": to_dict(plan.settings)}
-    return found if curriculum.type is None else {**found, "curriculum": to_dict(curriculum)}
+    curriculum, layer_drop = plan.inputs.curriculum, plan.inputs.layer_drop
+    if curriculum.type is not None:
+        found["curriculum"] = to_dict(curriculum)
+    if not layer_drop.is_off:
+        found["layer_drop"] = to_dict(layer_drop)
+    return found
 
 
 def _loop_settings(

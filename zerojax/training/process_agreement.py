@@ -149,6 +149,7 @@ def describe_run(
         "the parameters": str(placed),
         "the batch": str([(x.shape, x.dtype.name) for x in jax.tree.leaves(plan.abstract_batch)]),
         "the curriculum": json.dumps(to_dict(plan.inputs.curriculum)),
+        "layer_drop": json.dumps(to_dict(plan.inputs.layer_drop)),
         "the data": json.dumps(data, default=str),
         "the optimizer (its learning rate or another number of its update)": _update_of(plan),
         **{name: str(value) for name, value in loop.items()},

@@ -40,6 +40,7 @@ def settings_that_differ(plan: Plan, restored: Any, config: Mapping[str, Any]) -
         *_kept(plan, restored),
         *_jumped(plan, restored, config),
         *_other_curriculum(restored, config),
+        *_other_layer_drop(restored, config),
     ]
 
 
@@ -85,6 +86,18 @@ def _other_curriculum(restored: Any, config: Mapping[str, Any]) -> list[str]:
     return [
         f"the curriculum of this call is used from step {restored.step + 1} on, and differs from "
         "that of the saved run; tokens_seen counts the earlier steps by it, too"
+    ]
+
+
+def _other_layer_drop(restored: Any, config: Mapping[str, Any]) -> list[str]:
+    """Returns a line if layers are kept with other probabilities than in the saved run."""
+    both = [settings.get("layer_drop") or {"theta": 1.0} for settings in (restored.config, config)]
+    old, new = (found if found["theta"] < 1 else {} for found in both)
+    if old == new:
+        return []
+    return [
+        f"the layer_drop of this call, {new or 'none'}, is used from step {restored.step + 1} on; "
+        f"that of the saved run is {old or 'none'}"
     ]
 
 

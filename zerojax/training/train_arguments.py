@@ -12,7 +12,13 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from zerojax.config import CheckpointConfig, CurriculumConfig, LogConfig, WatchConfig
+from zerojax.config import (
+    CheckpointConfig,
+    CurriculumConfig,
+    LayerDropConfig,
+    LogConfig,
+    WatchConfig,
+)
 from zerojax.config.checks import MAX_SIZE, check_kind, check_whole_number
 
 
@@ -41,6 +47,7 @@ class Arguments:
     seq_len: int | None
     freeze: Any
     curriculum: CurriculumConfig | None
+    layer_drop: LayerDropConfig | None
     checkpoint: Any
     run_dir: Any
     log: LogConfig | None
@@ -77,6 +84,8 @@ def checked(arguments: Arguments) -> Arguments:
     check_kind("watch", arguments.watch, WatchConfig, "a zerojax.WatchConfig")
     wanted = "a zerojax.CurriculumConfig"
     check_kind("curriculum", arguments.curriculum, CurriculumConfig, wanted)
+    wanted = "a zerojax.LayerDropConfig"
+    check_kind("layer_drop", arguments.layer_drop, LayerDropConfig, wanted)
     kinds = CheckpointConfig, str, os.PathLike
     wanted = "a folder, or a zerojax.CheckpointConfig"
     check_kind("checkpoint", arguments.checkpoint, kinds, wanted)

@@ -39,6 +39,7 @@ from zerojax.plan.expert_axis import check_expert_calls
 from zerojax.plan.frozen_codes import check_evaluation
 from zerojax.plan.leaf_placement import Access, LeafPlacement
 from zerojax.tracing.activation_offload import keep_inputs_on_host
+from zerojax.tracing.dropped_layers import drop_layers
 from zerojax.tracing.expert_calls import find_expert_calls
 from zerojax.tracing.protocol import Loss
 from zerojax.tracing.row_lookups import find_row_lookups
@@ -51,11 +52,12 @@ def build_gradients(
 ) -> Callable[..., tuple[Arrays, Arrays, Arrays]]:
     """Builds the gradient function of a batch, to be traced inside a jitted step.
 
-    It takes `(params, frozen, extras, key_data, batch, loss_factor, copies)`: `params` and `frozen`
-    as stored (shards of global arrays); `key_data` uint32, the key of the step; `batch` {key:
-    [global batch, ...]}; `loss_factor` float32 [], by which the loss is multiplied before it is
-    differentiated, or None; `copies` {name: whole weight in the compute dtype} of parameters with
-    `delta_codes`, or None if there are none.
+    It takes `(params, frozen, extras, key_data, batch, loss_factor, copies, scales)`: `params` and
+    `frozen` as stored (shards of global arrays); `key_data` uint32, the key of the step; `batch`
+    {key: [global batch, ...]}; `loss_factor` float32 [], by which the loss is multiplied before it
+    is differentiated, or None; `copies` {name: whole weight in the compute dtype} of parameters
+    with `delta_codes`, or None if there are none; `scales` float32 [microbatches, layers] of
+    `tracing.dropped_layers`, the same on every device, or None without layer drop.
 
     Args:
       config: configuration of the pass.
@@ -76,11 +78,12 @@ def build_gradients(
         batch: Arrays,
         loss_factor: jax.Array | None,
         copies: Arrays | None = None,
+        scales: jax.Array | None = None,
     ):
         key = shard_key(key_data)
         inputs, constants = prepare_parameters(config, params, frozen, copies)
         differentiate = build_differentiation(config, constants, frozen, loss_factor)
-        sums, grads, after = _accumulate(config, differentiate, inputs, extras, key, batch)
+        sums, grads, after = _accumulate(config, differentiate, inputs, extras, key, batch, scales)
         own = {name: grads[name][None] for name in grads if name in unsummed}
         summed = reduce_gradients(config, {n: x for n, x in grads.items() if n not in own})
         grads = {name: own[name] if name in own else summed[name] for name in grads}
@@ -104,7 +107,8 @@ def build_differentiation(
       loss_factor: as in `build_gradients`.
 
     Returns:
-      `(inputs, extras, key, batch) -> ((scaled loss, (sums, extras afterwards)), gradients)`.
+      `(inputs, extras, key, batch) -> ((scaled loss, (sums, extras afterwards)), gradients)`. With
+      layer drop it takes as a further argument the scale of each layer.
     """
     on_read = build_reads(config, frozen)
 
@@ -121,9 +125,11 @@ def build_differentiation(
     loss_of = build_rewriting(config, frozen)(loss_of) if on_read else loss_of
     if config.unroll:
         loss_of = unroll_layers(loss_of, list(constants.values()))
+    if config.kept_layers is not None:
+        loss_of = drop_layers(loss_of, list(constants.values()), config.kept_layers)
 
-    def differentiated(inputs: Arrays, extras: Arrays, key: Any, batch: Arrays):
-        loss, (sums, after) = loss_of(inputs, extras, key, batch)
+    def differentiated(inputs: Arrays, *others: Any):
+        loss, (sums, after) = loss_of(inputs, *others)
         scaled = loss if loss_factor is None else loss * loss_factor
         return scaled, (sums, after)
 
@@ -137,10 +143,12 @@ def _accumulate(
     extras: Arrays,
     key: jax.Array,
     batch: Arrays,
+    scales: jax.Array | None,
 ) -> tuple[Arrays, Arrays, Arrays]:
     """Returns loss sums and gradients of all microbatches of this data shard, not reduced yet."""
     if config.num_microbatches == 1:
-        (_, (sums, extras)), grads = differentiate(inputs, extras, key, batch)
+        drawn = () if scales is None else (scales[0],)
+        (_, (sums, extras)), grads = differentiate(inputs, extras, key, batch, *drawn)
         return sums, grads, extras
 
     overwritten = config.model.overwritten
@@ -148,10 +156,10 @@ def _accumulate(
 
     def one(carry: Any, item: Any) -> tuple[Any, None]:
         sums, grads, extras = carry
-        index, microbatch = item
+        index, microbatch, *drawn = item
         microbatch_key = jax.random.fold_in(key, index)
         given = {**extras, **latest_steps}
-        (_, (more, after)), new = differentiate(inputs, given, microbatch_key, microbatch)
+        (_, (more, after)), new = differentiate(inputs, given, microbatch_key, microbatch, *drawn)
         extras = model_state.after_microbatch(extras, after, overwritten)
         sums = jax.tree.map(jnp.add, sums, more)
         return (sums, jax.tree.map(lambda a, g: a + g.astype(a.dtype), grads, new), extras), None
@@ -161,6 +169,7 @@ def _accumulate(
     start = no_sums(config.metrics), zeros
     start = *start, model_state.before_microbatches(extras, overwritten)
     items = jnp.arange(config.num_microbatches), split_batch(batch, config.num_microbatches)
+    items = items if scales is None else (*items, scales)
     (sums, grads, extras), _ = lax.scan(one, start, items)
     return sums, grads, extras
 

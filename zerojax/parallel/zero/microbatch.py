@@ -39,6 +39,7 @@ class PassConfig:
       reduce_bucket_size, allgather_bucket_size: elements per collective.
       sequence_sharding: split the residual stream over `model` along the sequence.
       unroll: run loops over layers as straight code.
+      kept_layers: with layer drop the expected fraction of layers that a step keeps; None without.
       regather: at stage 3, gather parameters again in the backward pass instead of keeping them.
       pipeline: distribution of the layers over stages; None with one stage.
       context: distribution of sequences over `context`; None if each is whole on its device.
@@ -68,6 +69,7 @@ class PassConfig:
     metrics: tuple[str, ...] = ()
     counted: frozenset[str] = frozenset()
     unroll: bool = False
+    kept_layers: float | None = None
 
     @property
     def tree(self) -> TreeOrder | None:
@@ -153,7 +155,8 @@ def map_gradients(
       config: configuration of the pass.
       local: (params, frozen, extras, key_data, batch, loss_factor) of one device -> (sums, grads,
         extras); grads {name: in the form of `params`}, the others the same on every device. If
-        there are copies (`LeafPlacement.delta_codes`), also the keyword `copies`.
+        there are copies (`LeafPlacement.delta_codes`), also the keyword `copies`; with layer drop,
+        the keyword `scales`.
       unsummed: names of gradients that each device keeps for itself, [1, ...].
     """
 
@@ -165,19 +168,21 @@ def map_gradients(
         batch: Arrays,
         loss_factor: jax.Array | None = None,
         copies: Arrays | None = None,
+        scales: jax.Array | None = None,
     ) -> tuple[Arrays, Arrays, Arrays]:
         specs = specs_of(config, params), specs_of(config, frozen)
         batch, rows = cut_batch(config, batch)
         grads = {n: P(PASS_AXES) if n in unsummed else spec for n, spec in specs[0].items()}
         mapped = jax.shard_map(
-            over_batch(config, _with_copies(local)),
+            over_batch(config, _with_keywords(local)),
             mesh=config.mesh,
             in_specs=(*specs, P(), P(), rows, P(), P()),
             out_specs=(P(), grads, P()),
             axis_names=set(MANUAL_AXES),
             check_vma=False,
         )
-        return mapped(params, frozen, extras, key_data, batch, loss_factor, copies)
+        keywords = {"copies": copies, "scales": scales}
+        return mapped(params, frozen, extras, key_data, batch, loss_factor, keywords)
 
     return gradients
 
@@ -199,25 +204,26 @@ def map_forward(
         specs = specs_of(config, params), specs_of(config, frozen)
         batch, rows = cut_batch(config, batch)
         mapped = jax.shard_map(
-            over_batch(config, _with_copies(local)),
+            over_batch(config, _with_keywords(local)),
             mesh=config.mesh,
             in_specs=(*specs, P(), P(), rows, P()),
             out_specs=P(),
             axis_names=set(MANUAL_AXES),
             check_vma=False,
         )
-        return mapped(params, frozen, extras, key_data, batch, copies)
+        return mapped(params, frozen, extras, key_data, batch, {"copies": copies})
 
     return forward
 
 
-def _with_copies(local: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `local` with its last argument passed by keyword, if there are copies."""
+def _with_keywords(local: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `local` with its last argument passed as keywords, those that are not None."""
 
     @functools.wraps(local)
     def taking(*args: Any) -> Any:
-        *others, copies = args
-        return local(*others) if copies is None else local(*others, copies=copies)
+        *others, keywords = args
+        given = {name: value for name, value in keywords.items() if value is not None}
+        return local(*others, **given)
 
     return taking
 

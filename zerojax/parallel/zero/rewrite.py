@@ -194,9 +194,12 @@ def _places(taken: Sequence[Any], wanted: Set[Any]) -> list[int]:
 
 
 def _is_structured(equation: Any) -> bool:
-    """Returns whether an equation is a loop, checkpoint or call that reads parameters inside."""
+    """Returns whether an equation is a loop, branch, checkpoint or call that reads parameters.
+
+    Of branches only those that all devices take alike read a parameter that is not whole (`reads`).
+    """
     kind = equation.primitive.name
-    return (kind in ("scan", "jit", "pjit") or is_checkpoint(equation)) and _reads(equation)
+    return (kind in ("scan", "cond", "jit", "pjit") or is_checkpoint(equation)) and _reads(equation)
 
 
 def _evaluate_structured(
@@ -204,6 +207,12 @@ def _evaluate_structured(
 ) -> Sequence[Any]:
     if equation.primitive.name == "scan":
         return _evaluate_scan(rules, equation, inputs)
+    if equation.primitive.name == "cond":
+        branches = [
+            lambda *given, branch=branch: _evaluate(rules, branch, given, where)
+            for branch in equation.params["branches"]
+        ]
+        return lax.switch(inputs[0], branches, *inputs[1:])
     closed = program_of(equation)
     if not is_checkpoint(equation):
         return _evaluate(rules, closed, inputs, where)

@@ -1,0 +1,153 @@
+"""Decides whether the layers of a model can be dropped, and which parameters belong to them.
+
+Knows settings and the traced loss; the rewriting itself is `tracing.dropped_layers`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from zerojax.config import ConfigError, LayerDropConfig, MeshConfig
+from zerojax.optim import one_bit_of
+from zerojax.plan.device_mesh import CONTEXT, EXPERT
+from zerojax.tracing.dropped_layers import find_layers
+from zerojax.tracing.flops import count_program_flops, equation_flops
+from zerojax.tracing.loops import find_stacks
+from zerojax.tracing.protocol import Model
+from zerojax.tracing.trace import ModelTrace
+
+NEEDED_JAX = (0, 12)
+"""Older versions of JAX copy the operands of a branch for the backward pass."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerDrop:
+    """Progressive layer drop of a model.
+
+    Attributes:
+      config: its settings, not off.
+      num_layers: iterations of the loop over layers.
+      stacks: names of the parameters with one row for each layer.
+      layer_share: fraction of the forward pass's FLOPs that is in the layers.
+    """
+
+    config: LayerDropConfig
+    num_layers: int
+    stacks: frozenset[str]
+    layer_share: float
+
+    @property
+    def kept(self) -> float:
+        """Expected fraction of layers that a step keeps, after many steps."""
+        return self.config.kept(self.num_layers)
+
+    def work(self, step: int | None = None) -> float:
+        """Returns the expected FLOPs of a step, divided by those with all layers.
+
+        Args:
+          step: number of steps before it; None: after many steps.
+        """
+        return 1 - self.layer_share * (1 - self.config.kept(self.num_layers, step))
+
+    def times_used(self, name: str) -> float:
+        """Returns the expected fraction of reads of a parameter, and of its gradients' sums."""
+        return self.kept if name in self.stacks else 1.0
+
+    def describe(self) -> list[str]:
+        """Returns lines for the plan."""
+        theta, layers = self.config.theta, self.num_layers
+        lines = [
+            f"layer drop: of {layers} layers, layer i is kept with probability 1 - i/{layers} x "
+            f"(1 - theta), and theta falls from 1 to {theta:g}; after many steps a step keeps "
+            f"{self.kept:.1%} of the layers, and FLOPs and bytes sent in layers are counted so",
+        ]
+        if jax.__version_info__[:2] < NEEDED_JAX:
+            lines.append(
+                f"layer drop: JAX {jax.__version__} copies the weights of all layers for the "
+                "backward pass; JAX 0.12 does not"
+            )
+        return lines
+
+
+def plan_layer_drop(
+    config: LayerDropConfig, model: Model, trace: ModelTrace, params: Mapping[str, Any], zero: int
+) -> LayerDrop | None:
+    """Returns the layer drop of a run; None if it is off.
+
+    Args:
+      config: its settings; model: what is trained.
+      trace: of the loss of one microbatch; params: {name: struct}.
+      zero: the ZeRO stage.
+
+    Raises:
+      ConfigError: the layers cannot be dropped; with the remedy.
+    """
+    if config.is_off:
+        return None
+    if model.overwritten:
+        raise _refusal(
+            f"cannot be combined with {min(model.overwritten)}, whose new value is computed in "
+            "every layer (matmul_dtype=fp8); use another matmul_dtype, or leave layer_drop out"
+        )
+    forward = trace.jaxpr
+    try:
+        scan = find_layers(forward, len(params))
+    except ValueError as error:
+        raise _refusal(str(error)) from error
+    stacks = find_stacks(forward, sorted(params))
+    for name in sorted(stacks):
+        if zero > 1 and params[name].shape in trace.read_shapes.get(name, ()):
+            raise _refusal(
+                f"drops no gather of {name}, which the loss reads whole before the loop over "
+                f"layers, where zero={zero} gathers it; read it in the loop, as nnx.scan over "
+                "modules and zerojax.Stages do, or use zero=1"
+            )
+    total = count_program_flops(forward)
+    return LayerDrop(
+        config=config,
+        num_layers=scan.num_layers,
+        stacks=stacks,
+        layer_share=equation_flops(scan.equation) / total if total else 0.0,
+    )
+
+
+def check_layer_drop(
+    config: LayerDropConfig, settings: MeshConfig, mesh: Mesh | AbstractMesh, tx: Any
+) -> None:
+    """Raises for settings with which layer drop has not been shown to be exact.
+
+    Raises:
+      ConfigError: with the remedy.
+    """
+    if config.is_off:
+        return
+    if not settings.offload.is_off:
+        raise _refusal("cannot be combined with offload; leave one of them out")
+    if settings.deterministic:
+        raise _refusal(
+            f"cannot be combined with deterministic={settings.deterministic}; leave one of them out"
+        )
+    if settings.unroll:
+        raise _refusal("drops iterations of a loop, which unroll=True removes; use unroll=False")
+    if settings.wire.weights == "fp8":
+        raise _refusal("cannot be combined with wire.weights=fp8; use compute")
+    if settings.stage > 1:
+        raise _refusal(
+            f"cannot be combined with a pipeline (stage={settings.stage}): all stages wait for the "
+            "slowest, so that a dropped layer saves no time; use stage=1"
+        )
+    if (size := mesh.shape[CONTEXT]) > 1:
+        raise _refusal(f"cannot be combined with context={size}; use context=1")
+    if (size := mesh.shape[EXPERT]) > 1:
+        raise _refusal(f"cannot be combined with expert={size}; use expert=1")
+    if one_bit_of(tx) is not None:
+        raise _refusal("cannot be combined with a 1-bit optimizer; use adamw")
+
+
+def _refusal(text: str) -> ConfigError:
+    return ConfigError(text, ("layer_drop", "theta"))

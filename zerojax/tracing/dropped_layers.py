@@ -1,0 +1,223 @@
+"""Layer drop: rewrites a loop over layers so that each iteration may be left out.
+
+A layer that maps its input x to y becomes `x + (y - x) * scale`, with scale = 1 / p for a layer
+that is kept with probability p; its expected result is y. A layer that is left out passes x on: in
+a branch that all devices take alike, so that neither its products nor its collectives run, in both
+passes. Its gradients are zeros.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.interpreters import partial_eval
+
+from zerojax.operators.marks import branch_scope
+from zerojax.tracing.activation_offload import (
+    LayerScan,
+    evaluate_loops,
+    loops_of_trace,
+)
+from zerojax.tracing.dependence import marks_of_outputs
+from zerojax.tracing.flops import without_waste
+from zerojax.tracing.jaxpr import split_scan
+
+_SHARES = 10_000
+"""Parts of a layer's runs in which the mean share of kept layers is recorded."""
+_REMEDY = "or leave layer_drop out"
+
+
+def draw_scales(key: jax.Array, theta: jax.Array, microbatches: int, layers: int) -> jax.Array:
+    """Returns float32 [microbatches, layers]: 0 for a dropped layer, else 1 / its probability.
+
+    Layer i of L, from 1, is kept with probability 1 - (i / L)(1 - theta). The draw depends on the
+    key, the microbatch and the layer, not on the number of microbatches.
+
+    Args:
+      key: typed key, the same on every device.
+      theta: float32 [], probability of keeping the last layer.
+      microbatches, layers: numbers of them.
+    """
+    kept = 1 - jnp.arange(1, layers + 1, dtype=jnp.float32) / layers * (1 - theta)
+
+    def draw(microbatch: jax.Array) -> jax.Array:
+        numbers = jax.random.uniform(jax.random.fold_in(key, microbatch), (layers,))
+        return jnp.where(numbers < kept, 1 / kept, 0)
+
+    return jax.vmap(draw)(jnp.arange(microbatches))
+
+
+def drop_layers(
+    function: Callable[..., Any], constants: Sequence[Any], share: float
+) -> Callable[..., Any]:
+    """Returns `function(parameters, *others)` with a further argument: the scale of each layer.
+
+    Args:
+      function: takes the parameters first; its program has a loop over layers that `find_layers`
+        accepts.
+      constants: arrays in the closure of `function` that are parameters as well.
+      share: expected fraction of kept layers, by which the operations of a layer are counted.
+    """
+
+    def dropping(parameters: Any, *others: Any) -> Any:
+        *given, scales = others
+        closed, shape = jax.make_jaxpr(function, return_shape=True)(parameters, *given)
+        closed = _needed(closed)
+        number = len(jax.tree.leaves(parameters))
+        scan = _the_only(loops_of_trace(closed, number, constants))
+        run = lambda equation, operands: _run(scan, operands, scales, share)  # noqa: E731
+        inputs = jax.tree.leaves((parameters, *given))
+        outputs = evaluate_loops(closed, inputs, {id(scan.equation)}, run)
+        return jax.tree.unflatten(jax.tree.structure(shape), outputs)
+
+    return dropping
+
+
+def find_layers(closed: ClosedJaxpr, num_parameters: int) -> LayerScan:
+    """Returns the loop over layers of a loss, after checking that its layers can be left out.
+
+    Args:
+      closed: the loss of one microbatch; its first inputs are parameters.
+      num_parameters: number of parameters.
+
+    Raises:
+      ValueError: there is not exactly one such loop, or a layer does more than adding to the values
+        that go from layer to layer; with the remedy.
+    """
+    scan = _the_only(loops_of_trace(_needed(closed), num_parameters, ()))
+    _sort(scan)
+    return scan
+
+
+def _needed(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """Returns the program without dead code, such as state that layers return and nobody reads."""
+    return ClosedJaxpr(without_waste(closed), closed.consts)
+
+
+def _the_only(scans: Sequence[LayerScan]) -> LayerScan:
+    if len(scans) != 1:
+        loops = ", ".join(f"one of {scan.num_layers} layers" for scan in scans) or "none"
+        raise ValueError(
+            "layer drop needs a model whose layers run in one jax.lax.scan over stacked "
+            f"parameters, and the loss has {len(scans)} such loops ({loops}): use "
+            "zerojax.Stages(embed, block, head), flax.linen.scan, or stack the layers with "
+            f"nnx.vmap and scan them; {_REMEDY}"
+        )
+    (scan,) = scans
+    if scan.inside:
+        raise ValueError(
+            f"the loop of {scan.num_layers} layers is inside of a `{scan.inside}`, where layers "
+            "cannot be left out: run it in the loss itself (put jax.checkpoint around the layer), "
+            f"{_REMEDY}"
+        )
+    return scan
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layer:
+    """The outputs of a layer, by what happens to them if the layer is left out.
+
+    Attributes:
+      skipped: positions of carried values that the layer changes: the input is passed on.
+      always: positions of outputs that depend on no parameter of the layer and no skipped value,
+        such as a split key; they are computed in every layer.
+    """
+
+    skipped: tuple[int, ...]
+    always: tuple[int, ...]
+
+
+def _sort(scan: LayerScan) -> _Layer:
+    """Sorts the outputs of a layer.
+
+    Raises:
+      ValueError: a dropped layer would leave an output undefined.
+    """
+    equation = scan.equation
+    body, (num_consts, num_carry) = equation.params["jaxpr"].jaxpr, split_scan(equation)
+    carry, rows = [0] * num_carry, [int(is_row) for is_row in scan.parameters]
+    while True:
+        marks = marks_of_outputs(body, [*[0] * num_consts, *carry, *rows])
+        joined = [old | new for old, new in zip(carry, marks[:num_carry], strict=True)]
+        if joined == carry:
+            break
+        carry = joined
+    skipped = tuple(place for place, mark in enumerate(marks) if mark)
+    for place in skipped:
+        value: Any = body.outvars[place].aval
+        text = f"{value.dtype.name}{list(value.shape)}"
+        if place >= num_carry:
+            raise ValueError(
+                f"each of the {scan.num_layers} layers returns {text} beside the carried values, "
+                "such as state that it changes (running averages, counts of tokens per expert), "
+                "which a dropped layer does not compute: use a model without such state, "
+                f"{_REMEDY}"
+            )
+        if not jnp.issubdtype(value.dtype, jnp.floating):
+            raise ValueError(
+                f"the {scan.num_layers} layers change {text}, a carried value that is no "
+                "floating-point number, to which a layer cannot add a scaled result: carry "
+                f"floating-point activations, {_REMEDY}"
+            )
+    return _Layer(skipped, tuple(p for p in range(len(marks)) if p not in skipped))
+
+
+def _run(scan: LayerScan, operands: Sequence[Any], scales: jax.Array, share: float) -> list[Any]:
+    """Runs a loop whose layers may be left out; `scales` is float32 [layers]."""
+    params, (num_consts, num_carry) = scan.equation.params, split_scan(scan.equation)
+    layer = _sort(scan)
+    run_always, run_kept = (
+        _part(params["jaxpr"], places) for places in (layer.always, layer.skipped)
+    )
+    consts, carry = operands[:num_consts], operands[num_consts : num_consts + num_carry]
+    taken = round(share * _SHARES)
+
+    def body(carry: Sequence[Any], row: Any) -> tuple[list[Any], list[Any]]:
+        scale, items = row
+        given = [*consts, *carry, *items]
+        before = [carry[place] for place in layer.skipped]
+
+        def kept(scale: jax.Array, before: Sequence[Any], given: Sequence[Any]) -> list[Any]:
+            with jax.named_scope(branch_scope(taken, _SHARES)):
+                after = run_kept(given)
+                return [_scaled(x, y, scale) for x, y in zip(before, after, strict=True)]
+
+        after = lax.cond(scale > 0, kept, lambda _, before, __: before, scale, before, given)
+        outputs = dict(zip(layer.skipped, after, strict=True))
+        outputs |= zip(layer.always, run_always(given), strict=True)
+        values = [outputs[place] for place in range(len(outputs))]
+        return values[:num_carry], values[num_carry:]
+
+    carry, items = lax.scan(
+        body,
+        list(carry),
+        (
+            scales[::-1] if params["reverse"] else scales,
+            list(operands[num_consts + num_carry :]),
+        ),
+        length=params["length"],
+        reverse=params["reverse"],
+        unroll=params["unroll"],
+    )
+    return [*carry, *items]
+
+
+def _part(closed: ClosedJaxpr, places: Sequence[int]) -> Callable[[Sequence[Any]], list[Any]]:
+    """Returns the part of a program that computes the outputs at `places`, from all its inputs."""
+    used = [place in places for place in range(len(closed.jaxpr.outvars))]
+    part, inputs = partial_eval.dce_jaxpr(closed.jaxpr, used)
+    run = jaxpr_as_fun(ClosedJaxpr(part, closed.consts))
+    return lambda given: run(*(x for x, is_used in zip(given, inputs, strict=True) if is_used))
+
+
+def _scaled(before: jax.Array, after: jax.Array, scale: jax.Array) -> jax.Array:
+    """Returns the input of a layer plus its scaled change, computed in float32 at least."""
+    dtype = jnp.promote_types(before.dtype, jnp.float32)
+    start = before.astype(dtype)
+    return (start + (after.astype(dtype) - start) * scale.astype(dtype)).astype(after.dtype)

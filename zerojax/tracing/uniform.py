@@ -1,0 +1,71 @@
+"""Branches of a traced loss that every device takes alike, proven from the program.
+
+A `lax.cond` is uniform if its predicate depends on no value that differs between devices: not on
+the batch, parameters (a device may hold a shard), random numbers (each device has its own key), the
+position of the device or callbacks. State of the model counts as equal on all devices if its next
+value depends on such state alone, as a counter of calls does. Steps, layers and constants remain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend.core import Jaxpr
+
+from zerojax.tracing.dependence import Follow, Marks, union
+
+_DIFFERS: Marks = 1
+_DIFFERING = ("random_", "threefry", "rng_", "axis_index")
+"""Prefixes of the names of primitives whose results differ between devices."""
+
+
+def find_uniform_branches(
+    program: Jaxpr, *, num_params: int, num_extras: int, num_results: int
+) -> frozenset[int]:
+    """Returns the `id` of each `cond` equation, at any depth, whose predicate is uniform.
+
+    Args:
+      program: a traced loss. Its inputs are parameters, extras and the batch; its outputs are
+        results and the extras afterwards.
+      num_params, num_extras: number of these inputs.
+      num_results: number of outputs before the extras.
+    """
+    rest = len(program.invars) - num_params - num_extras
+    extras: list[Marks] = [0] * num_extras
+    while True:
+        walk = _Predicates()
+        marks = [*[_DIFFERS] * num_params, *extras, *[_DIFFERS] * rest]
+        after = walk.outputs(program, marks)[num_results:]
+        joined = [old | new for old, new in zip(extras, after, strict=True)]
+        if joined == extras:
+            return frozenset(key for key, mark in walk.predicates.items() if not mark)
+        extras = joined
+
+
+class _Predicates(Follow):
+    """Walk that records the marks of each predicate.
+
+    Attributes:
+      predicates: {`id` of a `cond` equation: marks of its predicate}.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(frozenset())
+        self.predicates: dict[int, Marks] = {}
+
+    def _ends(self, equation: Any, operands: list[Marks]) -> bool:
+        return False
+
+    def _equation(self, equation: Any, operands: list[Marks]) -> Sequence[Marks]:
+        if equation.primitive.name == "cond":
+            # A loop's body is followed more than once, with more marks each time.
+            before = self.predicates.get(id(equation), 0)
+            self.predicates[id(equation)] = before | operands[0]
+        return super()._equation(equation, operands)
+
+    def _leaf(self, equation: Any, operands: list[Marks]) -> Marks:
+        kind = equation.primitive.name
+        if kind.startswith(_DIFFERING) or "callback" in kind:
+            return _DIFFERS
+        return union(operands)
