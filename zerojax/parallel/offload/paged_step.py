@@ -26,7 +26,13 @@ from zerojax.parallel.offload.disk import (
     DiskState,
 )
 from zerojax.parallel.offload.disk_places import DiskLeaf, DiskSlice
-from zerojax.parallel.offload.disk_step import SliceUpdates, place_rows, take_rows
+from zerojax.parallel.offload.disk_step import (
+    SliceUpdates,
+    SliceWeights,
+    build_slice_update,
+    place_rows,
+    take_rows,
+)
 from zerojax.parallel.offload.layer_inputs import inputs_of
 from zerojax.parallel.offload.page_files import PageSweep
 from zerojax.parallel.offload.paged_layers import (
@@ -36,12 +42,10 @@ from zerojax.parallel.offload.paged_layers import (
     evaluation_config,
 )
 from zerojax.parallel.offload.pages import Pages
-from zerojax.parallel.offload.sliced_update import begin, context_of, update_slice
 from zerojax.parallel.zero import PassConfig
 from zerojax.plan.make import Plan
 from zerojax.plan.slices import tier_sharding
 from zerojax.plan.state import TrainState, step_key
-from zerojax.plan.state_layout import MASTER
 from zerojax.tracing.protocol import Loss
 
 Metrics = dict[str, jax.Array]
@@ -252,6 +256,7 @@ class PageUpdates:
             self.functions[name] = self._build(place, weights.dtype)
         old = {key: place_rows(place, rows, self._plan) for key, rows in piece.arrays.items()}
         new_weights, new = self.functions[name](
+            None,
             old,
             place_rows(place, grads, self._plan),
             np.int32(piece.number),
@@ -264,45 +269,18 @@ class PageUpdates:
             take_rows(place, new[key], target)
 
     def _build(self, place: DiskLeaf, dtype: np.dtype) -> Any:
-        plan, leaf = self._plan, place.leaf
-        moments = [key for key in place.dtypes if key != MASTER]
+        def weights_of(_: None, grad: jax.Array) -> SliceWeights:
+            return SliceWeights(
+                start=jnp.zeros(grad.shape, dtype),
+                gradient=lambda number: grad[0],
+                put=lambda rows, own, number: own.astype(dtype)[None],
+                end=lambda rows: rows,
+            )
 
-        def local(
-            old: dict[str, jax.Array],
-            grad: jax.Array,
-            number: jax.Array,
-            opt_state: Any,
-            numbers: tuple[jax.Array, ...],
-        ) -> tuple[jax.Array, dict[str, jax.Array]]:
-            begun = begin(plan, opt_state, context_of(plan, *numbers))
-
-            def body(number: jax.Array, carry: Any) -> Any:
-                _, old = carry
-                own, after = update_slice(
-                    begun,
-                    leaf.name,
-                    number,
-                    old[MASTER][0],
-                    tuple(old[k][0] for k in moments),
-                    grad[0],
-                )
-                new = dict(zip(moments, (x[None] for x in after), strict=True))
-                return own.astype(dtype)[None], {**new, MASTER: own[None]}
-
-            # In a loop for the reason that `SliceUpdates` has.
-            start = jnp.zeros(grad.shape, dtype), old
-            return jax.lax.fori_loop(number, number + 1, body, start)
-
-        slices = tier_sharding(leaf, DEVICE, plan.mesh)
-        of_slices = dict.fromkeys(place.dtypes, slices.spec)
-        mapped = jax.shard_map(
-            local,
-            mesh=plan.mesh,
-            in_specs=(of_slices, slices.spec, P(), P(), P()),
-            out_specs=(slices.spec, of_slices),
-            check_vma=False,
+        slices = tier_sharding(place.leaf, DEVICE, self._plan.mesh)
+        return build_slice_update(
+            self._plan, place, weights_of, given=(None, slices), result=slices
         )
-        return jax.jit(mapped, out_shardings=(slices, dict.fromkeys(place.dtypes, slices)))
 
 
 class PagedEvaluation:
