@@ -19,11 +19,11 @@ import jax
 import numpy as np
 
 WIDTH = 1024
-ROWS, LENGTH, STEPS = 2, 8, 3
+ROWS, LENGTH, STEPS = 8, 64, 3
 
 
 def plan_of(folder: Path, layers: int) -> Any:
-    """A plan of one device with layers of 4 MiB."""
+    """A plan of one device with layers of 4 MiB and inputs of 2 MiB."""
     from tests.support.pipeline_runs import small
     from zerojax.config import MeshConfig, OffloadConfig
     from zerojax.optim import adamw
@@ -36,7 +36,7 @@ def plan_of(folder: Path, layers: int) -> Any:
         example_batch=batch_of(0),
         optimizer=adamw(1e-3, clip_norm=1.0),
         precision="fp32",
-        offload=OffloadConfig(params="nvme", folder=str(folder), durable=True),
+        offload=OffloadConfig(params="nvme", activations="nvme", folder=str(folder), durable=True),
     )
 
 

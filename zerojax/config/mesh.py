@@ -46,9 +46,10 @@ class OffloadConfig:
     the device layer by layer, and gradients back, so that device memory does not grow with
     depth. nvme: weights and gradients of layers are in files, too, so that host memory does not
     grow with depth either; opt_state is then nvme. For models whose layers run in one scan."""
-    activations: Literal["device", "host"] = DEVICE
+    activations: Literal["device", "host", "nvme"] = DEVICE
     """Memory of each layer's input until the backward pass. host: one activation per layer is moved
-    to the host, and layers are recomputed in the backward pass."""
+    to the host, and layers are recomputed in the backward pass. nvme: to files, with params: nvme
+    alone, so that host memory grows with neither depth nor batch."""
     update_in_backward: bool = False
     """Update each layer as soon as its gradient exists, so that gradients are never stored; for the
     largest models. Needs params: host, one microbatch, no clipping, and bf16 or fp32. A non-finite
@@ -78,6 +79,13 @@ class OffloadConfig:
                 "update_in_backward",
                 True,
                 "updates layers as they stream through the device; set params: host as well",
+            )
+        if self.activations == NVME and self.params != NVME:
+            refuse(
+                "activations",
+                NVME,
+                "is for layers that run one by one, between which files are read and written; set "
+                "params: nvme as well, or activations: host",
             )
         if self.durable and not self.on_disk:
             refuse(

@@ -68,7 +68,12 @@ _ACTIVATIONS: Table = {
     "partition_activations": Key(
         "bool", False, "mapped", "mesh.sequence_sharding if autotp_size is above 1"
     ),
-    "cpu_checkpointing": Key("bool", False, "honoured", "mesh.offload.activations=host"),
+    "cpu_checkpointing": Key(
+        "bool",
+        False,
+        "honoured",
+        "mesh.offload.activations=host; no key of DeepSpeed means activations=nvme",
+    ),
     "contiguous_memory_optimization": Key("bool", False, "compiler", "XLA allocates every buffer"),
     "number_checkpoints": Key(
         "int", None, "compiler", "set by the model's own remat, which keeps one input per layer"

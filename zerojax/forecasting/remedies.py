@@ -322,7 +322,7 @@ def _offload(plan: Plan, gpu: Gpu, sizes: dict[str, int]) -> Iterator[Remedy]:
     if plan.pipeline is not None or num_layers(plan) == 1:
         return
     kept_inputs = kept_activation_bytes(plan) or 0
-    if config.activations != HOST and remat_of(plan) == "full":
+    if config.activations == DEVICE and remat_of(plan) == "full":
         why = "the input of each layer is kept in host memory"
         waiting = min(kept_inputs, _sum(sizes, ACTIVATIONS))
         yield Remedy("mesh.offload.activations=host", why, waiting * (1 - 2 / num_layers(plan)), 5)

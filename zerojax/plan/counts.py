@@ -141,7 +141,7 @@ def role_tiers(plan: Decisions) -> dict[str, Tiers]:
       The roles of `state_tiers`, and
       gathered weights: copies in the compute dtype that forward and backward read.
       gradients: of the backward pass, and the accumulator where microbatches need one.
-      activations: only those offloaded to the host; no formula gives the device part.
+      activations: only those offloaded; no formula gives the device part.
       pipeline buffers: with a pipeline, what is stored between the passes of its stages.
       constants: arrays that the loss closes over, if they are large enough to list.
     """
@@ -151,11 +151,13 @@ def role_tiers(plan: Decisions) -> dict[str, Tiers]:
         found[PIPELINE_BUFFERS] = {DEVICE: total_buffer_bytes(plan.pipeline)}
     if (constants := large_constants(plan.traced.forward)) > 0:
         found[CONSTANTS] = {DEVICE: constants}
-    if plan.offload is not None and plan.offload.activations:
+    if plan.offload is not None and plan.offload.activations != DEVICE:
         # A loop over microbatches may have two gradient buffers: compiled for 8 H200 it has two at
         # stage 3 and one at stage 1.
         buffers = 2 if plan.num_microbatches > 1 and not plan.offload.paged else 1
-        found[ACTIVATIONS] = {HOST: buffers * (kept_activation_bytes(plan) or 0)}
+        found[ACTIVATIONS] = {
+            plan.offload.activations: buffers * (kept_activation_bytes(plan) or 0)
+        }
     return found
 
 
@@ -192,21 +194,38 @@ def kept_activation_bytes(plan: Decisions) -> int | None:
     The loop is the one that reads most bytes layer by layer. Where layer weights are streamed, the
     last layer's input stays on the device.
     """
-    loops = list(_loops(plan.traced.forward.jaxpr))
-    if not loops:
+    loop = _largest_loop(plan)
+    if loop is None:
         return None
-    loop = max(loops, key=_stacked_bytes)
-    constants, carried = jaxpr.split_scan(loop)
-    given = [v.aval for v in loop.invars[constants : constants + carried]]
-    size = sum(
-        math.prod(x.shape) * x.dtype.itemsize
-        for x in given
-        if x.shape and jnp.issubdtype(x.dtype, jnp.floating)
-    )
+    size = sum(math.prod(x.shape) * x.dtype.itemsize for x in _carried(loop))
     split = plan.mesh.shape[MODEL] if plan.settings.sequence_sharding else 1
     streamed = plan.offload is not None and bool(plan.offload.by_layer)
     split *= plan.mesh.shape[CONTEXT] * plan.mesh.shape[STAGE]
     return size * (loop.params["length"] - streamed) // split
+
+
+def layer_inputs(plan: Decisions) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Returns the floating-point inputs of one layer that wait for the backward pass.
+
+    They are those of one microbatch of one data shard, without scalars.
+    """
+    loop = _largest_loop(plan)
+    return () if loop is None else _carried(loop)
+
+
+def _largest_loop(plan: Decisions) -> Any:
+    """Returns the loop that reads most bytes layer by layer; None without a loop."""
+    return max(_loops(plan.traced.forward.jaxpr), key=_stacked_bytes, default=None)
+
+
+def _carried(loop: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
+    constants, carried = jaxpr.split_scan(loop)
+    given = [v.aval for v in loop.invars[constants : constants + carried]]
+    return tuple(
+        jax.ShapeDtypeStruct(x.shape, x.dtype)
+        for x in given
+        if x.shape and jnp.issubdtype(x.dtype, jnp.floating)
+    )
 
 
 def _loops(program: Any) -> Iterator[Any]:

@@ -19,7 +19,7 @@ from zerojax import models, optim, tracing
 from zerojax.config import MeshConfig
 from zerojax.config.checks import as_patterns, names_keywords
 from zerojax.config.display import as_details
-from zerojax.config.mesh import HOST
+from zerojax.config.mesh import HOST, NVME
 from zerojax.models.losses import split_result
 from zerojax.operators.attention_choice import attention_planned_for
 from zerojax.optim.precision import Precision, as_precision, default_precision
@@ -641,13 +641,15 @@ class _Remake:
 
 
 def streamed_from_host(plan: Plan) -> Plan:
-    """Returns the plan of the same run with the weights of layers in host memory.
+    """Returns the plan of the same run with weights and inputs of layers in host memory.
 
     Args:
       plan: with the weights of layers in files.
     """
     assert isinstance(plan.remake, _Remake)
-    offload = dataclasses.replace(plan.settings.offload, params=HOST)
+    config = plan.settings.offload
+    inputs = HOST if config.activations == NVME else config.activations
+    offload = dataclasses.replace(config, params=HOST, activations=inputs)
     settings = dataclasses.replace(plan.settings, offload=offload)
     return dataclasses.replace(plan.remake, settings=settings)(plan.mesh)
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from zerojax.checkpoint.store.sweep import FEWEST_BUFFERS
-from zerojax.config.mesh import HOST, NVME
+from zerojax.config.mesh import DEVICE, HOST, NVME
 from zerojax.hardware.gpus import Gpu, gpu_of_device
 from zerojax.hardware.machine_rates import measured_disk, measured_links
 from zerojax.plan.counts import (
@@ -113,7 +113,8 @@ def moved_bytes(plan: Decisions) -> tuple[Moved, ...]:
       an update in the backward pass.
     With weights in files, all of these are read from files and written to them, except that
       nothing is read for the first microbatch's gradients.
-    activations: each layer input is copied out in the forward pass and back in the backward.
+    activations: each layer input is copied out in the forward pass and back in the backward; with
+      `activations: nvme` it is written to files and read from them.
     """
     layout = plan.offload
     if layout is None:
@@ -145,9 +146,11 @@ def moved_bytes(plan: Decisions) -> tuple[Moved, ...]:
         there = left * number
         files = {"read": there, "written": there} if in_files else {}
         parts.append(Moved(what=GRADIENTS, to_device=to_device, to_host=there, **files))
-    if layout.activations:
+    if layout.activations != DEVICE:
         kept = (kept_activation_bytes(plan) or 0) * number
-        parts.append(Moved(what=ACTIVATIONS, to_device=kept, to_host=kept))
+        there = kept if layout.activations == NVME else 0
+        moved = {"read": there, "written": there}
+        parts.append(Moved(what=ACTIVATIONS, to_device=kept, to_host=kept, **moved))
     return tuple(part for part in parts if part.to_device or part.to_host)
 
 
@@ -174,7 +177,14 @@ def page_gradient_dtype(plan: Decisions) -> Any:
 def all_file_bytes(plan: Decisions, num_devices: int) -> int:
     """Returns the bytes of all files of `num_devices`: generations of the state, and pages."""
     generations = 2 if plan.settings.offload.durable else 1
-    return generations * file_bytes(plan, num_devices) + sum(_page_bytes(plan, num_devices))
+    pages = sum(_page_bytes(plan, num_devices)) + _input_bytes(plan) * num_devices
+    return generations * file_bytes(plan, num_devices) + pages
+
+
+def _input_bytes(plan: Decisions) -> int:
+    """Returns the bytes of the layers' inputs of one device in files."""
+    in_files = plan.offload is not None and plan.offload.activations == NVME
+    return (kept_activation_bytes(plan) or 0) * in_files
 
 
 def _page_bytes(plan: Decisions, num_devices: int) -> tuple[int, int]:
@@ -204,14 +214,19 @@ def file_bytes(plan: Decisions, num_devices: int) -> int:
 
 
 def buffer_bytes(plan: Decisions, layout: OffloadLayout, num_devices: int) -> int:
-    """Returns the host buffer bytes through which a process of `num_devices` accesses files."""
+    """Returns the host buffer bytes through which a process of `num_devices` accesses files.
+
+    Arrays on their way into a page of gradients or inputs take its bytes once more.
+    """
     sizes = slice_bytes(plan, layout)
     rows = [sizes[leaf.name] * min(num_devices, leaf.num_shards) for leaf in layout.on_disk]
-    pages = 0
-    if layout.paged:
-        layers = plan.placement.leaves[layout.paged_order[0]].stored_shape[0]
-        pages = sum(_page_bytes(plan, num_devices)) // layers
-    return FEWEST_BUFFERS * (max(rows, default=0) + pages)
+    rings = max(rows, default=0)
+    if not layout.paged:
+        return FEWEST_BUFFERS * rings
+    layers = plan.placement.leaves[layout.paged_order[0]].stored_shape[0]
+    weights, gradients = (size // layers for size in _page_bytes(plan, num_devices))
+    inputs = _input_bytes(plan) * num_devices // max(layers - 1, 1)
+    return FEWEST_BUFFERS * (rings + weights) + (FEWEST_BUFFERS + 1) * (gradients + inputs)
 
 
 def slice_bytes(plan: Decisions, layout: OffloadLayout) -> dict[str, int]:
@@ -299,17 +314,19 @@ def hiding(plan: Decisions, gpu: Gpu, rates: TierRates | None = None) -> Hiding 
     beside = [part for part in moved if part.what in (WEIGHTS, GRADIENTS)]
     beside += [part for part in moved if part.what == UPDATE and streaming]
     growing = [part for part in moved if part.what == ACTIVATIONS]
+    inputs = sum(part.read + part.written for part in growing)
     # The devices of a machine share its disk; each has its own link.
     number = min(plan.mesh.size, gpu.node_devices)
     in_update, in_pass = _touched(plan, number)
-    touched, disk = in_update + in_pass, rates.disk or math.inf
+    of_inputs = inputs * number
+    touched, disk = in_update + in_pass + of_inputs, rates.disk or math.inf
     disk_seconds = None if rates.disk is None and touched else touched / disk
     update_link = _seconds(rates, update)
     flops = peak * ATTAINED
     per_token = model_flops(plan) / tokens / plan.mesh.size / flops
-    left = per_token - _seconds(rates, growing) / tokens
+    left = per_token - max(_seconds(rates, growing), of_inputs / disk) / tokens
     update_seconds = max(update_link, in_update / disk)
-    stream_seconds = max(_seconds(rates, [*beside, *growing]), in_pass / disk)
+    stream_seconds = max(_seconds(rates, [*beside, *growing]), (in_pass + of_inputs) / disk)
     fixed = update_seconds + max(_seconds(rates, beside), in_pass / disk)
     known = disk_seconds is not None and left > 0
     return Hiding(
@@ -323,7 +340,10 @@ def hiding(plan: Decisions, gpu: Gpu, rates: TierRates | None = None) -> Hiding 
 
 
 def _touched(plan: Decisions, num_devices: int) -> tuple[int, int]:
-    """Returns bytes read and written in files of `num_devices`, (by the update, by the pass)."""
+    """Returns bytes read and written in files of `num_devices`: (by the update, by the pass).
+
+    Layers' inputs are not among them.
+    """
     weights, gradients = _page_bytes(plan, num_devices)
     number = plan.num_microbatches
     in_update = 2 * file_bytes(plan, num_devices) + weights + gradients

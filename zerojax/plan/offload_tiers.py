@@ -83,7 +83,7 @@ def plan_offload(
         arrays=(*((MASTER,) if precision.has_masters else ()), *_moments(tx)),
         streamed=frozenset() if in_files else layers,
         paged=layers if in_files else frozenset(),
-        activations=config.activations == HOST,
+        activations=config.activations,
         update_in_backward=config.update_in_backward,
         kept=tuple(kept),
     )

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from zerojax import models, tracing
 from zerojax.config import MeshConfig
-from zerojax.config.mesh import DEVICE, HOST
+from zerojax.config.mesh import DEVICE
 from zerojax.optim import Optimizer
 from zerojax.plan.device_mesh import MODEL, STAGE
 from zerojax.plan.layer_stacks import RowsDifferError, Stacks, group_rows
@@ -223,7 +223,7 @@ def _fewest_turns(wishes: Wishes) -> int:
 
 def works_with_loops_alone(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> bool:
     """Returns whether the settings are refused for a model whose layers do not run in a loop."""
-    by_layer = settings.offload.params != DEVICE or settings.offload.activations == HOST
+    by_layer = settings.offload.params != DEVICE or settings.offload.activations != DEVICE
     return mesh.shape[STAGE] > 1 or by_layer
 
 

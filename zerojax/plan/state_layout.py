@@ -69,7 +69,7 @@ class OffloadLayout:
         of the weights.
       streamed: names of the parameters whose weights are on the host and are read layer by layer.
       paged: names of the parameters whose weights are in files and are read layer by layer.
-      activations: whether the input of each layer is offloaded to the host.
+      activations: tier in which the input of each layer waits for the backward pass.
       update_in_backward: whether layers are updated as soon as their gradients are computed.
       kept: (name, reason) of every parameter that stays on the device while others are offloaded.
     """
@@ -78,7 +78,7 @@ class OffloadLayout:
     arrays: tuple[str, ...]
     streamed: frozenset[str]
     paged: frozenset[str]
-    activations: bool
+    activations: str
     update_in_backward: bool
     kept: tuple[tuple[str, str], ...]
 

@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from zerojax.config import MeshConfig
-from zerojax.config.mesh import HOST, HOST_KIND
+from zerojax.config.mesh import DEVICE, HOST, HOST_KIND
 from zerojax.operators.marks import inner_programs
 from zerojax.tracing.jaxpr import evaluate_in_pieces, is_checkpoint, program_of, split_scan
 from zerojax.tracing.trees import format_bytes
@@ -102,7 +102,7 @@ def find_loops_over_layers(closed: ClosedJaxpr, parameters: Sequence[bool]) -> l
 def describe_layer_inputs(
     settings: MeshConfig, forward: ClosedJaxpr, num_parameters: int
 ) -> tuple[str, ...]:
-    """Returns a plan's lines about activations on the host, one for each loop; () without offload.
+    """Returns a plan's lines about offloaded activations, one for each loop; () without offload.
 
     Args:
       settings: the mesh options.
@@ -112,18 +112,20 @@ def describe_layer_inputs(
     Raises:
       ValueError: the model, or pipeline stages, do not allow it; with the remedy.
     """
-    if settings.offload.activations != HOST:
+    tier = settings.offload.activations
+    if tier == DEVICE:
         return ()
     if settings.stage > 1:
         raise ValueError(
-            f"offload activations=host cannot be combined with stage={settings.stage}: a pipeline "
-            "stores the inputs of each stage itself; use stage=1, or leave activations on the "
-            "device"
+            f"offload activations={tier} cannot be combined with stage={settings.stage}: a "
+            "pipeline stores the inputs of each stage itself; use stage=1, or leave activations on "
+            "the device"
         )
     inputs = len(forward.jaxpr.invars)
     scans = find_layer_scans(forward, [place < num_parameters for place in range(inputs)])
+    place = "the host" if tier == HOST else "files"
     return tuple(
-        f"activations are offloaded to the host: {_texts(scan.waiting)} of each of "
+        f"activations are offloaded to {place}: {_texts(scan.waiting)} of each of "
         f"{scan.num_layers} layers ({format_bytes(scan.bytes)} per microbatch and data shard); the "
         "backward pass recomputes the rest of each layer, regardless of the model's remat"
         for scan in scans

@@ -15,7 +15,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 
 from zerojax.config import MeshConfig
-from zerojax.config.mesh import DEVICE, HOST
+from zerojax.config.mesh import DEVICE
 from zerojax.tracing.activation_offload import (
     LayerScan,
     contains,
@@ -85,7 +85,7 @@ def why_never_unrolled(settings: MeshConfig) -> str | None:
         return f"stage={settings.stage}: a pipeline gives each stage iterations of the loop"
     if settings.zero == 3:
         return "zero=3, which gathers the weights of one layer at a time in the loop"
-    if settings.offload.params != DEVICE or settings.offload.activations == HOST:
+    if settings.offload.params != DEVICE or settings.offload.activations != DEVICE:
         return "offload.params or offload.activations, which move one layer at a time in the loop"
     if settings.deterministic:
         return (

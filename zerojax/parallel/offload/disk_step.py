@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -158,51 +158,107 @@ class SliceUpdates:
         on_host = leaf.name in plan.offload.streamed
         bring = to_device if on_host else lambda x: x
         leave = to_host if on_host else lambda x: x
-        moments = [key for key in place.dtypes if key != MASTER]
 
-        def local(
-            weights: jax.Array,
-            old: dict[str, jax.Array],
-            grad: jax.Array,
-            number: jax.Array,
-            opt_state: Any,
-            numbers: tuple[jax.Array, ...],
-        ) -> tuple[jax.Array, dict[str, jax.Array]]:
-            begun = begin(plan, opt_state, context_of(plan, *numbers))
-            # In a loop, like slices on the host: computed beside the scalars of a step, an update
-            # would round other products (XLA of JAX 0.10 on CPU).
+        def weights_of(weights: jax.Array, grad: jax.Array) -> SliceWeights:
             grads = as_slices(leaf, grad)
-
-            def body(number: jax.Array, carry: Any) -> Any:
-                rows, old = carry
-                own = old[MASTER][0] if MASTER in old else bring(take_slice(rows, number))
-                gradient = bring(take_slice(grads, number))
-                own, after = update_slice(
-                    begun, leaf.name, number, own, tuple(old[key][0] for key in moments), gradient
-                )
-                rows = put_slice(rows, leave(own.astype(rows.dtype)), number)
-                new = dict(zip(moments, (x[None] for x in after), strict=True))
-                return rows, new | ({MASTER: own[None]} if MASTER in old else {})
-
-            carry = as_slices(leaf, weights), old
-            rows, new = jax.lax.fori_loop(number, number + 1, body, carry)
-            return rows.reshape(leaf.shard_shape), new
+            return SliceWeights(
+                start=as_slices(leaf, weights),
+                gradient=lambda number: bring(take_slice(grads, number)),
+                own=lambda rows, number: bring(take_slice(rows, number)),
+                put=lambda rows, own, number: put_slice(
+                    rows, leave(own.astype(rows.dtype)), number
+                ),
+                end=lambda rows: rows.reshape(leaf.shard_shape),
+            )
 
         weights = plan.abstract_state["params"][leaf.name].sharding
-        slices = tier_sharding(leaf, DEVICE, plan.mesh)
-        of_slices = dict.fromkeys(place.dtypes, slices.spec)
-        mapped = jax.shard_map(
-            local,
-            mesh=plan.mesh,
-            in_specs=(weights.spec, of_slices, weights.spec, P(), P(), P()),
-            out_specs=(weights.spec, of_slices),
-            check_vma=False,
-        )
-        return jax.jit(
-            mapped,
-            donate_argnums=0,
-            out_shardings=(weights, dict.fromkeys(place.dtypes, slices)),
-        )
+        return build_slice_update(plan, place, weights_of, given=(weights, weights), result=weights)
+
+
+class SliceWeights(NamedTuple):
+    """The weights and gradients of one parameter on one device while a slice of it is updated.
+
+    Attributes:
+      start: the weights, as the functions below take them.
+      gradient: `number of the slice -> gradient`, on the device.
+      put: `(weights, new values, number) -> weights`.
+      end: `weights -> result`.
+      own: `(weights, number) -> values`, of a parameter without a master; None: there is one.
+    """
+
+    start: Any
+    gradient: Callable[[jax.Array], jax.Array]
+    put: Callable[[Any, jax.Array, jax.Array], Any]
+    end: Callable[[Any], jax.Array]
+    own: Callable[[Any, jax.Array], jax.Array] | None = None
+
+
+def build_slice_update(
+    plan: Plan,
+    place: DiskLeaf,
+    weights_of: Callable[[Any, jax.Array], SliceWeights],
+    *,
+    given: tuple[NamedSharding | None, NamedSharding],
+    result: NamedSharding,
+) -> Any:
+    """Builds the jitted update of one slice of one parameter.
+
+    Args:
+      plan: a plan with slices in files.
+      place: the parameter's buckets.
+      weights_of: `(weights, gradients) -> SliceWeights` of one device; traced.
+      given: shardings of the weights, which are donated, and of the gradients; None where no
+        weights are given.
+      result: sharding of the new weights.
+
+    Returns:
+      `(weights, {array: slice}, gradients, number of the slice, opt_state, numbers) -> (weights,
+      {array: slice})`; the last two arguments are of `pending_of`.
+    """
+    leaf = place.leaf
+    moments = [key for key in place.dtypes if key != MASTER]
+
+    def local(
+        weights: jax.Array | None,
+        old: dict[str, jax.Array],
+        grad: jax.Array,
+        number: jax.Array,
+        opt_state: Any,
+        numbers: tuple[jax.Array, ...],
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        begun = begin(plan, opt_state, context_of(plan, *numbers))
+        # In a loop, like slices on the host: computed beside the scalars of a step, an update
+        # would round other products (XLA of JAX 0.10 on CPU).
+        held = weights_of(weights, grad)
+
+        def body(number: jax.Array, carry: Any) -> Any:
+            rows, old = carry
+            if held.own is None or MASTER in old:
+                own = old[MASTER][0]
+            else:
+                own = held.own(rows, number)
+            state = tuple(old[key][0] for key in moments)
+            own, after = update_slice(begun, leaf.name, number, own, state, held.gradient(number))
+            new = dict(zip(moments, (x[None] for x in after), strict=True))
+            return held.put(rows, own, number), new | ({MASTER: own[None]} if MASTER in old else {})
+
+        rows, new = jax.lax.fori_loop(number, number + 1, body, (held.start, old))
+        return held.end(rows), new
+
+    slices, (before, of_grads) = tier_sharding(leaf, DEVICE, plan.mesh), given
+    of_slices = dict.fromkeys(place.dtypes, slices.spec)
+    mapped = jax.shard_map(
+        local,
+        mesh=plan.mesh,
+        in_specs=(P() if before is None else before.spec, of_slices, of_grads.spec, *[P()] * 3),
+        out_specs=(result.spec, of_slices),
+        check_vma=False,
+    )
+    return jax.jit(
+        mapped,
+        donate_argnums=0,
+        out_shardings=(result, dict.fromkeys(place.dtypes, slices)),
+    )
 
 
 def place_rows(place: DiskLeaf, rows: np.ndarray, plan: Plan) -> jax.Array:

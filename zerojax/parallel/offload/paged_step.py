@@ -20,27 +20,32 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax.config.mesh import DEVICE, HOST_KIND
+from zerojax.config.mesh import DEVICE
 from zerojax.models.losses import no_sums
 from zerojax.parallel.offload.disk import (
     DiskState,
 )
 from zerojax.parallel.offload.disk_places import DiskLeaf, DiskSlice
-from zerojax.parallel.offload.disk_step import SliceUpdates, place_rows, take_rows
+from zerojax.parallel.offload.disk_step import (
+    SliceUpdates,
+    SliceWeights,
+    build_slice_update,
+    place_rows,
+    take_rows,
+)
+from zerojax.parallel.offload.layer_inputs import inputs_of
+from zerojax.parallel.offload.page_files import PageSweep
 from zerojax.parallel.offload.paged_layers import (
     Context,
     LayerPrograms,
     PassTotals,
     evaluation_config,
 )
-from zerojax.parallel.offload.pages import Pages, PageSweep
-from zerojax.parallel.offload.sliced_update import begin, context_of, update_slice
-from zerojax.parallel.offload.streaming_layers import has_gradient
+from zerojax.parallel.offload.pages import Pages
 from zerojax.parallel.zero import PassConfig
 from zerojax.plan.make import Plan
 from zerojax.plan.slices import tier_sharding
 from zerojax.plan.state import TrainState, step_key
-from zerojax.plan.state_layout import MASTER
 from zerojax.tracing.protocol import Loss
 
 Metrics = dict[str, jax.Array]
@@ -77,7 +82,6 @@ class PagedStep:
         self._plan, self._jitted, self._write_rest = plan, jitted, write_rest
         self.programs = programs
         self._number = plan.num_microbatches
-        self._moves_inputs = plan.offload.activations
         self._whole_updates, self.page_updates = SliceUpdates(plan), PageUpdates(plan)
 
         def key_and_factor(state: TrainState, batch: Any) -> tuple[Any, Any]:
@@ -124,23 +128,28 @@ class PagedStep:
         """Returns (sums, totals outside the layers, `Backward` after layer 0, extras)."""
         programs, last = self.programs, pages.num_layers - 1
         there_and_back = [*range(last + 1), *reversed(range(last))]
-        with PageSweep(pages.weights, there_and_back) as weights:
+        with (
+            PageSweep(pages.weights, there_and_back) as weights,
+            inputs_of(self._plan.settings.offload.activations, pages.inputs) as inputs,
+        ):
             activations, around, changes = programs.embed(context)
-            inputs, rows = [], {}
+            entering, rows = activations, {}
             for layer in range(last + 1):
                 page = weights.next()
-                rows = pages.weights.on_devices(page.array)
-                inputs.append(self._away(activations))
-                entering = activations
+                rows, entering = pages.weights.on_devices(page.array), activations
                 activations, changes = programs.forward(
-                    context, rows, np.int32(layer), activations, around, changes
+                    context, rows, np.int32(layer), entering, around, changes
                 )
                 weights.use((rows, activations))
-            inputs[-1] = entering
+                if layer < last:  # the last one's goes straight to the backward pass
+                    inputs.put(entering)
             sums, written, of_head, state = programs.head(
                 context, activations, around, device, factor
             )
-            state = self._backward(pages, weights, context, (rows, inputs, around), state)
+            inputs.turn()
+            given = rows, entering, inputs, around
+            state = self._backward(pages, weights, context, given, state)
+            inputs.end()
             weights.end()
         outer, extras = programs.embed_backward(context, of_head, state, (written, changes), outer)
         return sums, outer, state, extras
@@ -154,10 +163,11 @@ class PagedStep:
           pages: all pages.
           weights: the sweep, at the last layer.
           context: of the microbatch.
-          forward: (rows of the last layer, inputs of all layers, other inputs of a layer).
+          forward: (rows and input of the last layer, inputs of the others, other inputs of a
+            layer).
           state: `Backward` after the head.
         """
-        rows, inputs, around = forward
+        rows, entering, inputs, around = forward
         order, adds = [*reversed(range(pages.num_layers))], self._number > 1
         has_earlier = adds and int(context.index) > 0
         if pages.gradients.store.is_broken:  # by a pass that failed
@@ -169,10 +179,12 @@ class PagedStep:
                     rows = pages.weights.on_devices(page.array)
                 target = sweep.next()
                 before = pages.gradients.on_devices(target.array) if adds else None
-                entering = self._back(inputs.pop())
                 grads, state = self.programs.backward(
                     context, rows, np.int32(layer), entering, around, state, before
                 )
+                inputs.use(grads)
+                if layer:
+                    entering = inputs.take()
                 if layer < order[0]:
                     weights.use((rows, grads))
                 # Waits for the gradients, and so for everything that reads the old page.
@@ -180,14 +192,6 @@ class PagedStep:
                 sweep.write(target)
             sweep.end()
         return state
-
-    def _away(self, activations: Any) -> Any:
-        """Moves the input of a layer to the memory where it waits for the backward pass."""
-        return _moved(activations, HOST_KIND) if self._moves_inputs else activations
-
-    def _back(self, activations: Any) -> Any:
-        """Inverts `_away`."""
-        return _moved(activations, None) if self._moves_inputs else activations
 
     # --- the update -------------------------------------------------------------------------------
 
@@ -229,16 +233,6 @@ class PagedStep:
             weights.end()
 
 
-def _moved(activations: Any, kind: str | None) -> Any:
-    def move(x: jax.Array) -> jax.Array:
-        if not has_gradient(x):
-            return x
-        sharding: Any = x.sharding
-        return jax.device_put(x, NamedSharding(sharding.mesh, sharding.spec, memory_kind=kind))
-
-    return jax.tree.map(move, activations)
-
-
 class PageUpdates:
     """The update of slices of layers, by one jitted function for each parameter."""
 
@@ -262,6 +256,7 @@ class PageUpdates:
             self.functions[name] = self._build(place, weights.dtype)
         old = {key: place_rows(place, rows, self._plan) for key, rows in piece.arrays.items()}
         new_weights, new = self.functions[name](
+            None,
             old,
             place_rows(place, grads, self._plan),
             np.int32(piece.number),
@@ -274,45 +269,18 @@ class PageUpdates:
             take_rows(place, new[key], target)
 
     def _build(self, place: DiskLeaf, dtype: np.dtype) -> Any:
-        plan, leaf = self._plan, place.leaf
-        moments = [key for key in place.dtypes if key != MASTER]
+        def weights_of(_: None, grad: jax.Array) -> SliceWeights:
+            return SliceWeights(
+                start=jnp.zeros(grad.shape, dtype),
+                gradient=lambda number: grad[0],
+                put=lambda rows, own, number: own.astype(dtype)[None],
+                end=lambda rows: rows,
+            )
 
-        def local(
-            old: dict[str, jax.Array],
-            grad: jax.Array,
-            number: jax.Array,
-            opt_state: Any,
-            numbers: tuple[jax.Array, ...],
-        ) -> tuple[jax.Array, dict[str, jax.Array]]:
-            begun = begin(plan, opt_state, context_of(plan, *numbers))
-
-            def body(number: jax.Array, carry: Any) -> Any:
-                _, old = carry
-                own, after = update_slice(
-                    begun,
-                    leaf.name,
-                    number,
-                    old[MASTER][0],
-                    tuple(old[k][0] for k in moments),
-                    grad[0],
-                )
-                new = dict(zip(moments, (x[None] for x in after), strict=True))
-                return own.astype(dtype)[None], {**new, MASTER: own[None]}
-
-            # In a loop for the reason that `SliceUpdates` has.
-            start = jnp.zeros(grad.shape, dtype), old
-            return jax.lax.fori_loop(number, number + 1, body, start)
-
-        slices = tier_sharding(leaf, DEVICE, plan.mesh)
-        of_slices = dict.fromkeys(place.dtypes, slices.spec)
-        mapped = jax.shard_map(
-            local,
-            mesh=plan.mesh,
-            in_specs=(of_slices, slices.spec, P(), P(), P()),
-            out_specs=(slices.spec, of_slices),
-            check_vma=False,
+        slices = tier_sharding(place.leaf, DEVICE, self._plan.mesh)
+        return build_slice_update(
+            self._plan, place, weights_of, given=(None, slices), result=slices
         )
-        return jax.jit(mapped, out_shardings=(slices, dict.fromkeys(place.dtypes, slices)))
 
 
 class PagedEvaluation:

@@ -8,12 +8,10 @@ rows of arrays and files; never the model.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import itertools
 import math
-import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,14 +22,16 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax.checkpoint.store import BucketStore, StoreFailedError
-from zerojax.checkpoint.store.sweep import Bucket
-from zerojax.parallel.offload.disk_places import ALIGNMENT, DiskLeaf, DiskSlice
+from zerojax.config.mesh import NVME
+from zerojax.parallel.offload.disk_places import DiskLeaf, DiskSlice
+from zerojax.parallel.offload.layer_inputs import InputPages
+from zerojax.parallel.offload.page_files import PageFiles, PageSweep
+from zerojax.plan.counts import layer_inputs
 from zerojax.plan.make import Plan
 from zerojax.plan.offload_costs import page_gradient_dtype
 from zerojax.plan.state_layout import MASTER, store_folder
 
-WEIGHTS, GRADIENTS = "weights", "gradients"
+WEIGHTS, GRADIENTS, INPUTS = "weights", "gradients", "inputs"
 """Names of the folders of pages, inside the folder of the optimizer's state."""
 
 
@@ -71,41 +71,19 @@ class PageLeaf:
         return rows[:, start : start + size]
 
 
-class PageSet:
+class PageSet(PageFiles):
     """Pages of one kind, {name: [rows of this process, elements of a layer]} each, in a store."""
 
     def __init__(
         self, folder: Path, leaves: Mapping[str, PageLeaf], dtypes: Mapping[str, Any], layers: int
     ) -> None:
-        self._folder, self._leaves, self._layers = folder, leaves, layers
+        self._leaves = leaves
         self.dtypes = {name: np.dtype(dtype) for name, dtype in dtypes.items()}
-        self.store = self._create()
-
-    def _create(self) -> BucketStore:
-        store = BucketStore.create(
-            self._folder, num_buckets=self._layers, bucket_bytes=self.page_bytes, replace=True
-        )
-        weakref.finalize(self, store.close)  # if the owner does not close it
-        return store
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of one page, without padding to blocks of the disk."""
-        return sum(self._size(leaf) for leaf in self._leaves.values())
-
-    def _size(self, leaf: PageLeaf) -> int:
-        elements = len(leaf.place.shards) * math.prod(leaf.shard_shape)
-        return -(-elements * self.dtypes[leaf.name].itemsize // ALIGNMENT) * ALIGNMENT
-
-    def views(self, page: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns {name: [rows, elements]} of a page's bytes, sharing its memory."""
-        start, found = 0, {}
-        for name, leaf in self._leaves.items():
-            shape = len(leaf.place.shards), math.prod(leaf.shard_shape)
-            size = math.prod(shape) * self.dtypes[name].itemsize
-            found[name] = page[start : start + size].view(self.dtypes[name]).reshape(shape)
-            start += self._size(leaf)
-        return found
+        arrays = {
+            name: ((len(leaf.place.shards), math.prod(leaf.shard_shape)), self.dtypes[name])
+            for name, leaf in leaves.items()
+        }
+        super().__init__(folder, arrays, layers)
 
     def on_devices(self, page: np.ndarray) -> dict[str, Any]:
         """Starts to copy a page to the devices: {name: one layer's row, sharded as stored}.
@@ -132,73 +110,6 @@ class PageSet:
             for number, shard in shards.items():
                 views[name][number] = np.asarray(shard).reshape(-1)
 
-    def renew(self) -> None:
-        """Replaces the store by an empty one, after a sweep that did not end."""
-        self.store.close()
-        with _told():
-            self.store = self._create()
-
-
-class PageSweep:
-    """A sweep over pages in which devices may still read a page when the next one is requested.
-
-    Use it in a `with` statement. Errors of the disk become `StoreFailedError`.
-    """
-
-    def __init__(self, pages: PageSet, order: Sequence[int], *, read: bool = True) -> None:
-        self._pages = pages
-        self._sweep = pages.store.sweep(order=list(order), read=read)
-        self._using: collections.deque[Any] = collections.deque()
-
-    def __enter__(self) -> PageSweep:
-        return self
-
-    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        self._wait()
-        self._sweep.close()
-
-    def _wait(self, most: int = 0) -> None:
-        """Waits until devices use at most this number of pages."""
-        while len(self._using) > most:
-            jax.block_until_ready(self._using.popleft())
-
-    def next(self) -> Bucket:
-        """Returns the next page of the order, once it has been read.
-
-        Waits for what was computed from the page whose memory is filled next.
-        """
-        self._wait(self._pages.store.num_buffers - 2)
-        self._using.append(())
-        with _told():
-            return next(self._sweep)
-
-    def use(self, arrays: Any) -> None:
-        """Notes arrays that are computed from the page last returned, which they may share."""
-        self._using[-1] = arrays
-
-    def write(self, page: Bucket) -> None:
-        """Starts to write a page."""
-        with _told():
-            page.write()
-
-    def end(self) -> None:
-        """Ends the sweep: what was written is one generation."""
-        self._wait()
-        with _told():
-            for _ in self._sweep:
-                raise AssertionError("a page of the sweep was not visited")
-
-
-class _told:
-    """Turns an error of the disk into `StoreFailedError`, whose text is one sentence."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        if isinstance(error, OSError):
-            raise StoreFailedError(error.strerror or str(error)) from error
-
 
 class Pages:
     """The pages of this process.
@@ -207,6 +118,7 @@ class Pages:
       leaves: {name: its part of a page}, in the order of a page.
       num_layers: number of pages of each kind.
       weights, gradients: the pages.
+      inputs: pages of the layers' inputs (`offload.activations: nvme`); None without.
       order: buckets of the store of the optimizer's state in the order of an update: parameters
         without pages, then layer by layer.
     """
@@ -219,11 +131,16 @@ class Pages:
         folder = store_folder(plan.settings.offload)
         weights = {name: leaf.row.dtype for name, leaf in self.leaves.items()}
         gradients = dict.fromkeys(self.leaves, page_gradient_dtype(plan))
+        self.inputs: InputPages | None = None
         self.weights = PageSet(folder / WEIGHTS, self.leaves, weights, self.num_layers)
         try:
             self.gradients = PageSet(folder / GRADIENTS, self.leaves, gradients, self.num_layers)
+            if layout.activations == NVME and self.num_layers > 1:
+                assert isinstance(plan.mesh, Mesh)
+                arrays, devices = layer_inputs(plan), plan.mesh.local_devices
+                self.inputs = InputPages(folder / INPUTS, arrays, devices, self.num_layers - 1)
         except BaseException:
-            self.weights.store.close()
+            self.close()
             raise
         self.order = [
             bucket
@@ -271,8 +188,9 @@ class Pages:
 
     def close(self) -> None:
         """Closes the files. May be called twice."""
-        self.weights.store.close()
-        self.gradients.store.close()
+        for pages in (self.weights, getattr(self, "gradients", None), self.inputs):
+            if pages is not None:
+                pages.store.close()
 
 
 def _page_leaf(plan: Plan, place: DiskLeaf) -> PageLeaf:

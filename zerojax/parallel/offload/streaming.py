@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from zerojax.config.mesh import DEVICE
 from zerojax.models.losses import no_sums
 from zerojax.parallel import model_state
 from zerojax.parallel.offload.streaming_layers import (
@@ -257,7 +258,7 @@ class StreamedPass:
     def inputs(self) -> Inputs:
         """Returns the storage of layers' inputs between forward and backward pass."""
         assert self.config.offload is not None
-        if not self.config.offload.activations:
+        if self.config.offload.activations == DEVICE:
             return device_inputs()
         return host_inputs(self.activation_specs)
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from zerojax.config.mesh import DEVICE
 from zerojax.models.losses import no_sums, split_result
 from zerojax.parallel import model_state
 from zerojax.parallel.sums import sum_replicated
@@ -120,7 +121,7 @@ def build_differentiation(
     tables = owned_tables(config)
     shards_of = lambda inputs, *_: {n: {**constants, **inputs}[n] for n in tables}  # noqa: E731
     loss_of = with_lookups(loss_of, tables, shards_of)
-    if config.offload is not None and config.offload.activations:
+    if config.offload is not None and config.offload.activations != DEVICE:
         loss_of = keep_inputs_on_host(loss_of, list(constants.values()))
     loss_of = build_rewriting(config, frozen)(loss_of) if on_read else loss_of
     if config.unroll:

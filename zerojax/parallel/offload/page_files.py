@@ -1,0 +1,141 @@
+"""Reads and writes pages, one per layer, in the files of a store.
+
+A page holds arrays, each at an aligned offset. Knows shapes and files; never what the arrays mean.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from zerojax.checkpoint.store import BucketStore, StoreFailedError
+from zerojax.checkpoint.store.sweep import Bucket
+from zerojax.parallel.offload.disk_places import ALIGNMENT
+
+
+class PageFiles:
+    """Pages of one kind in a store of scratch space.
+
+    Attributes:
+      store: one bucket per page.
+    """
+
+    def __init__(
+        self, folder: Path, arrays: Mapping[str, tuple[tuple[int, ...], Any]], number: int
+    ) -> None:
+        """Creates the files; replaces existing ones.
+
+        Args:
+          folder: of the files.
+          arrays: {name: (shape, dtype)} of a page, in its order.
+          number: number of pages.
+
+        Raises:
+          StoreError, OSError: as `BucketStore.create`.
+        """
+        self._folder, self._number = folder, number
+        self._arrays = {name: (shape, np.dtype(dtype)) for name, (shape, dtype) in arrays.items()}
+        self.store = self._create()
+
+    def _create(self) -> BucketStore:
+        store = BucketStore.create(
+            self._folder, num_buckets=self._number, bucket_bytes=self.page_bytes, replace=True
+        )
+        weakref.finalize(self, store.close)  # if the owner does not close it
+        return store
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page, without padding to blocks of the disk."""
+        return sum(_aligned(_bytes(*array)) for array in self._arrays.values())
+
+    def views(self, page: np.ndarray) -> dict[str, np.ndarray]:
+        """Returns {name: array} of a page's bytes, sharing its memory."""
+        start, found = 0, {}
+        for name, (shape, dtype) in self._arrays.items():
+            size = _bytes(shape, dtype)
+            found[name] = page[start : start + size].view(dtype).reshape(shape)
+            start += _aligned(size)
+        return found
+
+    def renew(self) -> None:
+        """Replaces the store by an empty one, after a sweep that did not end."""
+        self.store.close()
+        with _told():
+            self.store = self._create()
+
+
+class PageSweep:
+    """A sweep over pages in which devices may still read a page when the next one is requested.
+
+    Use it in a `with` statement. Errors of the disk become `StoreFailedError`.
+    """
+
+    def __init__(self, pages: PageFiles, order: Sequence[int], *, read: bool = True) -> None:
+        self._pages = pages
+        self._sweep = pages.store.sweep(order=list(order), read=read)
+        self._using: collections.deque[Any] = collections.deque()
+
+    def __enter__(self) -> PageSweep:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        self._wait()
+        self._sweep.close()
+
+    def _wait(self, most: int = 0) -> None:
+        """Waits until devices use at most this number of pages."""
+        while len(self._using) > most:
+            jax.block_until_ready(self._using.popleft())
+
+    def next(self) -> Bucket:
+        """Returns the next page of the order, once it has been read.
+
+        Waits for what was computed from the page whose memory is filled next.
+        """
+        self._wait(self._pages.store.num_buffers - 2)
+        self._using.append(())
+        with _told():
+            return next(self._sweep)
+
+    def use(self, arrays: Any) -> None:
+        """Notes arrays that are computed from the page last returned, which they may share."""
+        self._using[-1] = arrays
+
+    def write(self, page: Bucket) -> None:
+        """Starts to write a page."""
+        with _told():
+            page.write()
+
+    def end(self) -> None:
+        """Ends the sweep: what was written is one generation."""
+        self._wait()
+        with _told():
+            for _ in self._sweep:
+                raise AssertionError("a page of the sweep was not visited")
+
+
+class _told:
+    """Turns an error of the disk into `StoreFailedError`, whose text is one sentence."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        if isinstance(error, OSError):
+            raise StoreFailedError(error.strerror or str(error)) from error
+
+
+def _bytes(shape: tuple[int, ...], dtype: np.dtype) -> int:
+    return math.prod(shape) * dtype.itemsize
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
