@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.support.gpu_cards import DATA_CENTER
+from zerojax.hardware import compile_client
 from zerojax.hardware.gpus import find_gpu, gpu_names, target_text
 from zerojax.hardware.gpus import target as target_module
 
@@ -142,7 +143,8 @@ def compiled_for(target: str) -> jax.stages.Compiled:
         return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=split)
 
     weights = {"up": abstract(512, 2048), "down": abstract(2048, 512)}
-    return jax.jit(step).lower(weights, abstract(1024, 512)).compile(QUICK)
+    with compile_client.without_cache():  # two cards may have one program
+        return jax.jit(step).lower(weights, abstract(1024, 512)).compile(QUICK)
 
 
 def instructions(compiled: jax.stages.Compiled) -> list[str]:

@@ -296,13 +296,13 @@ def _compile(
 ) -> CompiledProgram:
     if devices is not None:
         return _compile_directly(lowered, list(devices), options)
-    with _without_cache():
+    with without_cache():
         compiled = lowered.compile(compiler_options=dict(options))
     return CompiledProgram(text=compiled.as_text(), memory=memory_of(compiled))
 
 
 @contextlib.contextmanager
-def _without_cache() -> Iterator[None]:
+def without_cache() -> Iterator[None]:
     """Disables JAX's compilation cache: a client without devices cannot read its entries."""
     before = jax.config.jax_enable_compilation_cache
     if not (before and jax.config.jax_compilation_cache_dir):
