@@ -103,6 +103,21 @@ class Counting(Stacked):
         return jnp.sum(x**2) + count, jnp.float32(x.shape[0])
 
 
+class Referring(Stacked):
+    """Layers that sum their activations in a reference."""
+
+    def loss(self, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        total = jax.new_ref(jnp.float32(0))
+
+        def layer(x, kernel):
+            x = x + jnp.sin(x @ kernel)
+            total[...] = total[...] + jnp.sum(x)
+            return x, None
+
+        x, _ = lax.scan(layer, batch["x"], self.layers.kernel[...])
+        return jnp.sum(x**2) + total[...], jnp.float32(x.shape[0])
+
+
 class Deeper(Stacked):
     """Two loops over layers."""
 
@@ -340,6 +355,7 @@ def test_recomputed_layers_need_no_more_memory():
     [
         (Summing, {"zero": 1}, ["float32[]"]),
         (Counting, {"zero": 1}, ["int32[]", "floating-point"]),
+        (Referring, {"zero": 1}, ["reference", "carry"]),
         (Deeper, {"zero": 1}, ["2 such loops"]),
         (Whole, {"zero": 3}, ["layers/kernel", "zero=1"]),
         (Stacked, {"stage": 2}, ["stage=2", "stage=1"]),
@@ -350,6 +366,7 @@ def test_recomputed_layers_need_no_more_memory():
     ids=[
         "rows",
         "integers",
+        "reference",
         "two loops",
         "read whole",
         "stages",

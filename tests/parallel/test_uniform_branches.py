@@ -77,6 +77,27 @@ class ByStateOfBatch(Alternating):
         return result
 
 
+class ByReference(Alternating):
+    """The value that decides goes through a reference, which the program's values do not show."""
+
+    def decide(self, x, number, drawn):
+        held = jax.new_ref(jnp.float32(0))
+        held[...] = x[0, 0]
+        return held[...] > 0
+
+
+class ByOwnRule(Alternating):
+    """The forward rule of a custom derivative depends on the batch, its function does not."""
+
+    def decide(self, x, number, drawn):
+        @jax.custom_vjp
+        def zero(x):
+            return jnp.float32(0)
+
+        zero.defvjp(lambda x: (x[0, 0], x.shape), lambda shape, _: (jnp.zeros(shape),))
+        return zero(x) > 0
+
+
 def batch_of(step: int) -> dict[str, np.ndarray]:
     return {"x": np.random.default_rng(step).normal(size=(ROWS, WIDTH)).astype(np.float32)}
 
@@ -124,7 +145,9 @@ def test_a_branch_by_the_step_trains_as_at_stage_0(zero, at_stage_0):
     assert kinds == expected[zero]
 
 
-@pytest.mark.parametrize("model", [ByBatch, ByParameter, ByChance, ByStateOfBatch])
+@pytest.mark.parametrize(
+    "model", [ByBatch, ByParameter, ByChance, ByStateOfBatch, ByReference, ByOwnRule]
+)
 def test_what_differs_between_devices_gathers_before_the_branch(model):
     plan = plan_for(model, zero=3)
     reasons = plan.placement.leaves["layers/kernel"].reasons

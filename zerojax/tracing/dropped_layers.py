@@ -141,6 +141,12 @@ def _sort(scan: LayerScan) -> _Layer:
     """
     equation = scan.equation
     body, (num_consts, num_carry) = equation.params["jaxpr"].jaxpr, split_scan(equation)
+    if any(hasattr(variable.aval, "inner_aval") for variable in body.invars):
+        raise ValueError(
+            f"the {scan.num_layers} layers read or write a reference (jax.new_ref) that was made "
+            "before their loop, which a branch that drops a layer cannot do: carry its value from "
+            f"layer to layer, {_REMEDY}"
+        )
     carry, rows = [0] * num_carry, [int(is_row) for is_row in scan.parameters]
     while True:
         marks = marks_of_outputs(body, [*[0] * num_consts, *carry, *rows])

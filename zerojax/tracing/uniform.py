@@ -4,6 +4,8 @@ A `lax.cond` is uniform if its predicate depends on no value that differs betwee
 the batch, parameters (a device may hold a shard), random numbers (each device has its own key), the
 position of the device or callbacks. State of the model counts as equal on all devices if its next
 value depends on such state alone, as a counter of calls does. Steps, layers and constants remain.
+What a program does not show counts as different: values read from a reference (`jax.new_ref`), and
+results of custom derivatives, whose forward rules replace the traced functions.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ from typing import Any
 
 from jax.extend.core import Jaxpr
 
+from zerojax.operators.marks import inner_programs
 from zerojax.tracing.dependence import Follow, Marks, union
+from zerojax.tracing.jaxpr import is_own_rule
 
 _DIFFERS: Marks = 1
 _DIFFERING = ("random_", "threefry", "rng_", "axis_index")
@@ -62,10 +66,19 @@ class _Predicates(Follow):
             # A loop's body is followed more than once, with more marks each time.
             before = self.predicates.get(id(equation), 0)
             self.predicates[id(equation)] = before | operands[0]
-        return super()._equation(equation, operands)
+        followed = super()._equation(equation, operands)
+        return [_DIFFERS] * len(followed) if is_own_rule(equation) else followed
 
     def _leaf(self, equation: Any, operands: list[Marks]) -> Marks:
-        kind = equation.primitive.name
-        if kind.startswith(_DIFFERING) or "callback" in kind:
-            return _DIFFERS
-        return union(operands)
+        return _DIFFERS if _differs(equation) else union(operands)
+
+
+def _differs(equation: Any) -> bool:
+    """Returns whether results differ between devices even if all operands are equal."""
+    kind = equation.primitive.name
+    return (
+        kind.startswith(_DIFFERING)
+        or "callback" in kind
+        or bool(equation.effects)
+        or any(map(_differs, (e for p in inner_programs(equation.params) for e in p.eqns)))
+    )
