@@ -169,7 +169,7 @@ def test_only_activations_leave_without_slices():
         OffloadConfig(activations="host"), plan.placement, plan.precision, plan.tx, plan.mesh
     )
     assert layout is not None
-    assert (dict(layout.leaves), layout.activations) == ({}, True)
+    assert (dict(layout.leaves), layout.activations) == ({}, "host")
 
 
 def test_a_plan_says_how_much_leaves_and_when_nothing_does():
