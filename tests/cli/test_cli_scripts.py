@@ -95,6 +95,34 @@ def test_of_an_engine_the_batch_has_the_rows_that_the_configuration_says(tmp_pat
         plan_of_script(write(tmp_path, text), ["zero=2"], 32)
 
 
+def test_of_an_engine_layer_drop_and_curriculum_are_planned(tmp_path):
+    config = {
+        "train_batch_size": 64,
+        "zero_optimization": {"stage": 3},
+        "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
+        "progressive_layer_drop": {"enabled": True, "theta": 0.5},
+        "curriculum_learning": {
+            "enabled": True,
+            "curriculum_type": "seqlen",
+            "min_difficulty": 8,
+            "max_difficulty": 16,
+            "schedule_type": "fixed_linear",
+            "schedule_config": {"total_curriculum_step": 10, "difficulty_step": 8},
+        },
+    }
+    text = (
+        "from zerojax.config import ModelConfig\n"
+        "size = ModelConfig(num_layers=2, num_heads=2, embed_dim=8, max_seq_len=16)\n"
+        "model = zerojax.zoo.build_model(size, 32)\n"
+        "tokens = np.zeros((64, 16), np.int32)\n"
+        f"engine = zerojax.initialize(model, {config})\n"
+        "engine.train_batch({'tokens': tokens, 'targets': tokens})"
+    )
+    plan = plan_of_script(write(tmp_path, text), [], 8)
+    assert plan.layer_drop.config == zerojax.LayerDropConfig(theta=0.5)
+    assert plan.inputs.curriculum.min_length == 8
+
+
 def test_a_ds_config_in_train_is_translated_for_the_devices_to_plan_for(tmp_path):
     mesh = {"train_batch_size": 64, "zero_optimization": {"stage": 2}, "gradient_clipping": 1.0}
     text = TRAIN.replace("optimizer=optax.adam(0.1), ", "")

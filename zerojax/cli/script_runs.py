@@ -200,6 +200,8 @@ class _Engine:
             num_microbatches=says.num_microbatches,
             freeze=self._given["freeze"],
             steps=says.total_steps if self._given["steps"] is None else self._given["steps"],
+            curriculum=says.curriculum,
+            layer_drop=says.layer_drop,
         )
         call = PlannedCall(inputs=inputs, settings=says.mesh, is_deepspeed=True)
         self._end(lambda: (call, mesh))
