@@ -118,6 +118,18 @@ class Referring(Stacked):
         return jnp.sum(x**2) + total[...], jnp.float32(x.shape[0])
 
 
+class Chunked(Stacked):
+    """No layers, but a loss over chunks of a stacked head."""
+
+    def loss(self, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        def chunk(total, head):
+            return jnp.logaddexp(total, jax.nn.logsumexp(batch["x"] @ head, axis=1)), None
+
+        start = jnp.full(batch["x"].shape[0], -1e30)
+        total, _ = lax.scan(chunk, start, self.layers.kernel[...])
+        return jnp.sum(total), jnp.float32(total.shape[0])
+
+
 class Deeper(Stacked):
     """Two loops over layers."""
 
@@ -356,6 +368,7 @@ def test_recomputed_layers_need_no_more_memory():
         (Summing, {"zero": 1}, ["float32[]"]),
         (Counting, {"zero": 1}, ["int32[]", "floating-point"]),
         (Referring, {"zero": 1}, ["reference", "carry"]),
+        (Chunked, {"zero": 1}, ["constants", "activations"]),
         (Deeper, {"zero": 1}, ["2 such loops"]),
         (Whole, {"zero": 3}, ["layers/kernel", "zero=1"]),
         (Stacked, {"stage": 2}, ["stage=2", "stage=1"]),
@@ -367,6 +380,7 @@ def test_recomputed_layers_need_no_more_memory():
         "rows",
         "integers",
         "reference",
+        "chunks of a head",
         "two loops",
         "read whole",
         "stages",

@@ -24,7 +24,7 @@ from zerojax.tracing.activation_offload import (
     evaluate_loops,
     loops_of_trace,
 )
-from zerojax.tracing.dependence import marks_of_outputs
+from zerojax.tracing.dependence import Follow, Marks, marks_of_outputs
 from zerojax.tracing.flops import without_waste
 from zerojax.tracing.jaxpr import split_scan
 
@@ -87,12 +87,41 @@ def find_layers(closed: ClosedJaxpr, num_parameters: int) -> LayerScan:
       num_parameters: number of parameters.
 
     Raises:
-      ValueError: there is not exactly one such loop, or a layer does more than adding to the values
-        that go from layer to layer; with the remedy.
+      ValueError: there is not exactly one such loop, it starts from constants, or a layer does more
+        than adding to the values that go from layer to layer; with the remedy.
     """
-    scan = _the_only(loops_of_trace(_needed(closed), num_parameters, ()))
-    _sort(scan)
+    closed = _needed(closed)
+    scan = _the_only(loops_of_trace(closed, num_parameters, ()))
+    starts = _Starts(scan)
+    starts.outputs(closed.jaxpr, [1] * len(closed.jaxpr.invars))
+    if not any(starts.marks[place] for place in _sort(scan).skipped):
+        raise ValueError(
+            f"the loop over {scan.num_layers} rows of a stacked parameter starts from constants, "
+            "so that it is no loop over layers, such as one over chunks of the output weights: use "
+            f"a model whose layers run in a loop that starts from activations, {_REMEDY}"
+        )
     return scan
+
+
+class _Starts(Follow):
+    """Walk that records which values a loop carries depend on inputs when it starts.
+
+    Attributes:
+      marks: of each carried value; 0 if it starts as a constant.
+    """
+
+    def __init__(self, scan: LayerScan) -> None:
+        super().__init__(frozenset())
+        self._loop = scan.equation
+        num_consts, num_carry = split_scan(scan.equation)
+        self._carried = slice(num_consts, num_consts + num_carry)
+        self.marks: list[Marks] = [0] * num_carry
+
+    def _scan(self, equation: Any, operands: list[Marks]) -> Sequence[Marks]:
+        if equation is self._loop:
+            found = zip(self.marks, operands[self._carried], strict=True)
+            self.marks = [old | new for old, new in found]
+        return super()._scan(equation, operands)
 
 
 def _needed(closed: ClosedJaxpr) -> ClosedJaxpr:
