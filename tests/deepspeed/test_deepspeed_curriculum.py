@@ -96,6 +96,7 @@ def test_a_section_that_cannot_be_followed_is_refused(given, value, remedy):
     refused(lambda: curriculum_of(given), f"curriculum_learning {value}", remedy, error=ConfigError)
 
 
+@pytest.mark.thorough
 def test_train_and_initialize_follow_it():
     config = file(
         schedule_config={"total_curriculum_step": TOKENS - 6, "difficulty_step": 1},

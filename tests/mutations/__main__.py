@@ -54,7 +54,8 @@ def survives(mutation: Mutation) -> bool:
         path.write_text(path.read_text().replace(mutation.old, mutation.new))
         options = ["-q", "-x", "-p", "no:cacheprovider", "-m", "not slow and not gpu"]
         command = [sys.executable, "-m", "pytest", *options, *mutation.tests.split()]
-        variables = {**os.environ, "PYTHONPATH": folder, "PYTHONDONTWRITEBYTECODE": "1"}
+        variables = {**os.environ, "PYTHONPATH": folder}
+        variables.pop("PYTHONDONTWRITEBYTECODE", None)  # see Makefile
         try:
             result = subprocess.run(
                 command, cwd=root, env=variables, capture_output=True, text=True, timeout=TIMEOUT

@@ -21,7 +21,13 @@ import pytest
 
 import zerojax
 from tests.offload.test_offload_params import make_optimizer
-from tests.support.offload_disk_runs import Regression, close, differing, portable
+from tests.support.offload_disk_runs import (
+    Regression,
+    close,
+    differing,
+    portable,
+    steps_as_undisturbed,
+)
 from tests.support.pipeline_runs import small
 from tests.support.trajectories import (
     TOLERANCE,
@@ -170,14 +176,7 @@ def test_a_failed_read_in_the_pass_loses_nothing(tmp_path, monkeypatch):
         step(state, batch_on(plan))
     monkeypatch.undo()
     assert "\n" not in str(error.value)
-    state, metrics = step(state, batch_on(plan))
-    found = portable(plan, state)
-    close(state)
-    other = one_device(tmp_path / "whole")
-    expected, expected_metrics = build_step(other)(init_state(other), batch_on(other))
-    assert float(metrics["loss"]) == float(expected_metrics["loss"])
-    assert differing(found, portable(other, expected)) == []
-    close(expected)
+    steps_as_undisturbed(plan, state, step, one_device(tmp_path / "whole"), batch_on(plan))
 
 
 @pytest.mark.thorough

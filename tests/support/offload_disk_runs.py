@@ -100,3 +100,17 @@ def close(state: Any) -> None:
 
 def num_leaves(state: Any) -> int:
     return len(jax.tree.leaves(state["disk"]))
+
+
+def steps_as_undisturbed(plan: Plan, state: Any, step: Any, other: Plan, batch: Any) -> None:
+    """Checks that a step of `state` has the loss and the bits of the first step of `other`.
+
+    Closes both states.
+    """
+    state, metrics = step(state, batch)
+    found = portable(plan, state)
+    close(state)
+    expected, expected_metrics = build_step(other)(init_state(other), batch)
+    assert float(metrics["loss"]) == float(expected_metrics["loss"])
+    assert differing(found, portable(other, expected)) == []
+    close(expected)

@@ -37,6 +37,17 @@ def text_batch(index: int) -> dict[str, np.ndarray]:
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 
+def failing_at(step: int, batches: Callable[[int], Any]) -> Callable[[int], Any]:
+    """Returns batches that raise OSError where that of `step` + 1 would be read."""
+
+    def read(index: int) -> Any:
+        if index == step:
+            raise OSError("the disk is gone")
+        return batches(index)
+
+    return read
+
+
 def regression_batch(index: int) -> dict[str, np.ndarray]:
     """A smooth function of random points, [32, 12] -> [32, 5]; batches repeat after four."""
     random = np.random.default_rng(index % 4)

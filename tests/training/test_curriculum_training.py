@@ -23,6 +23,7 @@ from tests.support.curriculum_runs import (
     plain_training,
 )
 from tests.support.refusals import refused
+from tests.support.trajectories import failing_at
 from zerojax.config import ModelConfig, MoEConfig
 from zerojax.plan.counts import model_flops
 from zerojax.plan.inputs import PlanInputs
@@ -114,23 +115,12 @@ def test_steps_equal_those_of_one_device_on_short_rows(zero, compiled_steps):
         assert plan.abstract_batch["weights"].shape == (ROWS, rung)
 
 
-def interrupted_at(step: int):
-    """Batches that fail where step `step` + 1 would be read."""
-
-    def batches(number: int):
-        if number == step:
-            raise OSError("the disk is gone")
-        return batch_of(number)
-
-    return batches
-
-
 @pytest.mark.parametrize(
     "step", [pytest.param(2, id="inside a length"), pytest.param(3, id="before a longer one")]
 )
 def test_a_resumed_run_has_the_same_bits(step, tmp_path, whole_run):
     with pytest.raises(OSError, match="gone"):
-        trained({"zero": 1}, steps=5, batches=interrupted_at(step), checkpoint=tmp_path)
+        trained({"zero": 1}, steps=5, batches=failing_at(step, batch_of), checkpoint=tmp_path)
     resumed = trained({"zero": 1}, steps=5, checkpoint=tmp_path)
     assert [one["step"] for one in resumed.history] == list(range(step + 1, 6))
     resumed.close()
@@ -185,6 +175,7 @@ def test_weights_of_the_batch_are_kept():
     assert [one["weight"] for one in trainer.history] == pytest.approx(expected)
 
 
+@pytest.mark.thorough
 def test_keys_name_the_arrays_of_any_loss():
     """A mean without weights: each length is compiled, and other arrays keep their shape."""
 

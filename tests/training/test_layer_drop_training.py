@@ -9,6 +9,7 @@ import pytest
 
 import zerojax
 from tests.support.refusals import refused
+from tests.support.trajectories import failing_at
 from zerojax import deepspeed_config as deepspeed
 from zerojax.config import ConfigError, LayerDropConfig, ModelConfig
 from zerojax.zoo import build_model
@@ -24,15 +25,6 @@ def model():
 def batch_of(step: int) -> dict[str, np.ndarray]:
     text = np.random.default_rng(step).integers(0, 32, (ROWS, 17), np.int32)
     return {"tokens": text[:, :-1], "targets": text[:, 1:]}
-
-
-def interrupted_at(step: int):
-    def batches(number: int):
-        if number == step:
-            raise OSError("the disk is gone")
-        return batch_of(number)
-
-    return batches
 
 
 def trained(mesh=None, *, batches=batch_of, layer_drop=DROP, **options) -> zerojax.Trainer:
@@ -51,7 +43,7 @@ def leaves(trainer: zerojax.Trainer):
 def test_a_resumed_run_has_the_same_bits(tmp_path, capfd):
     whole = trained()
     with pytest.raises(OSError, match="gone"):
-        trained(batches=interrupted_at(2), checkpoint=tmp_path)
+        trained(batches=failing_at(2, batch_of), checkpoint=tmp_path)
     resumed = trained(checkpoint=tmp_path)
     assert [one["step"] for one in resumed.history] == [3, 4]
     for (name, one), (_, other) in zip(*map(leaves, (resumed, whole)), strict=True):

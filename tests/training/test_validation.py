@@ -275,6 +275,7 @@ class Texts:
         return {"tokens": text[:-1], "targets": text[1:]}
 
 
+@pytest.mark.thorough
 def test_a_short_dataset_is_evaluated_with_one_row_per_device_and_microbatch():
     config = GPT2Config(vocab_size=32, max_seq_len=8, num_layers=1, num_heads=2, embed_dim=8)
     texts = [Texts()[number] for number in range(len(Texts()))]

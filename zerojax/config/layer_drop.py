@@ -9,13 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from zerojax.config.checks import (
-    check_at_least,
-    check_fraction,
-    check_positive,
-    names_keywords,
-    refuse,
-)
+from zerojax.config.checks import check_at_least, names_keywords, refuse
 from zerojax.config.loader import coerce_fields
 
 GAMMA = 0.001
@@ -35,8 +29,9 @@ class LayerDropConfig:
 
     def __post_init__(self) -> None:
         coerce_fields(self)
-        check_positive(self, "theta")
-        check_fraction(self, "theta")
+        if not 0 < self.theta <= 1:
+            reason = "must be above 0 and at most 1; 0.5 is usual, and 1 keeps every layer"
+            refuse("theta", self.theta, reason)
         check_at_least(self, 0, "gamma")
         if self.is_off and self.gamma != GAMMA:
             refuse("gamma", self.gamma, "has no effect with theta=1; set theta, such as 0.5")
