@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from zerojax.cli.arguments import add_command, add_settings, split_words
 from zerojax.cli.jax_environment import allow_pinned_memory, use_cpu_devices
+from zerojax.cli.tune_search import BEST, RunWords, check_options, tune_by_search
 from zerojax.config import RunConfig, load
 from zerojax.config.display import show
 from zerojax.runtime.redaction import redact
@@ -30,10 +31,14 @@ Then times whole steps on a batch of zeros: as planned, with the other kernels, 
 buckets (allgather_bucket_size, reduce_bucket_size). What is faster there is printed as the setting
 to be written into the run file; no run takes it by itself. No data are read, and no state is kept.
 
+--search begins with `zerojax plan --search` for these devices, times the best plans it finds and
+the run's own for some steps each, and with --out writes the fastest as a run file.
+
 examples:
   zerojax tune configs/llama_8b_zero3_8xh100.yaml
   zerojax tune configs/llama_8b_zero3_8xh100.yaml optimizer.name=lion
-  zerojax tune configs/llama_8b_zero3_8xh100.yaml --no-steps"""
+  zerojax tune configs/llama_8b_zero3_8xh100.yaml --no-steps
+  zerojax tune configs/llama_8b_zero3_8xh100.yaml --search --out fastest.yaml"""
 
 
 def add(commands) -> None:
@@ -45,6 +50,21 @@ def add(commands) -> None:
     parser.add_argument(
         "--no-steps", action="store_true", help="skip whole steps, which take minutes"
     )
+    parser.add_argument(
+        "--search", action="store_true", help="search plans, and time the best of them instead"
+    )
+    parser.add_argument(
+        "--best", type=int, metavar="N", help=f"plans of the search to time ({BEST})"
+    )
+    parser.add_argument("--gpu", metavar="NAME", help="card to search for (that of this machine)")
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="time limit of the search (%(default)g)",
+    )
+    parser.add_argument("--out", metavar="FILE", help="run file to write, with the fastest plan")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -54,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
       ValueError: nothing can be measured here, or the settings leave nothing to measure.
     """
     path, overrides = split_words(args.config, args.overrides)
+    check_options(args)
     config = load(RunConfig, path, overrides)
     if config.cpu_devices is not None:
         use_cpu_devices(config.cpu_devices)
@@ -72,6 +93,8 @@ def run(args: argparse.Namespace) -> int:
     )
 
     join_processes()
+    if args.search:
+        return tune_by_search(args, RunWords(path, overrides))
     plan = plan_from_config(config, jax.device_count(), is_here=True)
     if why := why_not_measured(plan):
         raise ValueError(f"nothing to measure: {why}")

@@ -24,6 +24,7 @@ from zerojax.config.run import (
     ParameterGroup,
     RunConfig,
     load,
+    run_file_lines,
 )
 from zerojax.config.sections import (
     CheckpointConfig,
@@ -66,5 +67,6 @@ __all__ = [
     "describe_loss_scale",
     "from_dict",
     "load",
+    "run_file_lines",
     "to_dict",
 ]

@@ -4,10 +4,13 @@ The dataclasses are frozen and validated when created; they import no JAX and re
 """
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
+
+import yaml
 
 from zerojax.config.attention_layouts import LayoutConfig
 from zerojax.config.checks import (
@@ -477,3 +480,29 @@ def load(cls: type[T], path: str | Path | None = None, overrides: Sequence[str] 
     if cls is RunConfig and path is not None:
         defaults["run_dir"] = f"runs/{Path(path).stem}"
     return load_dataclass(cls, path, overrides, defaults=defaults)
+
+
+def run_file_lines(config: RunConfig, reasons: Mapping[str, str] | None = None) -> list[str]:
+    """Returns the YAML of the settings that differ from the defaults or have a reason.
+
+    Args:
+      config: the settings.
+      reasons: {key, such as "mesh.zero": comment behind it; "": none}.
+    """
+    return list(_lines(to_dict(config), to_dict(RunConfig()), reasons or {}, ""))
+
+
+def _lines(
+    values: Mapping[str, Any], defaults: Mapping[str, Any], reasons: Mapping[str, str], at: str
+) -> Iterator[str]:
+    """Yields the lines of one section, indented below `at`."""
+    for name, value in values.items():
+        key = f"{at}{name}"
+        if isinstance(value, dict):
+            inner = [f"  {x}" for x in _lines(value, defaults[name], reasons, f"{key}.")]
+            yield from [f"{name}:", *inner] if inner else []
+        elif value != defaults[name] or key in reasons:
+            text = yaml.safe_dump(value, default_flow_style=True, width=math.inf)
+            why = reasons.get(key)
+            comment = f"  # {why}" if why else ""
+            yield f"{name}: {text.removesuffix(chr(10)).removesuffix('...').strip()}{comment}"

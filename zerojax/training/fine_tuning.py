@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
-from zerojax.config import RunConfig, load, to_dict
+from zerojax.config import RunConfig, load, run_file_lines, to_dict
 from zerojax.config.checks import names_keywords
 from zerojax.config.loader import user_path
 from zerojax.data import as_source
@@ -426,7 +425,7 @@ def run_file_text(config: RunConfig, choices: Sequence[ChosenSetting], asked: Fi
     lines = [
         f"# Fine-tunes {asked.folder} on {asked.data}; written by `zerojax finetune`.",
         f"# Change what you like, then: zerojax train {file}",
-        *_lines(values, to_dict(RunConfig()), reasons),
+        *run_file_lines(config, reasons),
     ]
     return "\n".join(lines) + "\n"
 
@@ -436,19 +435,3 @@ def _at(values: Mapping[str, Any], key: str) -> Any:
     for name in key.split("."):
         found = found[name]
     return found
-
-
-def _lines(
-    values: Mapping[str, Any], defaults: Mapping[str, Any], reasons: Mapping[str, str], at: str = ""
-) -> Iterator[str]:
-    """Yields the lines of the YAML, section by section."""
-    for name, value in values.items():
-        key = f"{at}{name}"
-        if isinstance(value, dict):
-            inner = [f"  {x}" for x in _lines(value, defaults[name], reasons, f"{key}.")]
-            yield from [f"{name}:", *inner] if inner else []
-        elif value != defaults[name] or key in reasons:
-            text = yaml.safe_dump(value, default_flow_style=True, width=math.inf)
-            why = reasons.get(key)
-            comment = f"  # {why}" if why else ""
-            yield f"{name}: {text.removesuffix(chr(10)).removesuffix('...').strip()}{comment}"

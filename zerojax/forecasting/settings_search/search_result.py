@@ -148,13 +148,18 @@ def chosen_words(result: SearchResult) -> list[str]:
     """Returns the words that set the choice on a command line; [] without a choice."""
     if result.chosen is None:
         return []
-    candidate = result.chosen.candidate
+    buckets = () if result.buckets is None else result.buckets.words
+    return [*words_of(result, result.chosen), *buckets]
+
+
+def words_of(result: SearchResult, trial: Trial) -> list[str]:
+    """Returns the words that set a trial on a command line, without bucket sizes."""
+    candidate = trial.candidate
     is_searched = any(trial.candidate.expert > 1 for trial in result.trials)
     together = ["mesh.expert=1"] * (is_searched and candidate.expert == 1)
     is_unrolled = any(trial.candidate.unroll for trial in result.trials)
     together += ["mesh.unroll=false"] * (is_unrolled and not candidate.unroll)
-    buckets = () if result.buckets is None else result.buckets.words
-    return [*result.settings, *candidate.words(), *together, *buckets]
+    return [*result.settings, *candidate.words(), *together]
 
 
 def _bucket_lines(found: BucketSearch | None) -> list[str]:
@@ -200,7 +205,10 @@ def search_dict(result: SearchResult) -> dict[str, Any]:
     """Returns every number unrounded, for JSON; times in seconds, sizes in bytes."""
     chosen = result.chosen
     return {
-        "trials": [dataclasses.asdict(trial) for trial in result.trials],
+        "trials": [
+            {**dataclasses.asdict(trial), "words": words_of(result, trial)}
+            for trial in result.trials
+        ],
         "chosen": None if chosen is None else dataclasses.asdict(chosen),
         "words": chosen_words(result),
         "forecast": None if result.forecast is None else forecast_dict(result.forecast),
