@@ -25,6 +25,7 @@ from zerojax.cli import (
     machine_commands,
     plan_command,
     profile_command,
+    rate_command,
     run_commands,
     schedule_command,
     train_command,
@@ -97,6 +98,7 @@ def build_parser() -> argparse.ArgumentParser:
     launch_command.add(commands)
     plan_command.add(commands)
     tune_command.add(commands)
+    rate_command.add(commands)
     check_command.add(commands)
     schedule_command.add(commands)
     deepspeed_command.add_elastic(commands)

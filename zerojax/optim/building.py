@@ -74,12 +74,23 @@ def build_optimizer(
         return BuiltOptimizer(optimizer, rate, _describe_ema(optimizer))
     config = optimizer or OptimizerConfig()
     schedule, reason = build_schedule(config, steps)
-    tx = _configured(config, schedule)
-    if config.ema_decay is not None:
-        tx = with_ema(tx, config.ema_decay, warmup=config.ema_warmup)
+    tx = with_rate(config, schedule)
     origin = "default" if optimizer is None else "configured"
     named = f"optimizer {config.name} ({origin}), learning rate {config.learning_rate:g}: {reason}"
     return BuiltOptimizer(tx, schedule, (named, describe_numbers(config), *_describe_ema(tx)))
+
+
+def with_rate(config: OptimizerConfig, schedule: Schedule) -> optax.GradientTransformation:
+    """Returns the configured optimizer with another learning rate; its state has the same form.
+
+    Args:
+      config: its `learning_rate`, `schedule` and `warmup_steps` are not used.
+      schedule: updates applied so far -> learning rate.
+    """
+    tx = _configured(config, schedule)
+    if config.ema_decay is None:
+        return tx
+    return with_ema(tx, config.ema_decay, warmup=config.ema_warmup)
 
 
 def describe_numbers(config: OptimizerConfig) -> str:

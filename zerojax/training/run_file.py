@@ -52,12 +52,12 @@ from zerojax.zoo.hugging_face import (
     from_hugging_face,
 )
 
+RESUME_HINT = "run the same command again to resume"
+
 
 @names_keywords()
 @not_for_everybody()
-def run_from_config(
-    config: RunConfig, *, resume_hint: str = "run the same command again to resume"
-) -> Trainer:
+def run_from_config(config: RunConfig, *, resume_hint: str = RESUME_HINT) -> Trainer:
     """Trains as a run file says, and writes everything to `config.run_dir`.
 
     Args:
@@ -76,13 +76,15 @@ def run_from_config(
     join_processes()
     mesh, config = config.mesh, config.on_devices(jax.device_count())
     _check_devices(config)
-    spec = _spec_of(config, _why_other_mesh(mesh, config.mesh), resume_hint)
+    spec = spec_from_config(config, _why_other_mesh(mesh, config.mesh), resume_hint)
     plan = plan_run(spec)
     _make_folder(Path(config.run_dir))
     return fit(open_run(spec, plan))
 
 
-def _spec_of(config: RunConfig, why_mesh: Sequence[str], resume_hint: str) -> RunSpec:
+def spec_from_config(
+    config: RunConfig, why_mesh: Sequence[str] = (), resume_hint: str = RESUME_HINT
+) -> RunSpec:
     """Opens the data of a run file and returns the resolved description of the run.
 
     Args:

@@ -42,6 +42,10 @@ class Chart:
     log_above: float = math.inf
     """The axis is logarithmic if highest over lowest value is at least this."""
     wide: bool = False
+    axis: str = "step"
+    """Name of the horizontal axis."""
+    tick: Callable[[float], str] = "{:,.0f}".format
+    """Formats a place on the horizontal axis."""
 
 
 def thin(points: Points, limit: int = MAX_POINTS) -> Points:
@@ -115,7 +119,8 @@ def draw(chart: Chart, steps: tuple[float, float]) -> str:
         f'<span style="top:{100 * y(t) / BOX:.2f}%">{as_html(chart.text(t))}</span>' for t in rows
     )
     below = "".join(
-        f'<span style="left:{100 * x(t) / BOX:.2f}%"{_label_class(x(t))}>{t:,.0f}</span>'
+        f'<span style="left:{100 * x(t) / BOX:.2f}%"{_label_class(x(t))}>'
+        f"{as_html(chart.tick(t))}</span>"
         for t in nice_ticks(first, last, 6)
     )
     lost_steps = sorted({step for s in shown for step, value in s.points if value is None})
@@ -132,9 +137,10 @@ def draw(chart: Chart, steps: tuple[float, float]) -> str:
 <span class="legend">{legend}</span></figcaption>
 <div class="frame"><div class="left">{left}</div>
 <div class="plot"><svg viewBox="0 0 {BOX} {BOX}" preserveAspectRatio="none" role="img"
- aria-label="{as_html(chart.title)} over steps"><g class="grid">{grid}</g>{curves}
+ aria-label="{as_html(chart.title)}"><g class="grid">{grid}</g>{curves}
 <path class="lost" d="{lost}"/></svg>
-<div class="cursor"></div></div><div class="below">{below}</div><div class="axis">step</div></div>
+<div class="cursor"></div></div><div class="below">{below}</div>
+<div class="axis">{as_html(chart.axis)}</div></div>
 </figure>
 """
 

@@ -1,0 +1,100 @@
+"""`zerojax lr-test`: finds a learning rate for a run file by a range test."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zerojax.cli.arguments import add_command, add_settings, finite, split_words
+from zerojax.cli.jax_environment import (
+    allow_pinned_memory,
+    run_one_program_at_a_time,
+    use_cpu_devices,
+)
+from zerojax.cli.progress import Progress
+from zerojax.config import RunConfig, load
+from zerojax.config.display import show
+from zerojax.config.loader import user_path
+from zerojax.runtime.memory import keep_freed_memory
+
+if TYPE_CHECKING:
+    from zerojax.training.rate_range import RateTest
+
+ROWS = 12
+"""Rows of the printed table."""
+
+_HELP = """\
+Trains some steps at a learning rate that grows by the same factor at each step (Smith 2015,
+arXiv:1506.01186), and stops where the loss diverges. If the run has checkpoints, it begins at the
+newest one. Nothing is saved, and the run is not changed. Warm-up and schedule of the run are not
+used.
+
+The suggested rate is a tenth of the one with the lowest loss. It is a place to start: a test of
+200 steps does not see what happens later.
+
+examples:
+  zerojax lr-test configs/tiny_shakespeare.yaml
+  zerojax lr-test configs/tiny_shakespeare.yaml --low 1e-5 --high 0.3 --out rates.html
+  zerojax lr-test configs/tiny_shakespeare.yaml optimizer.name=lion --steps 100"""
+
+
+def add(commands) -> None:
+    """Declares `zerojax lr-test`."""
+    parser = add_command(
+        commands, "lr-test", run, "find a learning rate: train some steps at a growing rate", _HELP
+    )
+    add_settings(parser)
+    parser.add_argument(
+        "--low", type=finite, default=1e-6, metavar="RATE", help="of the first step (%(default)g)"
+    )
+    parser.add_argument(
+        "--high", type=finite, default=1.0, metavar="RATE", help="of the last step (%(default)g)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=200, metavar="N", help="steps to train (%(default)s)"
+    )
+    parser.add_argument("--out", metavar="FILE", help="write a page with the curve (.html)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs `zerojax lr-test`: trains, prints losses and the suggestion, and writes the page.
+
+    Returns:
+      0 a rate is suggested, 1 the range shows none.
+    """
+    path, overrides = split_words(args.config, args.overrides)
+    config = load(RunConfig, path, overrides)
+    if config.cpu_devices is not None:
+        use_cpu_devices(config.cpu_devices)
+        keep_freed_memory()
+    allow_pinned_memory(config.mesh.offload)
+    import jax
+
+    from zerojax.training.rate_range import find_rate, write_rate_page
+
+    if config.cpu_devices is not None:
+        run_one_program_at_a_time()
+    with Progress(quiet=False) as progress:
+        progress("compiling the training step")
+        found = find_rate(config, low=args.low, high=args.high, steps=args.steps, progress=progress)
+    if jax.process_index():
+        return 0 if found.suggestion else 1
+    show("\n".join([*_table(found), "", found.describe()]))
+    if args.out is not None:
+        name = Path(path).stem if path else "the default run"
+        show(f"written to {write_rate_page(found, user_path(args.out), name)}")
+    return 0 if found.suggestion else 1
+
+
+def _table(found: RateTest) -> list[str]:
+    """Returns some of the rates with their smoothed losses."""
+    last = len(found.rates) - 1
+    places = sorted({round(number * last / (ROWS - 1)) for number in range(ROWS)})
+    lines = [f"{'rate':>10}  loss (smoothed), {last + 1} steps after step {found.first_step}"]
+    for place in places:
+        loss = found.smoothed[place]
+        lines.append(
+            f"{found.rates[place]:>10.2g}  {'not finite' if loss is None else f'{loss:.4f}'}"
+        )
+    return lines

@@ -1,0 +1,265 @@
+"""Learning-rate range test: trains some steps at a growing rate, and keeps nothing.
+
+Smith 2015 (arXiv:1506.01186): where the loss stops falling is the largest usable rate. The rate
+grows by the same factor at each step. The run itself is not changed: its newest checkpoint is read,
+and nothing is saved.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zerojax.checkpoint import Checkpointer
+from zerojax.checkpoint.folders import list_steps
+from zerojax.config import RunConfig
+from zerojax.config.checks import MAX_SIZE, check_whole_number
+from zerojax.config.display import as_html
+from zerojax.config.loader import user_path
+from zerojax.optim.building import with_rate
+from zerojax.runtime.distributed import join_processes
+from zerojax.runtime.user_files import replace_text
+from zerojax.training.checkpointing import base_of
+from zerojax.training.metrics.charts import Chart, Points, Series, draw, smooth
+from zerojax.training.metrics.report import embedded, template
+from zerojax.training.run_file import spec_from_config
+from zerojax.training.run_lifecycle import Run, fit, open_run
+from zerojax.training.run_spec import RunSpec, plan_run
+from zerojax.training.train_arguments import LoopSettings
+
+LOWEST_RATE, HIGHEST_RATE, STEPS = 1e-6, 1.0, 200
+LEAST_STEPS = 20
+DIVERGED = 4.0
+"""The test ends where the loss is this many times its lowest value."""
+MARGIN = 10.0
+"""The suggested rate is that of the lowest loss divided by this: the loss is lowest just before
+training becomes unstable."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RateTest:
+    """Losses at growing learning rates.
+
+    Attributes:
+      first_step: batches that the run had consumed before.
+      rates: of each step, ascending.
+      losses: of each step, before its update; None where it was not finite.
+      smoothed: means of the losses over a window centred on each step.
+    """
+
+    first_step: int
+    rates: tuple[float, ...]
+    losses: tuple[float | None, ...]
+    smoothed: tuple[float | None, ...]
+
+    @property
+    def lowest(self) -> int | None:
+        """Index of the lowest smoothed loss; None without a finite one."""
+        found = [(loss, index) for index, loss in enumerate(self.smoothed) if loss is not None]
+        return min(found)[1] if found else None
+
+    @property
+    def steepest(self) -> int | None:
+        """Index at which the smoothed loss falls fastest, before the lowest one."""
+        falls = [
+            (after - before, index)
+            for index, (before, after) in enumerate(
+                zip(self.smoothed[: self.lowest], self.smoothed[1:], strict=False)
+            )
+            if before is not None and after is not None
+        ]
+        return min(falls)[1] if falls and min(falls)[0] < 0 else None
+
+    @property
+    def suggestion(self) -> float | None:
+        """Rate to train with, to two digits; None if the range shows none."""
+        if self.lowest is None or self.steepest is None or self.lowest == len(self.rates) - 1:
+            return None
+        return float(f"{self.rates[self.lowest] / MARGIN:.1e}")
+
+    def describe(self) -> str:
+        """Returns the suggestion with its reason in two or three lines."""
+        if self.lowest is None:
+            return "no loss was finite; begin with a lower rate (--low)"
+        low, high = self.rates[0], self.rates[-1]
+        loss = self.smoothed[self.lowest]
+        best = f"lowest loss {loss:.4g} at rate {self.rates[self.lowest]:.2g}"
+        if self.steepest is None:
+            return f"{best}; the loss never fell between {low:.2g} and {high:.2g}: use --low"
+        fastest = f"fastest fall at rate {self.rates[self.steepest]:.2g}"
+        if self.suggestion is None:
+            return (
+                f"{best}, {fastest}; it still fell at the highest rate: use --high above {high:.2g}"
+            )
+        return (
+            f"{best}, {fastest}\n"
+            f"suggested, a {MARGIN:g}th of the rate with the lowest loss:\n"
+            f"  optimizer.learning_rate={self.suggestion:g}"
+        )
+
+
+def find_rate(
+    config: RunConfig,
+    *,
+    low: float = LOWEST_RATE,
+    high: float = HIGHEST_RATE,
+    steps: int = STEPS,
+    progress: Callable[[str], None] = lambda text: None,
+) -> RateTest:
+    """Trains at rates from `low` to `high`, from the run's newest checkpoint if it has one.
+
+    Schedule, warm-up and `optimizer.learning_rate` of the run are not used; groups keep their
+    factors of the rate. Everything else is the run's: batches, clipping, precision, mesh.
+
+    Args:
+      config: of the run.
+      low, high: rate of the first and of the last step.
+      steps: number of updates; it stops earlier where the loss diverges.
+      progress: called with a few words after each step.
+
+    Raises:
+      ValueError: a bad range, or state in files, which training would change.
+    """
+    check_range(low, high, steps)
+    if config.mesh.offload.on_disk:
+        raise ValueError(
+            "mesh.offload keeps state in files, which a test would train on; set "
+            "mesh.offload.opt_state=host and mesh.offload.params=host for the test"
+        )
+    join_processes()
+    spec = spec_from_config(config.on_devices(jax.device_count()))
+    assert spec.checkpoint is not None
+    assert spec.checkpoint.path is not None
+    saved = list_steps(user_path(spec.checkpoint.path))
+    first = max(saved, default=0)
+    found: list[tuple[float, float | None]] = []
+
+    def collect(_: Any, metrics: dict[str, float]) -> bool:
+        """Keeps one step; returns whether the loss has diverged."""
+        loss = metrics["loss"]
+        is_finite = math.isfinite(loss)
+        found.append((metrics["learning_rate"], loss if is_finite else None))
+        progress(
+            f"step {len(found)} of {steps}: rate {metrics['learning_rate']:.2g}, loss {loss:.4g}"
+        )
+        finite = [loss for _, loss in found if loss is not None]
+        return not is_finite or (len(found) >= LEAST_STEPS and loss > DIVERGED * min(finite))
+
+    run = _open(_test_of(spec, config, (low, high), first, steps, collect), saved=bool(saved))
+    trainer = fit(run)
+    first = trainer.num_steps - len(found)
+    trainer.close()
+    points: Points = [(float(number), loss) for number, (_, loss) in enumerate(found)]
+    smoothed = smooth(points, half_width=max(2, len(points) // 20))
+    return RateTest(
+        first_step=first,
+        rates=tuple(rate for rate, _ in found),
+        losses=tuple(loss for _, loss in found),
+        smoothed=tuple(loss for _, loss in smoothed),
+    )
+
+
+def check_range(low: float, high: float, steps: int) -> None:
+    """Raises ValueError if the rates or the number of steps are out of range."""
+    check_whole_number("steps", steps, LEAST_STEPS, MAX_SIZE)
+    if not 0 < low < high < math.inf:
+        raise ValueError(
+            f"low={low:g}, high={high:g}: both must be above 0, and high above low, such as "
+            f"{LOWEST_RATE:g} and {HIGHEST_RATE:g}"
+        )
+
+
+def _test_of(
+    spec: RunSpec,
+    config: RunConfig,
+    ends: tuple[float, float],
+    first: int,
+    steps: int,
+    collect: Callable[[Any, dict[str, float]], bool],
+) -> RunSpec:
+    """Returns the run that tests: `steps` more steps at growing rates, and nothing is written."""
+    low, high = ends
+
+    def rate(count: Any) -> jax.Array:
+        # A run that has skipped steps has fewer updates than steps; it stays at `low` for these.
+        passed = jnp.clip(count - first, 0, steps - 1) / (steps - 1)
+        return low * jnp.exp(passed * math.log(high / low))
+
+    return dataclasses.replace(
+        spec,
+        inputs=dataclasses.replace(
+            spec.inputs, optimizer=with_rate(config.optimizer, rate), steps=first + steps
+        ),
+        validation=None,
+        folder=None,
+        log=None,
+        notes=None,
+        loop=LoopSettings(
+            log_every=1, save_every=MAX_SIZE, save_on_exit=False, callbacks=(collect,)
+        ),
+    )
+
+
+def _open(spec: RunSpec, *, saved: bool) -> Run:
+    """Plans and checks the test; opens the checkpoints of the run to read them."""
+    plan = plan_run(spec)
+    run = open_run(dataclasses.replace(spec, checkpoint=None), plan)
+    if not saved:
+        return run
+    assert spec.checkpoint is not None
+    base, _ = base_of(plan, spec.checkpoint.frozen)
+    return dataclasses.replace(run, checkpointer=Checkpointer(str(spec.checkpoint.path)), base=base)
+
+
+def write_rate_page(test: RateTest, path: str | Path, name: str) -> Path:
+    """Writes a page with the losses over the rates, and returns its path.
+
+    Args:
+      test: the losses.
+      path: of the HTML page.
+      name: of the run.
+    """
+    places = [math.log10(rate) for rate in test.rates]
+    series = [
+        Series(
+            label="each step", points=list(zip(places, test.losses, strict=True)), style="faint"
+        ),
+        Series(
+            label="smoothed", points=list(zip(places, test.smoothed, strict=True)), style="first"
+        ),
+    ]
+    chart = Chart(
+        title="Loss over learning rate",
+        unit="training loss",
+        series=series,
+        wide=True,
+        log_above=2.5,
+        axis="learning rate",
+        tick=lambda place: f"{10**place:.2g}",
+    )
+    ends, result = (places[0], places[-1]), as_html(test.describe())
+    parts = {
+        "name": as_html(name),
+        "status": "",
+        "plan_line": as_html(f"{len(test.rates)} steps after step {test.first_step}"),
+        "ending": "",
+        "tiles": "",
+        "charts": draw(chart, ends),
+        "panels": f"<h2>Result</h2>\n<div class='panel'><pre>{result}</pre></div>",
+        "time": time.strftime("%Y-%m-%d at %H:%M"),
+        "folder": as_html(str(path)),
+        "unreadable": "",
+        "data": embedded([chart], ends),
+    }
+    page = re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template())
+    written = user_path(path)
+    replace_text(written, page)
+    return written
