@@ -8,7 +8,7 @@ left out (no feedback) the loss has to be visibly higher, else the comparison wo
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -155,22 +155,26 @@ def frozen_adam(
 ) -> optax.GradientTransformation:
     """Adam whose second moment stays after `freeze` updates, but of names that `exact` finds."""
 
-    def init(params: Mapping[str, Any]) -> optax.ScaleByAdamState:
+    def init(params: Any) -> optax.ScaleByAdamState:
         mu, nu = (jax.tree.map(jnp.zeros_like, params) for _ in range(2))
         return optax.ScaleByAdamState(jnp.zeros((), jnp.int32), mu, nu)
 
     def update(grads: Any, state: optax.ScaleByAdamState, params: Any = None) -> tuple[Any, Any]:
         count = state.count + 1
-        updates, mu, nu = {}, {}, {}
-        for name, grad in grads.items():
+
+        def one(path: Any, grad: Any, mu: Any, nu: Any) -> tuple[Any, Any, Any]:
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
             goes_on = any(re.search(pattern, name) for pattern in exact)
             limit = count if goes_on else jnp.minimum(count, freeze)
-            mu[name] = B1 * state.mu[name] + (1 - B1) * grad
-            second = B2 * state.nu[name] + (1 - B2) * grad * grad
-            nu[name] = second if goes_on else jnp.where(count <= freeze, second, state.nu[name])
-            root = jnp.sqrt(nu[name] / (1 - B2**limit)) + EPS
-            moved = jnp.where(nu[name] > 0, mu[name] / (1 - B1**count) / root, 0.0)
-            updates[name] = -rate(state.count) * moved
+            mu, second = B1 * mu + (1 - B1) * grad, B2 * nu + (1 - B2) * grad * grad
+            nu = second if goes_on else jnp.where(count <= freeze, second, nu)
+            root = jnp.sqrt(nu / (1 - B2**limit)) + EPS
+            moved = jnp.where(nu > 0, mu / (1 - B1**count) / root, 0.0)
+            return -rate(state.count) * moved, mu, nu
+
+        found = jax.tree.map_with_path(one, grads, state.mu, state.nu)
+        of_three = jax.tree.structure((0, 0, 0))
+        updates, mu, nu = jax.tree.transpose(jax.tree.structure(grads), of_three, found)
         return updates, optax.ScaleByAdamState(count, mu, nu)
 
     return optax.GradientTransformation(init, update)
