@@ -43,6 +43,7 @@ from zerojax.plan.inputs import MESH_OPTIONS, PlanInputs, plan_options, resolve_
 from zerojax.plan.kept_parts import with_kept_parts
 from zerojax.plan.layer_choice import check_layer_drop, plan_layer_drop
 from zerojax.plan.layer_stacks import Stacks, row_layout, row_placement, row_structs
+from zerojax.plan.layer_tiles import check_tiles, describe_tiles, tiles_of_layers
 from zerojax.plan.loss_checks import (
     check_divisor,
     check_loss,
@@ -57,6 +58,7 @@ from zerojax.plan.offload_pages import check_pages
 from zerojax.plan.offload_tiers import (
     check_durable,
     check_update_in_backward,
+    cut_into_layers,
     find_stacked,
     plan_offload,
     resliced,
@@ -107,7 +109,7 @@ from zerojax.plan.state import (
     portable_on_host,
     slice_batch,
 )
-from zerojax.plan.state_layout import OffloadLayout, PipelineLayout
+from zerojax.plan.state_layout import LayerTiles, OffloadLayout, PipelineLayout
 from zerojax.plan.table_lookups import Lookups, check_lookup, check_update_of_tables, plan_lookups
 from zerojax.plan.weight_wire import check_weight_wire, describe_weight_wire, with_weight_wire
 from zerojax.plan.whole_matrices import describe_matrices, describe_taken, with_matrices
@@ -334,6 +336,7 @@ def _decide(
     stacks = find_stacks(seen.trace.jaxpr, sorted(seen.params))
     tx, why_padding = fit_padding(tx, seen.params, placement, task.precision, mesh, stacks=stacks)
     offload = _plan_offload(task, placement, tx, stacked)
+    tiles = _plan_tiles(task, seen, placement, offload)
     stored, portable = _abstract_forms(task, seen, placement, tx, names)
     return Plan(
         mesh=mesh,
@@ -385,6 +388,7 @@ def _decide(
             *rules,
             *(layer_drop.describe() if layer_drop else ()),
             *describe_offload(settings, offload),
+            *describe_tiles(settings, tiles),
             *describe_layer_inputs(settings, seen.trace.jaxpr, len(seen.params)),
             *describe_unrolled(settings, seen.trace.jaxpr, len(seen.params)),
             *describe_update(program.kernels, tx, stacks, stored["params"], mesh),
@@ -395,6 +399,7 @@ def _decide(
         ),
         remake=_Remake(settings=settings, inputs=inputs),
         layer_drop=layer_drop,
+        tiles=tiles,
     )
 
 
@@ -408,6 +413,20 @@ def _plan_offload(
     averages = layout is not None and optim.EMA in layout.moments
     check_pages(settings, mesh, task.precision, num_processes=number, averages=averages)
     return layout
+
+
+def _plan_tiles(
+    task: _Task, seen: _Seen, placement: Placement, layout: OffloadLayout | None
+) -> LayerTiles:
+    settings = task.settings
+    check_tiles(settings, task.mesh)
+    limit = settings.offload.tile_bytes
+    if layout is None or limit is None:
+        return LayerTiles()
+    arrays = (as_read(seen.params, task.precision), seen.extras, seen.microbatch)
+    pieces = cut_into_layers(settings, task.model, task.loss, arrays)
+    assert pieces is not None
+    return tiles_of_layers(layout.by_layer, limit, placement, pieces)
 
 
 def _abstract_forms(
@@ -615,6 +634,7 @@ def _choose_program(
         deterministic=settings.deterministic is not None,
         unrolled=task.num_microbatches > 1
         and bool(unrolled(placement, straight_pieces(seen.trace.jaxpr.jaxpr))),
+        tiled=settings.offload.tile_bytes is not None,
     )
     kernels = optim.choose_update(tx, task.mesh, settings.kernels)
     return ProgramChoices(options=options, dropped=dropped, kernels=kernels, regather=regather)
