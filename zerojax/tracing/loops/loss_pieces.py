@@ -320,7 +320,7 @@ class LossPieces:
         self,
         consts: Sequence[jax.Array],
         activations: Activations,
-        row: tuple[jax.Array | None, list[jax.Array]],
+        row: tuple[jax.Array | None, list[Any]],
     ) -> tuple[Activations, list[jax.Array]]:
         present, sliced = row
         if present is not None and self.skips:
