@@ -42,10 +42,8 @@ from zerojax.parallel.sums import (
 )
 from zerojax.plan.device_mesh import PASS_AXES
 from zerojax.plan.leaf_placement import FULL_ENOUGH, LeafPlacement
-from zerojax.plan.state_layout import WeightTiles
 from zerojax.tracing import trees
 from zerojax.tracing.reads import asked_eight_bits
-from zerojax.tracing.tiled_products import TiledProduct, WeightProduct
 from zerojax.zoo import fp8
 
 Arrays = dict[str, Any]
@@ -126,21 +124,6 @@ class LeafCollectives:
 
         spec = self.spec(shard.ndim)
         return over_auto_axes(local, (spec, P()), spec)(shard, history)
-
-    def in_tiles(self, tiles: WeightTiles, product: WeightProduct) -> TiledProduct:
-        """Returns the only product that reads the parameter, or a layer of it, in tiles."""
-        leaf = self
-        if tiles.groups > 1:
-            size = self.size // tiles.count
-            leaf = dataclasses.replace(self, size=size, padded_size=size)
-        return TiledProduct(
-            product=product,
-            gather=leaf.gather,
-            scatter=leaf.scatter,
-            dim=tiles.dim,
-            count=tiles.count,
-            groups=tiles.groups,
-        )
 
     def encode(self, shard: jax.Array, history: jax.Array | None) -> jax.Array:
         """Converts a shard to the array that is sent: `compute_dtype`, or uint8 codes.

@@ -66,9 +66,10 @@ def choose_options(
         one, in the forward and in the backward pass.
         Compiled for 8 H100 (JAX 0.12, stage 3, 4 microbatches, 6 MiB of weights in bfloat16 in a
         Python list): 24.1 MiB of temporaries, 9.0 without the option.
-      tiled: whether weights are gathered in tiles, in loops that gather the next tile by themselves.
-        `PREFETCH_OPTIONS` are then left out: they would pipeline these loops and those over layers.
-        Compiled for 8 H200, a GPT of a trillion parameters then takes 18 GiB in place of 23.
+      tiled: whether weights are gathered in tiles, in loops that gather the next tile beside this
+        one's product. `PREFETCH_OPTIONS` are then left out: they would pipeline these loops and
+        those over layers. Compiled for 8 H200 (JAX 0.12), a GPT of a trillion parameters then takes
+        18 GiB in place of 23.
 
     Returns:
       ({option: value}, {option: reason why this compiler does not use it}).

@@ -20,19 +20,48 @@ from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.config import MeshConfig
 from zerojax.operators.marks import inner_programs
-from zerojax.plan.device_mesh import DATA, REPLICA
+from zerojax.plan.device_mesh import DATA_AXES, EXPERT
 from zerojax.plan.leaf_placement import LeafPlacement
+from zerojax.plan.offload_tiers import cut_into_layers
 from zerojax.plan.placement import Placement
-from zerojax.plan.state_layout import LayerTiles, WeightTiles
+from zerojax.plan.state_layout import LayerTiles, OffloadLayout, WeightTiles
 from zerojax.tracing.jaxpr import cut_piece
 from zerojax.tracing.loops import LossPieces
+from zerojax.tracing.protocol import Loss, Model
 from zerojax.tracing.tiled_products import ShardedWeight, TiledProduct, WeightProduct
 from zerojax.tracing.trees import format_bytes
 
 _MARK = "zerojax.tile:"
 
 
-def check_tiles(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> None:
+def plan_tiles(
+    settings: MeshConfig,
+    mesh: Mesh | AbstractMesh,
+    layout: OffloadLayout | None,
+    placement: Placement,
+    traced: tuple[Model, Loss, Any],
+) -> LayerTiles:
+    """Decides which weights of layers are gathered in tiles.
+
+    Args:
+      settings: the mesh options; mesh: sizes of its axes.
+      layout: which weights come to the device layer by layer.
+      placement: the table.
+      traced: model, loss and arrays as `cut_into_layers` takes them.
+
+    Raises:
+      ValueError: another setting excludes tiles; names the remedy.
+    """
+    _check(settings, mesh)
+    limit = settings.offload.tile_bytes
+    if layout is None or limit is None:
+        return LayerTiles()
+    pieces = cut_into_layers(settings, *traced)
+    assert pieces is not None
+    return _tiles_of_layers(layout.by_layer, limit, placement, pieces)
+
+
+def _check(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> None:
     """Raises if `offload.tile_bytes` cannot be combined with another setting.
 
     Raises:
@@ -52,7 +81,7 @@ def _obstacles(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> Iterator[tupl
     if settings.zero == 0:
         yield "cuts what is gathered, and at zero=0 every device has whole weights", "use zero=3"
     for axis, size in mesh.shape.items():
-        if size > 1 and axis not in (DATA, REPLICA):
+        if size > 1 and (axis not in DATA_AXES or axis == EXPERT):
             yield f"cuts whole products of a layer, and {axis}={size} splits them", f"use {axis}=1"
     if settings.offload.update_in_backward:
         yield (
@@ -62,7 +91,7 @@ def _obstacles(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> Iterator[tupl
         )
 
 
-def tiles_of_layers(
+def _tiles_of_layers(
     names: Collection[str], limit: int, placement: Placement, pieces: LossPieces
 ) -> LayerTiles:
     """Returns the tiles of the weights of a layer that are larger than `limit`.

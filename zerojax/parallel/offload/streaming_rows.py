@@ -32,7 +32,7 @@ from zerojax.plan.device_mesh import (
 )
 from zerojax.plan.leaf_placement import Access
 from zerojax.plan.slices import put_slice, take_slice, to_device, to_host
-from zerojax.tracing.tiled_products import ShardedWeight, WeightProduct
+from zerojax.tracing.tiled_products import ShardedWeight, TiledProduct, WeightProduct
 
 Arrays = dict[str, Any]
 
@@ -166,8 +166,19 @@ class LayerRows:
           row: this device's shard, from `complete`; or (shard, zeros), whose gradient is wanted.
           product: the product.
         """
+        tiles, leaf = self.tiles[name], self.collectives[name]
+        if tiles.groups > 1:
+            size = leaf.size // tiles.count
+            leaf = dataclasses.replace(leaf, size=size, padded_size=size)
         shard, sink = row if isinstance(row, tuple) else (row, None)
-        tiled = self.collectives[name].in_tiles(self.tiles[name], product)
+        tiled = TiledProduct(
+            product=product,
+            gather=leaf.gather,
+            scatter=leaf.scatter,
+            dim=tiles.dim,
+            count=tiles.count,
+            groups=tiles.groups,
+        )
         return ShardedWeight(shard, sink, tiled)
 
     def like_complete(self, wholes: Arrays) -> Arrays:
