@@ -59,7 +59,7 @@ CASES = [
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "tier", "more", "remat"),
-    [pytest.param(*case, marks=[pytest.mark.slow] * (at > 1)) for at, case in enumerate(CASES)],
+    [pytest.param(*case, marks=[pytest.mark.slow] * (at > 0)) for at, case in enumerate(CASES)],
 )
 def test_tiles_train_as_whole_weights(tmp_path, name, tier, more, remat):
     """With dropout, whose masks are those of the same keys."""
