@@ -89,6 +89,8 @@ MISTAKES = [
     ({"params": "disk"}, "params: 'disk' is not one of device, host, nvme"),
     ({"activations": "cpu"}, "activations: 'cpu' is not one of device, host"),
     ({"slice_elements": 0}, "slice_elements: 0 must be >= 1"),
+    ({"tile_bytes": 0, "params": "host"}, "tile_bytes: 0 must be >= 1"),
+    ({"tile_bytes": 4096}, "tile_bytes: 4096 cuts the weights of layers that stream"),
     ({"min_elements": 0}, "min_elements: 0 must be >= 1"),
 ]
 

@@ -54,6 +54,11 @@ class OffloadConfig:
     """Update each layer as soon as its gradient exists, so that gradients are never stored; for the
     largest models. Needs params: host, one microbatch, no clipping, and bf16 or fp32. A non-finite
     gradient is detected after the layers behind it have been updated."""
+    tile_bytes: int | None = None
+    """Bytes, in the compute dtype: the largest part of a layer's weight that a device gathers at
+    once, with params: host or nvme. A larger weight that one product alone reads is gathered, used
+    and its gradient sent in tiles, each by collectives of its own, so that layers larger than
+    device memory train. null: whole weights."""
     folder: str | None = None
     """Folder for the files of nvme. null: next to the run's checkpoints."""
     durable: bool = False
@@ -73,7 +78,14 @@ class OffloadConfig:
         if self.params == NVME:
             self._imply_files()
         expand_folders(self, "folder")
-        check_at_least(self, 1, "slice_elements", "min_elements")
+        check_at_least(self, 1, "slice_elements", "min_elements", "tile_bytes")
+        if self.tile_bytes is not None and self.params == DEVICE:
+            refuse(
+                "tile_bytes",
+                self.tile_bytes,
+                "cuts the weights of layers that stream through the device; set params: host or "
+                "nvme as well, or leave it out",
+            )
         if self.update_in_backward and self.params != HOST:
             refuse(
                 "update_in_backward",

@@ -439,4 +439,5 @@ def pass_config(plan: Plan) -> zero.PassConfig:
         counted=plan.traced.counted_state,
         unroll=plan.settings.unroll,
         kept_layers=None if plan.layer_drop is None else plan.layer_drop.kept,
+        tiles=plan.tiles.cut,
     )

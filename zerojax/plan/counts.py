@@ -322,9 +322,14 @@ def _formula_tiers(plan: Decisions) -> tuple[Tiers, Tiers]:
             weights += coded // leaf.node_shards if leaf.node_shards else 0
             continue
         if leaf.name in streamed:
-            weights += 2 * whole // layers * compute
-            gradients += whole // layers * compute
             assert layout is not None
+            tiles = plan.tiles.cut.get(leaf.name)
+            row = whole // layers if tiles is None else shard // layers
+            weights += 2 * row * compute
+            gradients += row * (compute if tiles is None else reduce)
+            if tiles is not None:  # one at work, the next one, and the gradient of one
+                weights += 2 * whole // layers // tiles.count * compute
+                gradients += whole // layers // tiles.count * compute
             if layout.update_in_backward:  # of the layer above, which waits for its update
                 gradients += shard // layers * _scattered_itemsize(plan)
             else:

@@ -26,7 +26,7 @@ from zerojax.plan.layer_choice import LayerDrop
 from zerojax.plan.layer_stacks import Stacks, row_placement
 from zerojax.plan.placement import Placement
 from zerojax.plan.state import COPIES, ONE_BIT, TrainState
-from zerojax.plan.state_layout import OffloadLayout, PipelineLayout
+from zerojax.plan.state_layout import LayerTiles, OffloadLayout, PipelineLayout
 from zerojax.tracing import trees
 from zerojax.tracing.index_limits import IndexLimit
 from zerojax.tracing.protocol import Loss, Model
@@ -108,6 +108,7 @@ class Decisions:
       reasons: one line per default or exception that a reader should know.
       remake: plans the same run on another mesh.
       layer_drop: layers that steps leave out (`plan.layer_choice.LayerDrop`); None: none.
+      tiles: weights of layers that are gathered in tiles.
       ladder: compiled lengths of a curriculum (`plan.rungs.Ladder`); None without one, or before
         `rung_plans.with_rungs` has planned them.
     """
@@ -134,6 +135,7 @@ class Decisions:
     reasons: tuple[str, ...]
     remake: Callable[[Mesh | AbstractMesh], Any] = dataclasses.field(repr=False, compare=False)
     layer_drop: LayerDrop | None = None
+    tiles: LayerTiles = dataclasses.field(default_factory=LayerTiles)
     ladder: Any = dataclasses.field(default=None, repr=False, compare=False)
 
     @property

@@ -42,6 +42,7 @@ def explain_parameter(plan: Decisions, name: str) -> str:
         ("stored", f"{_array(leaf.stored_shape, stored.dtype)} split as {_spec(leaf)}"),
         ("", f"{_array(_shard(stored), stored.dtype)} on each device, {_bytes(plan, leaf)}"),
         ("computed", _access(plan, leaf)),
+        *[("", line) for line in _tiles(plan, leaf)],
         *[(phase, _words(transfer)) for phase, transfer in _phases(plan, leaf)],
         ("update", _update(plan, leaf)),
         *[("", line) for line in _settings_lines(plan, leaf)],
@@ -59,6 +60,14 @@ def explain_parameter(plan: Decisions, name: str) -> str:
         lines.append(f"  {shown:<{_WIDTH}}{text}")
         previous = label or previous
     return "\n".join(lines)
+
+
+def _tiles(plan: Decisions, leaf: LeafPlacement) -> list[str]:
+    """Describes the tiles in which a layer's weight is gathered."""
+    tiles = plan.tiles.cut.get(leaf.name)
+    if tiles is None:
+        return []
+    return [f"in {tiles.count} tiles of a layer's weight along its dimension {tiles.dim}"]
 
 
 def checkpoint_names(plan: Decisions, name: str) -> list[str]:

@@ -43,6 +43,7 @@ from zerojax.plan.inputs import MESH_OPTIONS, PlanInputs, plan_options, resolve_
 from zerojax.plan.kept_parts import with_kept_parts
 from zerojax.plan.layer_choice import check_layer_drop, plan_layer_drop
 from zerojax.plan.layer_stacks import Stacks, row_layout, row_placement, row_structs
+from zerojax.plan.layer_tiles import plan_tiles
 from zerojax.plan.loss_checks import (
     check_divisor,
     check_loss,
@@ -334,7 +335,8 @@ def _decide(
     stacks = find_stacks(seen.trace.jaxpr, sorted(seen.params))
     tx, why_padding = fit_padding(tx, seen.params, placement, task.precision, mesh, stacks=stacks)
     offload = _plan_offload(task, placement, tx, stacked)
-    stored, portable = _abstract_forms(task, seen, placement, tx, names)
+    tiles = plan_tiles(settings, mesh, offload, placement, _read(task, seen))
+    stored, portable = _abstract_forms(task, seen, placement, tx, (names, offload))
     return Plan(
         mesh=mesh,
         model=task.model,
@@ -351,9 +353,7 @@ def _decide(
         abstract_state=abstract_offloaded(stored, offload, task.precision) if offload else stored,
         abstract_stored=stored,
         stacks=names,
-        abstract_portable=portable_on_host(portable, row_layout(offload, names))
-        if offload
-        else portable,
+        abstract_portable=portable,
         abstract_batch=_abstract_batch(task),
         traced=traced,
         program=program,
@@ -384,7 +384,7 @@ def _decide(
             *rolling.reasons,
             *rules,
             *(layer_drop.describe() if layer_drop else ()),
-            *describe_offload(settings, offload),
+            *describe_offload(settings, offload, tiles),
             *describe_layer_inputs(settings, seen.trace.jaxpr, len(seen.params)),
             *describe_unrolled(settings, seen.trace.jaxpr, len(seen.params)),
             *describe_update(program.kernels, tx, stacks, stored["params"], mesh),
@@ -395,6 +395,7 @@ def _decide(
         ),
         remake=_Remake(settings=settings, inputs=inputs),
         layer_drop=layer_drop,
+        tiles=tiles,
     )
 
 
@@ -411,9 +412,10 @@ def _plan_offload(
 
 
 def _abstract_forms(
-    task: _Task, seen: _Seen, placement: Placement, tx: Any, names: Stacks
+    task: _Task, seen: _Seen, placement: Placement, tx: Any, layouts: tuple[Stacks, Any]
 ) -> tuple[TrainState, TrainState]:
     """Returns (the stored state without offload, its portable form under the user's names)."""
+    names, offload = layouts
     build = functools.partial(
         abstract_state, extras=seen.extras, tx=tx, precision=task.precision, mesh=task.mesh
     )
@@ -423,7 +425,10 @@ def _abstract_forms(
         by_name, users = row_structs(seen.params, names), row_placement(placement, names)
     portable = build(by_name, placement=users, portable=True)
     about = placement, task.precision, task.mesh, tx, seen.trace.jaxpr
-    return with_kept_parts(stored, *about), with_kept_parts(portable, *about)
+    portable = with_kept_parts(portable, *about)
+    if offload is not None:
+        portable = portable_on_host(portable, row_layout(offload, names))
+    return with_kept_parts(stored, *about), portable
 
 
 def _describe_sent(
@@ -517,12 +522,16 @@ def _trace_rolled(task: _Task, seen: _Seen, rolling: Rolling) -> tuple[_Task, _S
     return dataclasses.replace(task, model=model), rolled
 
 
+def _read(task: _Task, seen: _Seen) -> tuple[Any, Any, Any]:
+    arrays = as_read(seen.params, task.precision), seen.extras, seen.microbatch
+    return task.model, task.loss, arrays
+
+
 def _place(
     task: _Task, seen: _Seen, freeze: tuple[str, ...], stacks: Stacks
 ) -> tuple[Placement, PipelineLayout | None, frozenset[str]]:
     """Returns (the table of parameters, the pipeline, names of parameters read layer by layer)."""
-    arrays = (as_read(seen.params, task.precision), seen.extras, seen.microbatch)
-    layout, model, loss = None, task.model, task.loss
+    layout, (model, loss, arrays) = None, _read(task, seen)
     stacked = find_stacked(task.settings, model, loss, arrays)
     if task.mesh.shape[STAGE] > 1:
         number, trace = task.num_microbatches, seen.trace
@@ -615,6 +624,7 @@ def _choose_program(
         deterministic=settings.deterministic is not None,
         unrolled=task.num_microbatches > 1
         and bool(unrolled(placement, straight_pieces(seen.trace.jaxpr.jaxpr))),
+        tiled=settings.offload.tile_bytes is not None,
     )
     kernels = optim.choose_update(tx, task.mesh, settings.kernels)
     return ProgramChoices(options=options, dropped=dropped, kernels=kernels, regather=regather)

@@ -20,7 +20,7 @@ from zerojax.plan.leaf_placement import LeafPlacement
 from zerojax.plan.placement import Placement, axes_of_spec
 from zerojax.plan.state_layout import MASTER, OffloadLayout, SlicedLeaf
 from zerojax.tracing import trees
-from zerojax.tracing.loops import cut_loss
+from zerojax.tracing.loops import LossPieces, cut_loss
 from zerojax.tracing.protocol import Loss, Model
 
 MAX_SLICES = 2**16
@@ -253,9 +253,20 @@ def find_stacked(
       ValueError: the layers do not run in one loop, or `offload.params` is combined with a
         pipeline or 8-bit products.
     """
+    pieces = cut_into_layers(settings, model, loss, arrays)
+    return frozenset() if pieces is None else pieces.stacked
+
+
+def cut_into_layers(
+    settings: MeshConfig, model: Model, loss: Loss, arrays: tuple[Arrays, Arrays, Any]
+) -> LossPieces | None:
+    """Returns the loss in pieces around its loop over layers; see `find_stacked`.
+
+    None if `offload.params` is device.
+    """
     tier = settings.offload.params
     if tier == DEVICE:
-        return frozenset()
+        return None
     params, extras, batch = arrays
     if settings.stage > 1:
         raise ValueError(
@@ -277,7 +288,7 @@ def find_stacked(
 
     key = jax.eval_shape(lambda: jax.random.key(0))
     try:
-        return cut_loss(run, dict(params), dict(extras), key, batch).stacked
+        return cut_loss(run, dict(params), dict(extras), key, batch)
     except ValueError as error:
         raise ValueError(
             f"offload.params={tier} streams layers one by one, so it needs layers that pipeline "

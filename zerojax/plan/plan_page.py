@@ -312,6 +312,7 @@ def offload_dict(plan: Decisions) -> dict[str, Any] | None:
         "streamed": sorted(layout.streamed),
         "paged": sorted(layout.paged),
         "kept": [list(pair) for pair in layout.kept],
+        "tiles": dataclasses.asdict(plan.tiles),
         "hiding": None if found is None else dataclasses.asdict(found),
     }
 

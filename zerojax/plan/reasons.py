@@ -20,9 +20,10 @@ from zerojax.plan import device_mesh as meshes
 from zerojax.plan.device_mesh import MODEL, STAGE
 from zerojax.plan.eight_bits import describe_eight_bits
 from zerojax.plan.expert_axis import describe_experts
+from zerojax.plan.layer_tiles import describe_tiles
 from zerojax.plan.leaf_placement import Access
 from zerojax.plan.placement import Placement, straight_pieces, unrolled
-from zerojax.plan.state_layout import OffloadLayout
+from zerojax.plan.state_layout import LayerTiles, OffloadLayout
 from zerojax.tracing.flops import products, ragged_groups, without_waste
 from zerojax.tracing.protocol import Model
 from zerojax.tracing.trace import ModelTrace
@@ -338,8 +339,10 @@ def describe_options(known: Mapping[str, Any], dropped: Mapping[str, str]) -> li
     return lines + [f"compiler option {name} is left out: {why}" for name, why in dropped.items()]
 
 
-def describe_offload(settings: MeshConfig, layout: OffloadLayout | None) -> list[str]:
-    """Describes how many parameters have masters and moments in the requested tier, and why."""
+def describe_offload(
+    settings: MeshConfig, layout: OffloadLayout | None, tiles: LayerTiles | None = None
+) -> list[str]:
+    """Describes how many parameters are in the requested tier and in tiles, and why."""
     config = settings.offload
     if layout is None or not (config.moves_opt_state or config.params != DEVICE):
         return []
@@ -374,4 +377,4 @@ def describe_offload(settings: MeshConfig, layout: OffloadLayout | None) -> list
         lines.append(
             f"a new run draws all layers of one parameter at once: {name} takes {size} of a device"
         )
-    return lines
+    return lines if tiles is None else [*lines, *describe_tiles(settings, tiles)]

@@ -58,6 +58,36 @@ class SlicedLeaf:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightTiles:
+    """The tiles in which the weights of a layer are gathered for their only product.
+
+    Attributes:
+      dim: dimension of the layer's weight along which tiles are cut.
+      count: number of tiles, at least 2.
+      groups: number of devices whose shards lie along `dim`; 1 where another one is sharded.
+      again: times that a backward pass gathers them because it computes the product again.
+    """
+
+    dim: int
+    count: int
+    groups: int
+    again: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerTiles:
+    """Weights of layers that are larger than `offload.tile_bytes`.
+
+    Attributes:
+      cut: {name: tiles} of those that are gathered tile by tile.
+      whole: (name, reason) of those that are gathered whole nevertheless.
+    """
+
+    cut: Mapping[str, WeightTiles] = dataclasses.field(default_factory=dict)
+    whole: tuple[tuple[str, str], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class OffloadLayout:
     """Tiers of a plan's state.
 

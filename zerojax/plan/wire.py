@@ -101,7 +101,8 @@ def leaf_transfers(plan: Decisions, leaf: LeafPlacement) -> list[LeafTransfer]:
     With `wire.gradients` codes a reduce-scatter is all-to-alls of the codes.
     Frozen parameters in codes are gathered as codes.
       streamed (`offload.params`), whatever the stage: per microbatch each layer is gathered twice,
-        the last one once, and its gradient reduced once.
+        the last one once, and its gradient reduced once. In tiles the last one is gathered twice,
+        too, and all of them once more where the backward pass computes the product again.
     With a pipeline a device has the layers of one stage, over `data`; transfers per microbatch
     occur in every tick that has the slot, masked ones included: m+p-1 times in place of m for
     1f1b. Parameters that all stages read are sent over `data` and `stage` together, once per step.
@@ -242,6 +243,9 @@ def _times_used(plan: Decisions, leaf: LeafPlacement) -> tuple[float, float, flo
 def _times_with_all_layers(plan: Decisions, leaf: LeafPlacement) -> tuple[float, float, float]:
     if _is_streamed(plan, leaf):
         microbatches = plan.num_microbatches
+        tiles = plan.tiles.cut.get(leaf.name)
+        if tiles is not None:
+            return microbatches, microbatches * (1 + tiles.again), microbatches
         return microbatches, microbatches * (1 - 1 / layers_of(plan, leaf)), microbatches
     early = leaf.access in (Access.GATHER_ON_USE, Access.GATHER_ONCE_SCATTER_EARLY)
     lazily = leaf.access is Access.GATHER_ON_USE

@@ -259,6 +259,7 @@ class LayerPrograms:
             for name, x in weights.whole.items()
             if name in weights.rows.leaves
         }
+        rows = weights.rows.like_complete(rows)
         _, written = jax.eval_shape(work.run, rows, jnp.int32(0), activations)
         stack = lambda x: jnp.zeros((work.num_layers, *x.shape), x.dtype)  # noqa: E731
         return _own(activations), _own(around), _own(jax.tree.map(stack, written))

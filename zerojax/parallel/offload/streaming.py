@@ -58,6 +58,7 @@ from zerojax.parallel.zero import (
 from zerojax.plan.device_mesh import MODEL
 from zerojax.tracing.loops import cut_loss
 from zerojax.tracing.protocol import Loss
+from zerojax.tracing.tiled_products import WeightProduct
 
 Arrays = dict[str, Any]
 
@@ -197,6 +198,7 @@ class StreamedPass:
         values |= {name: whole[name] for name in self.rows.names}
         self.pieces = cut_loss(self._run(self.on_read, train), values, *abstract)
         pieces = self.pieces
+        self._products = self._find_products()
         self.embed = self._rewritten(pieces.embed, pieces.embed_reads)
         self.surround = self._rewritten(pieces.surroundings, pieces.layers_reads_outer)
         self.head = self._rewritten(pieces.head, pieces.head_reads)
@@ -248,12 +250,31 @@ class StreamedPass:
         return LayerWork(
             num_layers=self.pieces.num_layers,
             load=self.rows.load,
-            layer=self.pieces.layer,
+            layer=self._layer,
             consts=consts,
             others=others,
             trained=self.rows.trained,
             around=around,
+            sinks=self.rows.sinks,
         )
+
+    def _find_products(self) -> dict[str, WeightProduct]:
+        """Returns the product of each stack that is gathered in tiles."""
+        if not self.rows.tiles:
+            return {}
+        found = self.pieces.find_products()
+        products = {n: p for n in self.rows.tiles if isinstance(p := found[n], WeightProduct)}
+        for name in self.rows.tiles.keys() - products.keys():
+            raise ValueError(
+                f"{name} is gathered in tiles for its only product (offload.tile_bytes), but in "
+                f"this loss {found[name]}; evaluate a function that runs the same layers, or leave "
+                "tile_bytes out"
+            )
+        return products
+
+    def _layer(self, rows: Arrays, consts: Any, others: Any, activations: Any) -> Any:
+        sharded = {n: self.rows.sharded(n, rows[n], p) for n, p in self._products.items()}
+        return self.pieces.layer({**rows, **sharded}, consts, others, activations)
 
     def inputs(self) -> Inputs:
         """Returns the storage of layers' inputs between forward and backward pass."""
@@ -359,6 +380,10 @@ class StreamedPass:
             head, given["head"], floating(outputs), has_aux=True
         )
         of_head, gradients = pull_head(jnp.ones_like(scaled))
+        if self.rows.tiles:
+            # Layers wait until the head's gradients are scattered. Else XLA adds the gradients of a
+            # tied table first, and keeps the head's, whole, during the backward pass of the layers.
+            of_head, gradients = lax.optimization_barrier((of_head, gradients))
         totals = sink.start(totals, sums)
         pulled = work, last, inputs, gradients, totals
         gradients, consts, others, totals = (

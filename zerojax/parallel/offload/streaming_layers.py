@@ -9,7 +9,7 @@ the layer's input and differentiates that one layer.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -34,6 +34,8 @@ class LayerWork:
       consts: arrays that every layer reads whole.
       others: stacks of which a layer reads its row.
       trained: names of the rows that have a gradient.
+      sinks: {name: dtype of its gradient} of the rows that are shards (`offload.tile_bytes`);
+        `layer` takes (shard, zeros) of them where they are differentiated.
       around: whether `consts` and `others` have a gradient.
     """
 
@@ -44,6 +46,7 @@ class LayerWork:
     others: Sequence[jax.Array]
     trained: Sequence[str]
     around: bool
+    sinks: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def run(self, rows: Arrays, index: Any, activations: Several) -> tuple[Several, Arrays]:
         """Runs one layer."""
@@ -64,10 +67,13 @@ class LayerWork:
         """
         fixed = {name: row for name, row in rows.items() if name not in self.trained}
         others = self._others(index)
+        given = {name: rows[name] for name in self.trained}
+        given |= {name: jnp.zeros(rows[name].shape, dtype) for name, dtype in self.sinks.items()}
 
         def run(floats: list, trained: Arrays, consts: list, rows_of_others: list) -> list:
+            sharded = {name: (rows[name], trained[name]) for name in self.sinks}
             after, _ = self.layer(
-                {**fixed, **trained},
+                {**fixed, **trained, **sharded},
                 join(consts, self.consts) if self.around else self.consts,
                 join(rows_of_others, others) if self.around else others,
                 tuple(join(floats, activations)),
@@ -77,7 +83,7 @@ class LayerWork:
         return jax.vjp(
             run,
             floating(activations),
-            {name: rows[name] for name in self.trained},
+            given,
             floating(self.consts) if self.around else [],
             floating(others) if self.around else [],
         )

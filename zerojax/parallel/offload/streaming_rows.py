@@ -32,6 +32,7 @@ from zerojax.plan.device_mesh import (
 )
 from zerojax.plan.leaf_placement import Access
 from zerojax.plan.slices import put_slice, take_slice, to_device, to_host
+from zerojax.tracing.tiled_products import ShardedWeight, TiledProduct, WeightProduct
 
 Arrays = dict[str, Any]
 
@@ -130,6 +131,7 @@ class LayerRows:
             )
             for name in sharded
         }
+        self.tiles = {name: tiles for name, tiles in config.tiles.items() if name in waiting}
         self.stacks = HostStacks({name: P(*self.leaves[name].axes[1:]) for name in waiting})
 
     @property
@@ -151,8 +153,44 @@ class LayerRows:
         """Names of the trained stacks that are in host memory."""
         return [name for name in self.trained if name in self.waiting]
 
+    @property
+    def sinks(self) -> dict[str, Any]:
+        """{name: dtype of its gradient} of the stacks whose rows are gathered in tiles."""
+        return dict.fromkeys(self.tiles, self.config.precision.reduce_dtype)
+
+    def sharded(self, name: str, row: Any, product: WeightProduct) -> ShardedWeight:
+        """Returns a row as a weight that its only product gathers in tiles.
+
+        Args:
+          name: of the stack.
+          row: this device's shard, from `complete`; or (shard, zeros), whose gradient is wanted.
+          product: the product.
+        """
+        tiles, leaf = self.tiles[name], self.collectives[name]
+        if tiles.groups > 1:
+            size = leaf.size // tiles.count
+            leaf = dataclasses.replace(leaf, size=size, padded_size=size)
+        shard, sink = row if isinstance(row, tuple) else (row, None)
+        tiled = TiledProduct(
+            product=product,
+            gather=leaf.gather,
+            scatter=leaf.scatter,
+            dim=tiles.dim,
+            count=tiles.count,
+            groups=tiles.groups,
+        )
+        return ShardedWeight(shard, sink, tiled)
+
+    def like_complete(self, wholes: Arrays) -> Arrays:
+        """Returns `complete`'s result as `ShapeDtypeStruct`s; `wholes`: of the whole rows."""
+        shapes = {n: self.collectives[n].shard_shape(wholes[n].shape) for n in self.tiles}
+        return {
+            name: jax.ShapeDtypeStruct(shapes.get(name, x.shape), x.dtype)
+            for name, x in wholes.items()
+        }
+
     def load(self, index: Any, waiting: Arrays | None = None) -> Arrays:
-        """Loads the whole row of every stack, in the compute dtype: what one layer reads.
+        """Loads the row of every stack, in the compute dtype: whole, or a shard to gather in tiles.
 
         Args:
           waiting: replaces the stacks in host memory.
@@ -161,7 +199,7 @@ class LayerRows:
         return self.complete(rows, index)
 
     def complete(self, rows: Arrays, index: Any) -> Arrays:
-        """Returns the whole row of every stack, as `load`.
+        """Returns the row of every stack, as `load`.
 
         Args:
           rows: {name: this device's shard of one row} of the stacks that are not on the device.
@@ -176,7 +214,10 @@ class LayerRows:
         return {name: wholes.get(name, _cast(rows[name], dtype)) for name in self.leaves}
 
     def _comes_in_shards(self, name: str) -> bool:
+        """Returns whether a row has to be gathered before its layer runs."""
         leaf = self.leaves[name]
+        if name in self.tiles:
+            return False
         if name in self.waiting:
             return leaf.zero_dim is not None
         return leaf.access is Access.GATHER_ON_USE
@@ -185,7 +226,8 @@ class LayerRows:
         """Sums the gradients of one layer over devices, where that happens layer by layer.
 
         It does for stacks on the host and for parameters whose gradients ZeRO scatters inside the
-        backward pass; the others are returned as they are and summed once per step.
+        backward pass; the others are returned as they are and summed once per step. Those of tiles
+        are summed already, over the devices of a replica.
         """
         limit, dtype = self.config.reduce_bucket_size, self.config.precision.reduce_dtype
         scattered = {name: grad for name, grad in grads.items() if self._is_scattered(name)}
@@ -195,17 +237,17 @@ class LayerRows:
         experts, dense = split_by_name(wholes, self._experts)
         reduced |= collectives.sum_buckets(dense, axes, limit, DATA_AXES)
         reduced |= collectives.sum_buckets(experts, axes, limit, _AXES_OF_EXPERTS)
+        reduced |= {name: grads[name] for name in self.tiles if name in grads}
         if self.config.placement.axis_sizes[REPLICA] > 1:
-            shards = {
-                name: reduced[name].astype(dtype) for name in scattered if name in self.waiting
-            }
+            names = [name for name in (*scattered, *self.tiles) if name in self.waiting]
+            shards = {name: reduced[name].astype(dtype) for name in names}
             reduced |= collectives.sum_buckets(shards, axes, limit, (REPLICA,))
         return {name: reduced.get(name, grad) for name, grad in grads.items()}
 
     def _is_scattered(self, name: str) -> bool:
         leaf = self.leaves[name]
         if name in self.waiting:
-            return leaf.zero_dim is not None
+            return leaf.zero_dim is not None and name not in self.tiles
         return leaf.access in (Access.GATHER_ON_USE, Access.GATHER_ONCE_SCATTER_EARLY)
 
     def _is_summed(self, name: str) -> bool:

@@ -20,7 +20,7 @@ from zerojax.optim.precision import Precision
 from zerojax.parallel.sums import TreeOrder
 from zerojax.plan.device_mesh import CONTEXT, DATA_AXES, EXPERT, MANUAL_AXES, MODEL, PASS_AXES
 from zerojax.plan.placement import Placement
-from zerojax.plan.state_layout import OffloadLayout, PipelineLayout
+from zerojax.plan.state_layout import OffloadLayout, PipelineLayout, WeightTiles
 from zerojax.tracing.protocol import Loss, Model
 from zerojax.zoo.layers import activation_rules
 
@@ -48,6 +48,7 @@ class PassConfig:
       virtual_shards: number of pieces of the batch on any number of devices, so that all give the
         same bits; None: the batch is split by devices only.
       metrics: names of the metrics that the loss returns, sorted.
+      tiles: {name: tiles} of the weights of layers that are gathered tile by tile.
       counted: names of the extras to which passes add sums over the batch, see `model_state`.
     """
 
@@ -70,6 +71,7 @@ class PassConfig:
     counted: frozenset[str] = frozenset()
     unroll: bool = False
     kept_layers: float | None = None
+    tiles: Mapping[str, WeightTiles] = dataclasses.field(default_factory=dict)
 
     @property
     def tree(self) -> TreeOrder | None:

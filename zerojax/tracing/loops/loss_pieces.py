@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import jaxpr_as_fun
 
 from zerojax.tracing.jaxpr import Piece, cut_piece
 from zerojax.tracing.loops.detection import LayerLoop, find_layer_loop
@@ -23,6 +22,12 @@ from zerojax.tracing.loops.own_state import (
     check_readers,
     sort_extras,
     sort_overwritten,
+)
+from zerojax.tracing.tiled_products import (
+    ShardedWeight,
+    WeightProduct,
+    find_product,
+    run_with_tiles,
 )
 
 Arrays = dict[str, Any]
@@ -229,7 +234,7 @@ class LossPieces:
         """Runs one layer.
 
         Args:
-          rows: {name: the layer's row of a stacked parameter}.
+          rows: {name: the layer's row of a stacked parameter, or a `ShardedWeight` of it}.
           consts: first result of `surroundings`.
           others: the layer's row of each value in the second result of `surroundings`.
           activations: from `embed`, or from the layer before.
@@ -238,12 +243,34 @@ class LossPieces:
           (activations, {name: the layer's row of the new value} of the extras it writes).
         """
         stacks, remaining = self._stack_inputs(rows), iter(others)
-        sliced = [
-            next(remaining) if stack is None else stack.apply(stacks[stack.input][None])[0]
-            for stack in self.loop.slices
-        ]
+        sliced = []
+        for stack in self.loop.slices:
+            row = next(remaining) if stack is None else stacks[stack.input]
+            if stack is not None and not isinstance(row, ShardedWeight):
+                row = stack.apply(row[None])[0]
+            sliced.append(row)
         after, written = self._one_layer(consts, activations, (None, sliced))
         return after, dict(zip(self._layer_extras, written, strict=True))
+
+    def find_products(self) -> dict[str, WeightProduct | str]:
+        """Returns {stacked parameter: the product that alone reads its row, or why there is none}.
+
+        Casts between the parameter and the loop are among those of the product.
+        """
+        layer = self.loop.layer.jaxpr
+        sliced = layer.invars[len(layer.invars) - len(self.loop.slices) :]
+        found: dict[str, WeightProduct | str] = {}
+        for stack, variable in zip(self.loop.slices, sliced, strict=True):
+            name = None if stack is None else self.loop.names[stack.input]
+            if stack is None or name is None:
+                continue
+            product = find_product(layer, variable)
+            if not isinstance(product, str):
+                before = [step.params.get("new_dtype") for step in stack.steps]
+                casts = *(dtype for dtype in before if dtype is not None), *product.casts
+                product = dataclasses.replace(product, casts=casts)
+            found[name] = "the loop slices it twice" if name in found else product
+        return found
 
     def head(
         self, outer: Arrays, extras: Arrays, key: Any, batch: Any, activations: Activations
@@ -293,7 +320,7 @@ class LossPieces:
         self,
         consts: Sequence[jax.Array],
         activations: Activations,
-        row: tuple[jax.Array | None, list[jax.Array]],
+        row: tuple[jax.Array | None, list[Any]],
     ) -> tuple[Activations, list[jax.Array]]:
         present, sliced = row
         if present is not None and self.skips:
@@ -302,8 +329,8 @@ class LossPieces:
         if present is not None:
             entering = tuple(_mask_gradients(activations, present))
             consts = _mask_gradients(consts, present)
-        layer = jaxpr_as_fun(self.loop.layer)
-        outputs = layer(*consts, *self._as_carried(entering), *sliced)
+        given = *consts, *self._as_carried(entering), *sliced
+        outputs = run_with_tiles(self.loop.layer, given)
         after = tuple(map(_as_data, outputs[: len(activations)]))
         rows = outputs[len(activations) :]
         written = [_as_data(rows[index]) for index in self._layer_extras.values()]
@@ -364,7 +391,9 @@ def _metrics(sums: Sums) -> list[tuple[str, Any]]:
 
 def _pair(positions: Any, values: Any) -> dict[int, Any]:
     """Returns {position: array}, for trees of the same structure."""
-    return dict(zip(jax.tree.leaves(positions), jax.tree.leaves(values), strict=True))
+    is_leaf = lambda x: isinstance(x, ShardedWeight)  # noqa: E731
+    leaves = jax.tree.leaves(values, is_leaf=is_leaf)
+    return dict(zip(jax.tree.leaves(positions), leaves, strict=True))
 
 
 @jax.custom_vjp

@@ -1,0 +1,259 @@
+"""Decides which weights of a layer are gathered in tiles (`offload.tile_bytes`), and along what.
+
+A tile is cut along the dimension whose partial results take the least memory: tiles of a dimension
+that the product keeps add up the gradient of its input, tiles of one that it sums over add up its
+result. Ties go to dimensions that the product keeps, which change no sum of the forward pass.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Jaxpr
+from jax.sharding import AbstractMesh, Mesh
+
+from zerojax.config import MeshConfig
+from zerojax.operators.marks import inner_programs
+from zerojax.plan.device_mesh import DATA_AXES, EXPERT
+from zerojax.plan.leaf_placement import LeafPlacement
+from zerojax.plan.offload_tiers import cut_into_layers
+from zerojax.plan.placement import Placement
+from zerojax.plan.state_layout import LayerTiles, OffloadLayout, WeightTiles
+from zerojax.tracing.jaxpr import cut_piece
+from zerojax.tracing.loops import LossPieces
+from zerojax.tracing.protocol import Loss, Model
+from zerojax.tracing.tiled_products import ShardedWeight, TiledProduct, WeightProduct
+from zerojax.tracing.trees import format_bytes
+
+_MARK = "zerojax.tile:"
+
+
+def plan_tiles(
+    settings: MeshConfig,
+    mesh: Mesh | AbstractMesh,
+    layout: OffloadLayout | None,
+    placement: Placement,
+    traced: tuple[Model, Loss, Any],
+) -> LayerTiles:
+    """Decides which weights of layers are gathered in tiles.
+
+    Args:
+      settings: the mesh options; mesh: sizes of its axes.
+      layout: which weights come to the device layer by layer.
+      placement: the table.
+      traced: model, loss and arrays as `cut_into_layers` takes them.
+
+    Raises:
+      ValueError: another setting excludes tiles; names the remedy.
+    """
+    _check(settings, mesh)
+    limit = settings.offload.tile_bytes
+    if layout is None or limit is None:
+        return LayerTiles()
+    pieces = cut_into_layers(settings, *traced)
+    assert pieces is not None
+    return _tiles_of_layers(layout.by_layer, limit, placement, pieces)
+
+
+def _check(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> None:
+    """Raises if `offload.tile_bytes` cannot be combined with another setting.
+
+    Raises:
+      ValueError: names the obstacle and the remedy.
+    """
+    if settings.offload.tile_bytes is None:
+        return
+    for obstacle, remedy in _obstacles(settings, mesh):
+        raise ValueError(
+            f"offload.tile_bytes={settings.offload.tile_bytes} {obstacle}; {remedy}, or leave "
+            "tile_bytes out"
+        )
+
+
+def _obstacles(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> Iterator[tuple[str, str]]:
+    """Yields (obstacle, remedy), as clauses."""
+    if settings.zero == 0:
+        yield "cuts what is gathered, and at zero=0 every device has whole weights", "use zero=3"
+    for axis, size in mesh.shape.items():
+        if size > 1 and (axis not in DATA_AXES or axis == EXPERT):
+            yield f"cuts whole products of a layer, and {axis}={size} splits them", f"use {axis}=1"
+    if settings.offload.update_in_backward:
+        yield (
+            "gathers again for the backward pass, which update_in_backward has not been shown to "
+            "wait for",
+            "leave update_in_backward out",
+        )
+
+
+def _tiles_of_layers(
+    names: Collection[str], limit: int, placement: Placement, pieces: LossPieces
+) -> LayerTiles:
+    """Returns the tiles of the weights of a layer that are larger than `limit`.
+
+    Args:
+      names: weights that come to the device layer by layer.
+      limit: bytes of a tile.
+      placement: the table.
+      pieces: the traced loss around its loop over layers.
+    """
+    products = pieces.find_products()
+    tiles: dict[str, WeightTiles] = {}
+    untiled = []
+    for name in sorted(names):
+        leaf, found = placement.leaves[name], products[name]
+        row, shards = _row(pieces, name), placement.num_shards(leaf)
+        size = math.prod(row.shape) * row.dtype.itemsize
+        if size <= limit:
+            continue
+        if leaf.zero_dim is None:
+            found = "every device has all of it"
+        if not isinstance(found, str):
+            found = _cut(leaf, found, row.shape, shards, -(-size // limit))
+        if isinstance(found, str):
+            untiled.append((name, f"{format_bytes(size)} of a layer are gathered whole: {found}"))
+        else:
+            tiles[name] = found
+    again = _gathered_again(pieces, tiles, placement) if tiles else {}
+    tiles = {n: dataclasses.replace(found, again=again[n]) for n, found in tiles.items()}
+    return LayerTiles(cut=tiles, whole=tuple(untiled))
+
+
+def _row(pieces: LossPieces, name: str) -> jax.ShapeDtypeStruct:
+    """Returns the row of a stacked parameter that one layer reads."""
+    program = pieces.loop.program.jaxpr
+    variable: Any = program.invars[pieces.loop.names.index(name)]
+    return jax.ShapeDtypeStruct(variable.aval.shape[1:], variable.aval.dtype)
+
+
+def _cut(
+    leaf: LeafPlacement, product: WeightProduct, shape: Sequence[int], shards: int, fewest: int
+) -> WeightTiles | str:
+    """Chooses the dimension and the number of tiles, at least `fewest`; or says why none fits."""
+    assert leaf.zero_dim is not None
+    choices = []
+    for dim in (*product.free, *product.contracted):
+        is_sharded = dim == len(shape) + leaf.zero_dim
+        if is_sharded and leaf.is_padded:
+            continue
+        groups = shards if is_sharded else 1
+        run, sums = shape[dim] // groups, dim in product.contracted
+        count = next((n for n in range(fewest, run + 1) if run % n == 0), None)
+        if count is not None:
+            partial = (product.result if sums else product.other).size
+            choices.append((partial, sums, groups, count, dim))
+    if not choices:
+        return f"no dimension of {list(shape)} can be cut into {fewest} tiles or more"
+    _, _, groups, count, dim = min(choices)
+    return WeightTiles(dim=dim, count=count, groups=groups)
+
+
+def _gathered_again(
+    pieces: LossPieces, tiles: Mapping[str, WeightTiles], placement: Placement
+) -> dict[str, int]:
+    """Returns {name: times that a backward pass gathers it to compute its product again}.
+
+    It is read off the traced derivative of a layer, in which gathers and scatters are marks.
+    """
+    products = pieces.find_products()
+
+    def sharded(name: str, shard: jax.Array, sink: jax.Array) -> ShardedWeight:
+        tile, product, whole = tiles[name], products[name], _row(pieces, name)
+        assert isinstance(product, WeightProduct)
+        shape = list(whole.shape)
+        shape[tile.dim] //= tile.count
+        part = list(shard.shape)
+        part[tile.dim] //= tile.count
+        first = lambda x, shape: jnp.broadcast_to(x.reshape(-1)[0], shape)  # noqa: E731
+        tiled = TiledProduct(
+            product=product,
+            gather=lambda x: checkpoint_name(first(x, shape), _MARK + name),
+            scatter=lambda x: first(x, part),
+            dim=tile.dim,
+            count=tile.count,
+            groups=tile.groups,
+        )
+        return ShardedWeight(shard, sink, tiled)
+
+    def run(floats: Any, fixed: Any) -> list[Any]:
+        rows, consts, others, activations = _joined(floats, fixed)
+        weights = {n: sharded(n, rows[n], floats[0][n]) for n in tiles}
+        after, _ = pieces.layer({**rows, **weights}, consts, others, activations)
+        return [x for x in after if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+    def backward(floats: Any, fixed: Any, cotangents: Any) -> Any:
+        return jax.vjp(lambda floats: run(floats, fixed), floats)[1](cotangents)
+
+    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)  # noqa: E731
+    rows = {name: _row(pieces, name) for name in sorted(pieces.stacked)}
+    rows |= {name: _shard(rows[name], placement, name) for name in tiles}
+    around = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in pieces.loop.consts]
+    others = [jax.ShapeDtypeStruct(x.aval.shape[1:], x.aval.dtype) for x in pieces.loop.others]
+    given = rows, around, others, pieces.activations
+    floats = jax.tree.map(lambda x: x if is_float(x) else None, given)
+    floats = (
+        {n: None if placement.leaves[n].frozen else x for n, x in floats[0].items()},
+        *floats[1:],
+    )
+    if not pieces.layers_reads_outer:
+        floats = floats[0], [None] * len(around), [None] * len(others), floats[3]
+    closed = jax.make_jaxpr(backward)(floats, given, jax.eval_shape(run, floats, given))
+    counts = dict.fromkeys(tiles, 0)
+    _count(cut_piece(closed, closed.jaxpr.outvars).closed.jaxpr, 1, counts)
+    return {name: max(counts[name] // tile.count - 1, 0) for name, tile in tiles.items()}
+
+
+def _joined(floats: Any, fixed: Any) -> Any:
+    return jax.tree.map(
+        lambda x, other: other if x is None else x, floats, fixed, is_leaf=lambda x: x is None
+    )
+
+
+def _shard(row: jax.ShapeDtypeStruct, placement: Placement, name: str) -> jax.ShapeDtypeStruct:
+    leaf, shape = placement.leaves[name], list(row.shape)
+    assert leaf.zero_dim is not None
+    shape[leaf.zero_dim] = leaf.stored_shape[leaf.zero_dim] // placement.num_shards(leaf)
+    return jax.ShapeDtypeStruct(tuple(shape), row.dtype)
+
+
+def _count(program: Jaxpr, times: int, counts: dict[str, int]) -> None:
+    """Adds the marked gathers of a program to `counts`; `times`: iterations of loops around it."""
+    for equation in program.eqns:
+        mark = equation.params["name"] if equation.primitive.name == "name" else ""
+        if mark.startswith(_MARK):
+            counts[mark.removeprefix(_MARK)] += times
+        inside = times * (equation.params["length"] if equation.primitive.name == "scan" else 1)
+        for inner in inner_programs(equation.params):
+            _count(inner, inside, counts)
+
+
+def describe_tiles(settings: MeshConfig, tiles: LayerTiles) -> list[str]:
+    """Describes how many weights of a layer are gathered in tiles, and why others are not."""
+    limit = settings.offload.tile_bytes
+    if limit is None:
+        return []
+    asked = f"offload.tile_bytes {limit:,}"
+    lines = [f"{asked}: {name}: {reason}" for name, reason in tiles.whole]
+    if not tiles.cut:
+        return [
+            *lines,
+            f"{asked} cuts nothing: no larger weight of a layer can be gathered in parts",
+        ]
+    counts = [found.count for found in tiles.cut.values()]
+    few, many = min(counts), max(counts)
+    number = f"{few}" if few == many else f"{few} to {many}"
+    again = [name for name, found in tiles.cut.items() if found.again]
+    more = (
+        f"; the backward pass gathers {len(again)} of them once more, for products that it "
+        "computes again"
+    )
+    return [
+        f"{asked}: {len(tiles.cut)} weights of a layer are gathered in {number} tiles each, so "
+        "there are as many collectives in place of one" + more * bool(again),
+        *lines,
+    ]

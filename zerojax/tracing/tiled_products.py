@@ -1,0 +1,424 @@
+"""Computes a product with a weight tile by tile, in place of the product in a traced program.
+
+A weight whose only reader is one product is never whole in memory: a loop gathers one tile of it,
+multiplies, and gathers the next one meanwhile. The backward pass gathers the tiles once more, and
+sends the gradient of each tile to its shards before it computes the next one. Source: ZeRO-Infinity
+(arXiv:2104.07857), section 5.1.3, memory-centric tiling. Knows programs; how shards are gathered is
+a function that the caller gives.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
+
+from zerojax.operators.marks import inner_programs
+from zerojax.tracing.jaxpr import evaluate_in_pieces, is_checkpoint, program_of, variables
+
+_TILED = "product in tiles"
+_SAME = frozenset(["copy", "copy_p", "name", "optimization_barrier"])
+_LAYOUT = frozenset(["broadcast_in_dim", "expand_dims", "reshape", "squeeze", "transpose"])
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class WeightProduct:
+    """The only reader of a weight: one product, perhaps behind casts and changes of layout.
+
+    Attributes:
+      equation: the `dot_general`.
+      side: which of its operands is the weight.
+      dims: for each dimension of that operand the weight's dimension, None for one of size 1.
+      casts: dtypes to which the weight is cast, in order.
+    """
+
+    equation: Any
+    side: int
+    dims: tuple[int | None, ...]
+    casts: tuple[Any, ...]
+
+    @property
+    def contracted(self) -> list[int]:
+        """Dimensions of the weight over which the product sums."""
+        return self._in_weight(self._numbers[0][self.side])
+
+    @property
+    def free(self) -> list[int]:
+        """Dimensions of the weight that the result keeps."""
+        return self._in_weight(self.free_of(self.side))
+
+    @property
+    def other(self) -> Any:
+        """The abstract value of the other operand."""
+        return self.equation.invars[1 - self.side].aval
+
+    @property
+    def result(self) -> Any:
+        """The abstract value of the product."""
+        return self.equation.outvars[0].aval
+
+    @property
+    def _numbers(self) -> Any:
+        return self.equation.params["dimension_numbers"]
+
+    def _in_weight(self, dims: Sequence[int]) -> list[int]:
+        return [dim for at in dims if (dim := self.dims[at]) is not None]
+
+    def free_of(self, side: int) -> list[int]:
+        """Returns the dimensions of an operand that the result keeps."""
+        taken = self._numbers[0][side]
+        return [at for at in range(self.equation.invars[side].aval.ndim) if at not in taken]
+
+    def dim_of_other(self, dim: int) -> int:
+        """Returns the other operand's dimension that is summed with the weight's `dim`."""
+        contracting = self._numbers[0]
+        at = list(contracting[self.side]).index(self.dims.index(dim))
+        return contracting[1 - self.side][at]
+
+    def dim_of_result(self, dim: int) -> int:
+        """Returns the result's dimension that is the weight's `dim`."""
+        before = len(self.free_of(0)) if self.side == 1 else 0
+        return before + self.free_of(self.side).index(self.dims.index(dim))
+
+    def operand(self, weight: jax.Array) -> jax.Array:
+        """Casts and lays out a weight, or a tile of it, as the product takes it."""
+        kept = [dim for dim in self.dims if dim is not None]
+        dropped = [dim for dim in range(weight.ndim) if dim not in kept]
+        for dtype in self.casts:
+            weight = weight.astype(dtype)
+        shape = [1 if dim is None else weight.shape[dim] for dim in self.dims]
+        return lax.transpose(weight, [*kept, *dropped]).reshape(shape)
+
+    def multiply(self, weight: jax.Array, other: jax.Array, dtype: Any = None) -> jax.Array:
+        """Computes the product.
+
+        Args:
+          weight: result of `operand`.
+          other: the other operand.
+          dtype: of the sums and the result; None takes those of the program.
+        """
+        operands = (weight, other) if self.side == 0 else (other, weight)
+        params = dict(self.equation.params)
+        if dtype is not None:
+            params["preferred_element_type"] = np.dtype(dtype)
+        return self.equation.primitive.bind(*operands, **params)
+
+    def pull_back(self, weight: jax.Array, cotangent: jax.Array, dtype: Any) -> jax.Array:
+        """Returns the gradient of the other operand, summed and returned in `dtype`."""
+        (contracting, _), mine = self._numbers, self.free_of(self.side)
+        first = 0 if self.side == 0 else len(self.free_of(0))
+        of_result = tuple(range(first, first + len(mine)))
+        wide = jnp.promote_types(weight.dtype, cotangent.dtype)
+        found = lax.dot_general(
+            cotangent.astype(wide),
+            weight.astype(wide),
+            ((of_result, tuple(mine)), ((), ())),
+            precision=self.equation.params["precision"],
+            preferred_element_type=dtype,
+        )
+        pairs = dict(zip(contracting[self.side], contracting[1 - self.side], strict=True))
+        order = [*self.free_of(1 - self.side), *(pairs[at] for at in sorted(pairs))]
+        return lax.transpose(found, [order.index(at) for at in range(len(order))])
+
+
+def find_product(program: Jaxpr, variable: Any) -> WeightProduct | str:
+    """Finds the product that is the only reader of a weight, also inside of calls.
+
+    Args:
+      program: the program.
+      variable: the weight, one of its variables.
+
+    Returns:
+      The product; or a clause that says why there is none.
+    """
+    start = tuple(range(variable.aval.ndim))
+    return _follow(program, variable, start, ())
+
+
+def _follow(
+    program: Jaxpr, variable: Any, dims: tuple[int | None, ...], casts: tuple[Any, ...]
+) -> WeightProduct | str:
+    uses = [(e, i) for e in program.eqns for i, atom in enumerate(e.invars) if atom is variable]
+    if variable in set(variables(program.outvars)):
+        return "the layer returns it"
+    if len(uses) != 1:
+        return f"it has {len(uses)} readers"
+    ((equation, place),) = uses
+    kind = equation.primitive.name
+    if kind == "dot_general":
+        if equation.params["dimension_numbers"][1][place]:
+            return "its product is a batch of products"
+        return WeightProduct(equation, place, dims, casts)
+    if _calls(equation):
+        inner = program_of(equation).jaxpr
+        return _follow(inner, inner.invars[place], dims, casts)
+    if not _is_step(equation):
+        return f"`{kind}` reads it"
+    after = _moved(equation, dims)
+    if after is None:
+        return f"`{kind}` joins or repeats its dimensions"
+    if kind == "convert_element_type":
+        casts = (*casts, equation.params["new_dtype"])
+    return _follow(program, equation.outvars[0], after, casts)
+
+
+def _calls(equation: Any) -> bool:
+    return equation.primitive.name in ("jit", "pjit") or is_checkpoint(equation)
+
+
+def _is_step(equation: Any) -> bool:
+    kind = equation.primitive.name
+    return kind in _SAME or kind in _LAYOUT or kind == "convert_element_type"
+
+
+def _moved(equation: Any, dims: tuple[int | None, ...]) -> tuple[int | None, ...] | None:
+    """Returns the weight's dimension for each dimension of a step's result; None: not separate."""
+    kind, before, after = equation.primitive.name, equation.invars[0].aval, equation.outvars[0].aval
+    if kind in _SAME or kind == "convert_element_type":
+        return dims if len(equation.invars) == 1 else None
+    if kind == "transpose":
+        return tuple(dims[at] for at in equation.params["permutation"])
+    if kind == "broadcast_in_dim":
+        found: list[int | None] = [None] * after.ndim
+        for at, place in enumerate(equation.params["broadcast_dimensions"]):
+            found[place] = dims[at] if before.shape[at] != 1 else None
+        return tuple(found) if before.size == after.size else None
+    left = [dim for dim, size in zip(dims, before.shape, strict=True) if size != 1]
+    sizes = [size for size in before.shape if size != 1]
+    if sizes != [size for size in after.shape if size != 1]:
+        return None
+    remaining = iter(left)
+    return tuple(None if size == 1 else next(remaining) for size in after.shape)
+
+
+# --- the program with tiles -----------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TiledProduct:
+    """A product whose weight is gathered in tiles.
+
+    Attributes:
+      product: the product.
+      gather: this device's part of a tile -> the tile.
+      scatter: gradient of a tile -> this device's part of the sum over all devices.
+      dim: dimension of the weight along which tiles are cut.
+      count: number of tiles, at least 2.
+      groups: number of devices whose shards lie along `dim`; 1 where another dimension is sharded.
+        A tile has an equal run of each.
+    """
+
+    product: WeightProduct
+    gather: Callable[[jax.Array], jax.Array]
+    scatter: Callable[[jax.Array], jax.Array]
+    dim: int
+    count: int
+    groups: int
+
+    @property
+    def sums(self) -> bool:
+        """Whether the products of the tiles are added up; if not, they are put side by side."""
+        return self.dim in self.product.contracted
+
+    def forward(self, shard: jax.Array, other: jax.Array) -> jax.Array:
+        """Computes the product; sums of tiles in at least float32."""
+        product, result = self.product, self.product.result
+        if self.sums:
+            at, dtype = product.dim_of_other(self.dim), _wide(result.dtype)
+
+            def add(index: Any, tile: jax.Array, total: jax.Array) -> jax.Array:
+                part = self._take(other, at, index)
+                return total + product.multiply(product.operand(tile), part, dtype)
+
+            total = self._loop(shard, add, jnp.zeros(result.shape, dtype))
+            return total.astype(result.dtype)
+        at = product.dim_of_result(self.dim)
+
+        def put(index: Any, tile: jax.Array, found: jax.Array) -> jax.Array:
+            return self._put(found, at, index, product.multiply(product.operand(tile), other))
+
+        found = self._loop(shard, put, jnp.zeros(self._cut_shape(result.shape, at), result.dtype))
+        return found.reshape(result.shape)
+
+    def backward(
+        self, shard: jax.Array, other: jax.Array, cotangent: jax.Array, dtype: Any
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns (gradient of the shard in `dtype`, summed over devices, that of `other`)."""
+        product, sums = self.product, self.sums
+        at = product.dim_of_other(self.dim) if sums else product.dim_of_result(self.dim)
+        size = shard.shape[self.dim] // self.count
+
+        def one(index: Any, tile: jax.Array, state: Any) -> Any:
+            grads, of_other = state
+            given = self._take(other, at, index) if sums else other
+            part = cotangent if sums else self._take(cotangent, at, index)
+            multiply = lambda tile, given: product.multiply(product.operand(tile), given)  # noqa: E731
+            of_tile, of_given = jax.vjp(multiply, tile, given)[1](part)
+            own = self.scatter(of_tile).astype(dtype)
+            grads = lax.dynamic_update_slice_in_dim(grads, own, index * size, self.dim)
+            if sums:
+                return grads, self._put(of_other, at, index, of_given)
+            return grads, of_other + product.pull_back(product.operand(tile), part, of_other.dtype)
+
+        shape = self._cut_shape(other.shape, at) if sums else other.shape
+        of_other = jnp.zeros(shape, other.dtype if sums else _wide(other.dtype))
+        grads, of_other = self._loop(shard, one, (jnp.zeros(shard.shape, dtype), of_other))
+        return grads, of_other.reshape(other.shape).astype(other.dtype)
+
+    def _loop(self, shard: jax.Array, step: Callable[..., Any], state: Any) -> Any:
+        """Runs `step(index, tile, state)` for all tiles; gathers the next tile beside each."""
+        size = shard.shape[self.dim] // self.count
+
+        def tile(index: Any) -> jax.Array:
+            return self.gather(lax.dynamic_slice_in_dim(shard, index * size, size, self.dim))
+
+        def body(index: Any, carry: Any) -> Any:
+            here, state = carry
+            following = tile(index + 1)
+            return following, step(index, here, state)
+
+        last = self.count - 1
+        here, state = lax.fori_loop(0, last, body, (tile(0), state))
+        return step(last, here, state)
+
+    def _cut_shape(self, shape: Sequence[int], at: int) -> tuple[int, ...]:
+        run = shape[at] // (self.groups * self.count)
+        return (*shape[:at], self.groups, self.count, run, *shape[at + 1 :])
+
+    def _take(self, whole: jax.Array, at: int, index: Any) -> jax.Array:
+        """Returns the part of `whole` along dimension `at` that belongs to a tile."""
+        parts = whole.reshape(self._cut_shape(whole.shape, at))
+        part = lax.dynamic_index_in_dim(parts, index, at + 1, keepdims=False)
+        return part.reshape(*whole.shape[:at], -1, *whole.shape[at + 1 :])
+
+    def _put(self, parts: jax.Array, at: int, index: Any, part: jax.Array) -> jax.Array:
+        """Inverts `_take`, into an array of shape `_cut_shape`."""
+        part = part.reshape(*parts.shape[: at + 1], *parts.shape[at + 2 :])
+        return lax.dynamic_update_index_in_dim(parts, part.astype(parts.dtype), index, at + 1)
+
+
+def _wide(dtype: Any) -> Any:
+    """Returns the dtype in which tiles are added up: at least float32."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _multiply(
+    tiled: TiledProduct, shard: jax.Array, sink: jax.Array | None, other: jax.Array
+) -> jax.Array:
+    """Computes the product; the gradient of the weight is that of `sink`, in its dtype.
+
+    Without a sink it is that of the shard.
+    """
+    return checkpoint_name(tiled.forward(shard, other), _TILED)
+
+
+def _multiply_forward(tiled: TiledProduct, shard: jax.Array, sink: Any, other: jax.Array) -> Any:
+    # As a call, so that a checkpoint policy sees one product (`_asks_about_products`).
+    return _multiply(tiled, shard, sink, other), (shard, sink, other)
+
+
+def _multiply_backward(tiled: TiledProduct, given: Any, cotangent: jax.Array) -> Any:
+    shard, sink, other = given
+    dtype = shard.dtype if sink is None else sink.dtype
+    # Else the compiler would keep the first tile of a product that is computed again until here.
+    shard, cotangent = lax.optimization_barrier((shard, cotangent))
+    grads, of_other = tiled.backward(shard, other, cotangent, dtype)
+    if sink is None:
+        return grads, None, of_other
+    return jnp.zeros_like(shard), grads, of_other
+
+
+_multiply.defvjp(_multiply_forward, _multiply_backward)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class ShardedWeight:
+    """An input of a program that is this device's shard of a weight.
+
+    Attributes:
+      shard: the shard, in the dtype in which it is gathered.
+      sink: zeros like the shard, whose gradient is that of the weight, in another dtype; None: the
+        gradient is that of the shard.
+      tiled: the only reader.
+    """
+
+    shard: Any
+    sink: Any
+    tiled: TiledProduct = dataclasses.field(metadata={"static": True})
+
+
+def run_with_tiles(closed: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
+    """Evaluates a program of which some inputs are `ShardedWeight`s."""
+    program = closed.jaxpr
+    pairs = zip(program.invars, inputs, strict=True)
+    sharded = {variable for variable, value in pairs if isinstance(value, ShardedWeight)}
+    if not sharded:
+        return jaxpr_as_fun(closed)(*inputs)
+    apart = set()
+    for equation in program.eqns:
+        if not sharded.isdisjoint(variables(equation.invars)):
+            apart.add(id(equation))
+            sharded.update(equation.outvars if _is_step(equation) else ())
+    return evaluate_in_pieces(
+        closed,
+        inputs,
+        is_apart=lambda equation: id(equation) in apart,
+        run_apart=_run_apart,
+    )
+
+
+def _run_apart(equation: Any, inputs: Sequence[Any]) -> Sequence[Any]:
+    """Evaluates an equation that reads `ShardedWeight`s: a step, a call or a product."""
+    if equation.primitive.name == "dot_general":
+        side = 0 if isinstance(inputs[0], ShardedWeight) else 1
+        weight = inputs[side]
+        return [_multiply(weight.tiled, weight.shard, weight.sink, inputs[1 - side])]
+    if not _calls(equation):
+        return [inputs[0]]
+    closed = program_of(equation)
+    if not is_checkpoint(equation):
+        return run_with_tiles(closed, inputs)
+    run = jax.checkpoint(
+        lambda *given: run_with_tiles(closed, given),
+        policy=_asks_about_products(equation.params["policy"]),
+        prevent_cse=equation.params["prevent_cse"],
+    )
+    return run(*inputs)
+
+
+def _asks_about_products(policy: Any) -> Any:
+    """Returns a checkpoint policy that treats a product in tiles as `policy` treats the product."""
+    if policy is None:
+        return None
+
+    def asking(primitive: Any, *avals: Any, **params: Any) -> Any:
+        programs = list(inner_programs(params)) if primitive.name == "custom_vjp_call" else []
+        if any(_is_tiled(equation) for program in programs for equation in program.eqns):
+            product = next(e for program in programs for e in _products(program))
+            return policy(product.primitive, *(v.aval for v in product.invars), **product.params)
+        return policy(primitive, *avals, **params)
+
+    return asking
+
+
+def _is_tiled(equation: Any) -> bool:
+    return equation.primitive.name == "name" and equation.params["name"] == _TILED
+
+
+def _products(program: Jaxpr) -> Iterator[Any]:
+    """Yields the products of a program, at any depth."""
+    for equation in program.eqns:
+        if equation.primitive.name == "dot_general":
+            yield equation
+        for inner in inner_programs(equation.params):
+            yield from _products(inner)
