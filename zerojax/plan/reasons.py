@@ -26,7 +26,6 @@ from zerojax.plan.state_layout import OffloadLayout
 from zerojax.tracing.flops import products, ragged_groups, without_waste
 from zerojax.tracing.protocol import Model
 from zerojax.tracing.trace import ModelTrace
-from zerojax.tracing.trees import format_bytes
 from zerojax.tracing.wide_products import find_wide_products
 
 
@@ -366,12 +365,5 @@ def describe_offload(settings: MeshConfig, layout: OffloadLayout | None) -> list
         lines.append(
             f"offload.params {config.params}: the weights of {len(layout.by_layer)} parameters "
             "come to the device layer by layer"
-        )
-    if layout.paged:
-        shards = {name: math.prod(layout.leaves[name].shard_shape) for name in layout.paged_order}
-        name = max(shards, key=shards.__getitem__)
-        size = format_bytes(shards[name] * jnp.dtype(jnp.float32).itemsize)
-        lines.append(
-            f"a new run draws all layers of one parameter at once: {name} takes {size} of a device"
         )
     return lines
