@@ -31,6 +31,7 @@ NAMES = (
     "mixture",
     "rounding",
     "plans",
+    "scaling",
     "attention",
     "sequences",
     "optimizer",
