@@ -42,6 +42,7 @@ NAMES = (
     "pipeline",
     "offload_disk",
     "checkpoint_faults",
+    "paged_faults",
     "checkpoint_cost",
 )
 

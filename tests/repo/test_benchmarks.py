@@ -226,6 +226,18 @@ def test_how_long_a_pipeline_takes(tmp_path):
 
 
 @pytest.mark.slow
+def test_paged_faults(tmp_path):
+    """At least one kill in a pass and one in a sweep."""
+    words = ["--smoke", "--kills", "2", "--out", str(tmp_path)]
+    result = run(sys.executable, "-m", "benchmarks.paged_faults", *words)
+    assert result.returncode == 0, result.stdout
+    record = json.loads((tmp_path / "paged_faults.json").read_text())
+    assert min(row["trials"] for row in record["rows"]) >= 1
+    assert column(record, "lost") == [0, 0, 0]
+    assert all(goal["met"] for goal in record["goals"])
+
+
+@pytest.mark.slow
 def test_scaling(tmp_path):
     record = run_benchmark("scaling", tmp_path)
     assert column(record, "gpus") == [64]
