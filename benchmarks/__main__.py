@@ -31,6 +31,7 @@ NAMES = (
     "mixture",
     "rounding",
     "plans",
+    "scaling",
     "attention",
     "sequences",
     "optimizer",
@@ -41,6 +42,7 @@ NAMES = (
     "pipeline",
     "offload_disk",
     "checkpoint_faults",
+    "paged_faults",
     "checkpoint_cost",
 )
 

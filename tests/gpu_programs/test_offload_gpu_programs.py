@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,16 +20,20 @@ from jax.sharding import Mesh
 import zerojax
 from tests.support.program_claims import Claims
 from tests.support.recipe import RECIPE
-from zerojax.config import MeshConfig
+from zerojax.config import MeshConfig, RunConfig, load
 from zerojax.config.mesh import OffloadConfig
 from zerojax.forecasting import hlo
 from zerojax.forecasting.hlo.host_copies import TO_DEVICE, TO_HOST
 from zerojax.hardware import compile_client, gpus
 from zerojax.optim import adamw
+from zerojax.parallel.initialization import build_layer_draw
 from zerojax.parallel.step import build_step
 from zerojax.plan.compiler_options import choose_options
 from zerojax.plan.device_mesh import make_mesh
+from zerojax.plan.layer_draws import find_draws
 from zerojax.plan.make import Plan, make_plan
+from zerojax.plan.state import run_key_data
+from zerojax.training.run_file import plan_from_config
 from zerojax.zoo import GPT2, GPT2Config
 
 MISSING = compile_client.missing()
@@ -37,6 +42,7 @@ pytestmark = [
     pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
 ]
 
+ROOT = Path(__file__).resolve().parents[2]
 H200 = gpus.find_gpu("h200")
 WIDTH, HEADS, VOCAB, SEQ, ROWS = 256, 4, 512, 64, 32
 BF16, FP32 = 2, 4
@@ -376,3 +382,30 @@ def test_a_forecast_counts_host_memory_apart(monkeypatch):
     assert forecast.memory.arguments < 0.3 * state
     guarded = [line for line in forecast.plan["reasons"] if line.startswith("compiler option")]
     assert all(any(name in line for line in guarded) for name in compile_client.HOST_OPTIONS)
+
+
+# --- first values of layers in files ----------------------------------------------------------
+
+
+@pytest.mark.thorough
+def test_first_values_of_a_trillion_parameters_are_drawn_on_eight_gpus():
+    """One layer of the largest parameter in float32, of which a device draws its shard alone."""
+    config = load(RunConfig, ROOT / "configs/gpt_1t_files_8xh200.yaml")
+    plan = plan_from_config(config, 8, gpu=H200)
+    mesh = make_mesh(plan.settings, compile_client.gpu_devices(H200, 8))
+    layout = plan.offload
+    draws = find_draws(plan.model, plan.abstract_batch, plan.loss, layout.paged_order)
+    assert not draws.whole
+    sizes = {n: math.prod(x.shard_shape[1:]) * FP32 for n, x in layout.leaves.items()}
+    name = max(layout.paged_order, key=sizes.__getitem__)
+    key = jax.eval_shape(lambda: run_key_data(0))
+    traced = build_layer_draw(plan, name, draws.rows[name]).trace(
+        jax.ShapeDtypeStruct((), np.int32), key
+    )
+    compiled = compile_client.compile_for_gpus(
+        compile_client.lower_for_gpus(traced), devices=list(mesh.devices.flat)
+    )
+    assert sizes[name] <= compiled.memory.peak < 1.01 * sizes[name]
+    page = (ROOT / "docs/offload.md").read_text()
+    assert f"{compiled.memory.peak / 2**30:.1f} GiB of each GPU" in page
+    assert not hlo.find_collectives(hlo.read_program(compiled.text), 8)

@@ -15,7 +15,7 @@ import pytest
 from tests.offload.test_offload_pages import DROPOUT, batch_on, one_device, options_of, paged
 from tests.support.offload_disk_runs import close, steps_as_undisturbed
 from tests.support.pipeline_runs import small
-from tests.support.refusals import check_words, refused
+from tests.support.refusals import refused
 from tests.support.trajectories import plan_for, train_for
 from zerojax.checkpoint.store import StoreError
 from zerojax.config import OffloadConfig
@@ -82,12 +82,6 @@ def test_inputs_in_files_need_layers_in_files(params):
         ["params: nvme", "activations: host"],
         error=ConfigError,
     )
-
-
-def test_the_plan_says_what_a_new_run_draws_at_once(tmp_path):
-    """Three layers of 32x32 float32 values are one array of 12 KiB until they are in files."""
-    [line] = [reason for reason in one_device(tmp_path).reasons if "draws" in reason]
-    check_words(line, "blocks/linear/kernel", ["12.0 KiB"])
 
 
 def test_a_single_layer_keeps_its_input(tmp_path):

@@ -226,6 +226,42 @@ def test_how_long_a_pipeline_takes(tmp_path):
 
 
 @pytest.mark.slow
+def test_paged_faults(tmp_path):
+    """At least one kill in a pass and one in a sweep."""
+    words = ["--smoke", "--kills", "2", "--out", str(tmp_path)]
+    result = run(sys.executable, "-m", "benchmarks.paged_faults", *words)
+    assert result.returncode == 0, result.stdout
+    record = json.loads((tmp_path / "paged_faults.json").read_text())
+    assert min(row["trials"] for row in record["rows"]) >= 1
+    assert column(record, "lost") == [0, 0, 0]
+    assert all(goal["met"] for goal in record["goals"])
+
+
+@pytest.mark.slow
+def test_scaling(tmp_path):
+    record = run_benchmark("scaling", tmp_path)
+    assert column(record, "gpus") == [64]
+    assert column(record, "state_GiB") == [pytest.approx(12 * 70.55e9 / 64 / 2**30, rel=0.01)]
+
+
+def test_the_scaling_page_has_the_numbers_of_the_record():
+    record = json.loads((RESULTS / "scaling.json").read_text())
+    lines = (ROOT / "docs/scaling.md").read_text().splitlines()
+    for row in record["rows"]:
+        begin = f"| {row['model']} | {row['gpus']} | {row['sequences_at_a_time'] or 'none fits'} |"
+        [line] = [line for line in lines if line.startswith(begin)]
+        assert f" {row['state_GiB']:.1f} " in line
+        if row["sequences_at_a_time"] is None:
+            continue
+        hidden = row["exposed_wire_s"] / row["roofline_s"]
+        rate, relative = row["tokens_per_s_per_gpu"], row["relative"]
+        for cell in (f"{row['peak_GiB']:.1f}", f"{rate:,.0f}", f"{relative:.2f}", f"{hidden:.0%}"):
+            assert f" {cell} |" in line
+        assert line.endswith(f" {row['bound_by']} |")
+    assert all(goal["met"] for goal in record["goals"])
+
+
+@pytest.mark.slow
 @pytest.mark.multihost
 def test_checkpoint_faults(tmp_path):
     """Two kills of one process, one of two, and a flip in a file of values and one in any file."""

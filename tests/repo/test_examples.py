@@ -30,6 +30,7 @@ LONG = {
     "19_mixture_of_experts",
     "20_vision_transformer",
     "21_diffusion",
+    "22_larger_than_memory",
 }
 
 # 135 million of them: optimizing the program pays.

@@ -2,8 +2,8 @@
 
 python -m tests.support.paged_process FOLDER LAYERS make|run
 
-"make" writes the durable files of a new state; "run" resumes from them, takes three steps, and
-prints JSON: "peak_rss_bytes" of the process, "file_bytes", and "losses".
+"make" draws a new state, takes a step and leaves its durable files; "run" resumes from them and
+takes three steps. Both print JSON: "peak_rss_bytes" of the process, "file_bytes", and "losses".
 """
 
 from __future__ import annotations
@@ -45,25 +45,16 @@ def batch_of(index: int) -> dict[str, np.ndarray]:
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 
-def make(folder: Path, layers: int) -> None:
-    """Writes the files of a new state, as they are after a step."""
+def run(folder: Path, layers: int, *, new: bool) -> dict[str, Any]:
+    """Takes a step of a new state, or resumes and takes `STEPS` steps."""
     from zerojax.parallel.initialization import init_state
-    from zerojax.parallel.step import build_step
-
-    plan = plan_of(folder, layers)
-    state, _ = build_step(plan)(init_state(plan), batch_of(0))
-    state["disk"].close()
-
-
-def run(folder: Path, layers: int) -> dict[str, Any]:
-    """Resumes and takes `STEPS` steps."""
     from zerojax.parallel.offload.disk_durable import resume
     from zerojax.parallel.step import build_step
 
     plan = plan_of(folder, layers)
-    state, _ = resume(plan)
+    state = init_state(plan) if new else resume(plan)[0]
     step, losses = build_step(plan), []
-    for index in range(STEPS):
+    for index in range(1 if new else STEPS):
         state, metrics = step(state, batch_of(index))
         losses.append(float(metrics["loss"]))
     state["disk"].close()
@@ -75,7 +66,4 @@ def run(folder: Path, layers: int) -> dict[str, Any]:
 if __name__ == "__main__":
     os.environ["JAX_PLATFORMS"] = "cpu"
     place, number = Path(sys.argv[1]), int(sys.argv[2])
-    if sys.argv[3] == "make":
-        make(place, number)
-    else:
-        print(json.dumps(run(place, number)))
+    print(json.dumps(run(place, number, new=sys.argv[3] == "make")))

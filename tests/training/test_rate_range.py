@@ -22,7 +22,9 @@ TINY = [
 
 
 def config_of(folder: Path, *words: str) -> RunConfig:
-    return load(RunConfig, None, [*TINY, f"run_dir={folder}", "log.every=1", "log.console=quiet", *words])
+    return load(
+        RunConfig, None, [*TINY, f"run_dir={folder}", "log.every=1", "log.console=quiet", *words]
+    )
 
 
 def contents(folder: Path) -> dict[str, str]:

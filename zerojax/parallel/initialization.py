@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,8 +23,10 @@ from zerojax.optim import EmaState, coding_of, loss_scale
 from zerojax.optim.weight_codes import CodedArray
 from zerojax.parallel.offload.disk import DiskState, fill_new_disk
 from zerojax.parallel.offload.disk_step import build_weights
+from zerojax.parallel.offload.pages import row_struct
 from zerojax.parallel.offload.sliced_state import cut_new_param, cut_new_state
 from zerojax.parallel.weight_copies import first_copies
+from zerojax.plan.layer_draws import find_draws, initial_arrays_of
 from zerojax.plan.make import Plan, require_plan
 from zerojax.plan.state import (
     COPIES,
@@ -37,6 +39,7 @@ from zerojax.plan.state import (
 )
 from zerojax.runtime.memory import allocating_for
 from zerojax.tracing.protocol import LazyArray
+from zerojax.tracing.rolling.single_rows import SingleRow
 
 Ranges = tuple[tuple[int, int], ...]
 _ALIGNMENT = 64
@@ -105,21 +108,71 @@ def _init_around(plan: Plan, key_data: np.ndarray, disk: DiskState | None) -> Tr
 
 
 def _new_disk(plan: Plan, key_data: np.ndarray) -> DiskState | None:
-    """Writes the slices of a new state to files, with one parameter in memory at a time."""
+    """Writes the slices of a new state to files, with one parameter in memory at a time.
+
+    Of layers that are read from files, it is one layer of one parameter.
+    """
     if plan.offload is None or not plan.offload.on_disk:
         return None
     given = plan.model.initial_arrays()
+    values = {} if given is None else {n: x for n, x in given[0].items() if not _is_missing(x)}
+    missing = [name for name in plan.offload.paged_order if name not in values]
+    rows: Mapping[str, SingleRow] = {}
+    if missing:
+        rows = find_draws(plan.model, plan.abstract_batch, plan.loss, missing).rows
 
     def stored(name: str) -> jax.Array:
-        leaf, rows = plan.abstract_stored["params"][name], _rows_of_params(plan)[name]
-        if given is not None and not isinstance(given[0][name], jax.ShapeDtypeStruct):
-            return _place(given[0][name], leaf, rows)
+        leaf, stage_rows = plan.abstract_stored["params"][name], _rows_of_params(plan)[name]
+        if name in values:
+            return _place(values[name], leaf, stage_rows)
         one = jax.jit(
             lambda key_data: _new_params(plan, key_data)[0][name], out_shardings=leaf.sharding
         )
         return one(key_data)
 
-    return fill_new_disk(plan, stored)
+    def by_layer(name: str) -> Callable[[int], jax.Array] | None:
+        assert plan.offload is not None
+        if name not in plan.offload.paged or (name not in values and name not in rows):
+            return None
+        layer = row_struct(plan, name)
+        if name in values:
+            return lambda number: _place(_Layer(values[name], number), layer, None)
+        draw = build_layer_draw(plan, name, rows[name])
+        return lambda number: draw(np.int32(number), key_data)
+
+    return fill_new_disk(plan, stored, by_layer)
+
+
+def build_layer_draw(plan: Plan, name: str, row: SingleRow) -> Any:
+    """Builds the jitted `(number of a layer, key data) -> its parameter`, in stored form.
+
+    Args:
+      plan: a plan with layers in files.
+      name: of the parameter.
+      row: from `zerojax.plan.layer_draws.find_draws`.
+    """
+    leaf, layer = plan.abstract_stored["params"][name], row_struct(plan, name)
+
+    def draw(number: jax.Array, key_data: jax.Array) -> jax.Array:
+        value = _kept(plan, name, row(number, key_data), leaf)
+        return fit(value, (1, *layer.shape), None, to_rows=True)[0]
+
+    return jax.jit(draw, out_shardings=layer.sharding)
+
+
+class _Layer:
+    """One layer of a stack of given values, as a `LazyArray`."""
+
+    is_stacked = False
+
+    def __init__(self, stack: Any, number: int) -> None:
+        self._stack, self._number = stack, number
+        self.shape, self.dtype = tuple(stack.shape[1:]), np.dtype(stack.dtype)
+
+    def read(self, index: Sequence[tuple[int, int]]) -> np.ndarray:
+        if isinstance(self._stack, LazyArray):
+            return self._stack.read([(self._number, self._number + 1), *index])[0]
+        return np.asarray(self._stack[self._number])[tuple(slice(*part) for part in index)]
 
 
 def build_initialiser(plan: Plan, *, without: Collection[str] = ()) -> Any:
@@ -147,7 +200,7 @@ def _new_params(plan: Plan, key_data: jax.Array) -> tuple[dict[str, jax.Array], 
     They are those of `Model(rngs=nnx.Rngs(seed))`, `module.init(jax.random.key(seed), ...)` and
     `init(jax.random.key(seed))`.
     """
-    params, extras = _init_model(plan, key_data)
+    params, extras = _initial_arrays(plan, key_data)
     abstract = {**plan.abstract_stored["params"], **plan.abstract_stored["frozen"]}
     rows = _rows_of_params(plan)
     stored = {
@@ -157,11 +210,8 @@ def _new_params(plan: Plan, key_data: jax.Array) -> tuple[dict[str, jax.Array], 
     return stored, extras
 
 
-def _init_model(plan: Plan, key_data: jax.Array) -> tuple[dict[str, jax.Array], Any]:
-    """Returns the parameters and the model's own state that its initialization makes; traced."""
-    # Zeros: Linen reads only a batch's shapes, and zeros need no transfer.
-    batch = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), plan.abstract_batch)
-    return plan.model.init(jax.random.wrap_key_data(key_data), batch, plan.loss)
+def _initial_arrays(plan: Plan, key_data: jax.Array) -> tuple[dict[str, jax.Array], Any]:
+    return initial_arrays_of(plan.model, plan.abstract_batch, plan.loss, key_data)
 
 
 def _kept(plan: Plan, name: str, value: jax.Array, stored: jax.ShapeDtypeStruct) -> jax.Array:
@@ -192,7 +242,7 @@ def _drawn_on_one_device(plan: Plan, key_data: np.ndarray) -> tuple[dict, dict]:
     abstract = {**plan.abstract_stored["params"], **plan.abstract_stored["frozen"]}
 
     def draw(key_data: jax.Array) -> tuple[dict, dict]:
-        params, extras = _init_model(plan, key_data)
+        params, extras = _initial_arrays(plan, key_data)
         return {name: params[name] for name in abstract}, extras
 
     device = plan.mesh.local_devices[0]
@@ -222,7 +272,12 @@ def _copy_initial(plan: Plan, key_data: np.ndarray, arrays: tuple[Any, Any]) -> 
 
 
 def _is_unread(value: Any) -> bool:
-    return isinstance(value, (LazyArray, jax.ShapeDtypeStruct))
+    return isinstance(value, LazyArray) or _is_missing(value)
+
+
+def _is_missing(value: Any) -> bool:
+    """Returns whether a parameter of a model with values has none of its own."""
+    return isinstance(value, jax.ShapeDtypeStruct)
 
 
 def _read_initial(plan: Plan, key_data: np.ndarray, *, without: Collection[str]) -> TrainState:
@@ -236,7 +291,9 @@ def _read_initial(plan: Plan, key_data: np.ndarray, *, without: Collection[str])
     assert arrays is not None
     stored = {**plan.abstract_stored["params"], **plan.abstract_stored["frozen"]}
     rows = _rows_of_params(plan)
-    new, extras = _make_missing(plan, *arrays, key_data)
+    in_files = frozenset() if plan.offload is None else plan.offload.paged  # already written
+    params = {name: x for name, x in arrays[0].items() if name not in in_files}
+    new, extras = _make_missing(plan, params, arrays[1], key_data)
     placed = {
         name: new[name]
         if name in new
@@ -266,7 +323,10 @@ def _read_initial(plan: Plan, key_data: np.ndarray, *, without: Collection[str])
         return state
     state["params"], state["masters"], averages = {}, {}, {}
     for name, leaf in plan.abstract_stored["params"].items():
-        one = new.pop(name) if name in new else _place(arrays[0][name], leaf, rows[name])
+        if name in in_files:
+            state["masters"][name], averages[name] = {}, None
+            continue
+        one = new.pop(name) if name in new else _place(params[name], leaf, rows[name])
         found = cut_new_param(plan, name, one)
         if name not in without and name in plan.abstract_state["params"]:
             state["params"][name] = found.param

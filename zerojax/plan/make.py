@@ -42,6 +42,7 @@ from zerojax.plan.gradient_wire import (
 from zerojax.plan.inputs import MESH_OPTIONS, PlanInputs, plan_options, resolve_mesh
 from zerojax.plan.kept_parts import with_kept_parts
 from zerojax.plan.layer_choice import check_layer_drop, plan_layer_drop
+from zerojax.plan.layer_draws import describe_draws
 from zerojax.plan.layer_stacks import Stacks, row_layout, row_placement, row_structs
 from zerojax.plan.layer_tiles import plan_tiles
 from zerojax.plan.loss_checks import (
@@ -108,7 +109,7 @@ from zerojax.plan.state import (
     portable_on_host,
     slice_batch,
 )
-from zerojax.plan.state_layout import OffloadLayout, PipelineLayout
+from zerojax.plan.state_layout import LayerTiles, OffloadLayout, PipelineLayout
 from zerojax.plan.table_lookups import Lookups, check_lookup, check_update_of_tables, plan_lookups
 from zerojax.plan.weight_wire import check_weight_wire, describe_weight_wire, with_weight_wire
 from zerojax.plan.whole_matrices import describe_matrices, describe_taken, with_matrices
@@ -384,7 +385,7 @@ def _decide(
             *rolling.reasons,
             *rules,
             *(layer_drop.describe() if layer_drop else ()),
-            *describe_offload(settings, offload, tiles),
+            *_describe_offload(task, offload, tiles),
             *describe_layer_inputs(settings, seen.trace.jaxpr, len(seen.params)),
             *describe_unrolled(settings, seen.trace.jaxpr, len(seen.params)),
             *describe_update(program.kernels, tx, stacks, stored["params"], mesh),
@@ -409,6 +410,11 @@ def _plan_offload(
     averages = layout is not None and optim.EMA in layout.moments
     check_pages(settings, mesh, task.precision, num_processes=number, averages=averages)
     return layout
+
+
+def _describe_offload(task: _Task, offload: OffloadLayout | None, tiles: LayerTiles) -> list[str]:
+    draws = describe_draws(task.model, task.batch, task.loss, offload)
+    return [*describe_offload(task.settings, offload, tiles), *draws]
 
 
 def _abstract_forms(

@@ -27,7 +27,6 @@ from zerojax.plan.state_layout import LayerTiles, OffloadLayout
 from zerojax.tracing.flops import products, ragged_groups, without_waste
 from zerojax.tracing.protocol import Model
 from zerojax.tracing.trace import ModelTrace
-from zerojax.tracing.trees import format_bytes
 from zerojax.tracing.wide_products import find_wide_products
 
 
@@ -369,12 +368,5 @@ def describe_offload(
         lines.append(
             f"offload.params {config.params}: the weights of {len(layout.by_layer)} parameters "
             "come to the device layer by layer"
-        )
-    if layout.paged:
-        shards = {name: math.prod(layout.leaves[name].shard_shape) for name in layout.paged_order}
-        name = max(shards, key=shards.__getitem__)
-        size = format_bytes(shards[name] * jnp.dtype(jnp.float32).itemsize)
-        lines.append(
-            f"a new run draws all layers of one parameter at once: {name} takes {size} of a device"
         )
     return lines if tiles is None else [*lines, *describe_tiles(settings, tiles)]

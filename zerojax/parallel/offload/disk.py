@@ -20,7 +20,7 @@ from zerojax.optim import EMA
 from zerojax.parallel.offload.disk_places import DiskLeaf, DiskSlice, disk_leaves
 from zerojax.parallel.offload.pages import Pages
 from zerojax.plan.make import Plan
-from zerojax.plan.slices import cut_leaf, map_moments
+from zerojax.plan.slices import cut_leaf, map_moments, shards_of
 from zerojax.plan.state import TrainState
 from zerojax.plan.state_layout import MASTER, SlicedLeaf, store_folder
 
@@ -230,7 +230,11 @@ def create_disk(plan: Plan) -> DiskState:
     return DiskState(store, leaves)
 
 
-def fill_new_disk(plan: Plan, stored: Callable[[str], jax.Array]) -> DiskState:
+def fill_new_disk(
+    plan: Plan,
+    stored: Callable[[str], jax.Array],
+    by_layer: Callable[[str], Callable[[int], jax.Array] | None],
+) -> DiskState:
     """Creates a store with the masters of new parameters and moments of zeros.
 
     An average of the weights begins as the weights.
@@ -238,14 +242,46 @@ def fill_new_disk(plan: Plan, stored: Callable[[str], jax.Array]) -> DiskState:
     Args:
       plan: a plan with slices in files.
       stored: name -> the parameter in its stored form; called once for each, one after the other.
+      by_layer: name -> `number of a layer -> its part of the stored form`, of a parameter whose
+        slices lie within layers; None: use `stored`.
     """
 
     def source_of(place: DiskLeaf) -> Source:
         as_weights = [array for array in (MASTER, EMA) if array in place.dtypes]
+        layer = by_layer(place.leaf.name) if as_weights else None
+        if layer is not None:
+            return _layer_source(place, as_weights, layer)
         arrays = dict.fromkeys(as_weights, stored(place.leaf.name)) if as_weights else {}
         return array_source(plan, place, arrays)
 
     return filled_disk(plan, source_of)
+
+
+def _layer_source(
+    place: DiskLeaf, arrays: Sequence[str], layer: Callable[[int], jax.Array]
+) -> Source:
+    """Returns the source of a parameter's slices, which holds one layer at a time.
+
+    Args:
+      place: the parameter's buckets.
+      arrays: the names of arrays that begin as the weights; all others are zeros.
+      layer: see `fill_new_disk`.
+    """
+    slices = place.leaf.num_slices // place.leaf.shard_shape[0]
+    held: tuple[int, Rows] = -1, {}
+
+    def source(name: str, number: int) -> Rows | None:
+        nonlocal held
+        if name not in arrays:
+            return None
+        index, part = divmod(number, slices)
+        if index != held[0]:
+            held = -1, {}  # frees the layer before it
+            shards = shards_of(layer(index)).items()
+            held = index, {device: shard.reshape(slices, -1) for device, shard in shards}
+        return {device: shard[part] for device, shard in held[1].items()}
+
+    return source
 
 
 def fill_disk(

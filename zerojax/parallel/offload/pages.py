@@ -194,16 +194,17 @@ class Pages:
 
 
 def _page_leaf(plan: Plan, place: DiskLeaf) -> PageLeaf:
-    stored = plan.abstract_stored["params"][place.leaf.name]
-    assert isinstance(plan.mesh, Mesh)
-    sharding = NamedSharding(plan.mesh, P(*stored.sharding.spec[1:]))
-    row = jax.ShapeDtypeStruct(
-        stored.shape[1:], jnp.dtype(plan.precision.compute_dtype), sharding=sharding
-    )
-    layers, *shard_shape = place.leaf.shard_shape
+    layer, dtype = row_struct(plan, place.leaf.name), jnp.dtype(plan.precision.compute_dtype)
     return PageLeaf(
         place=place,
-        row=row,
-        shard_shape=tuple(shard_shape),
-        parts=place.leaf.num_slices // layers,
+        row=jax.ShapeDtypeStruct(layer.shape, dtype, sharding=layer.sharding),
+        shard_shape=tuple(place.leaf.shard_shape[1:]),
+        parts=place.leaf.num_slices // place.leaf.shard_shape[0],
     )
+
+
+def row_struct(plan: Plan, name: str) -> jax.ShapeDtypeStruct:
+    """Returns shape, dtype and sharding of one layer of a parameter as it is stored."""
+    stored = plan.abstract_stored["params"][name]
+    sharding = NamedSharding(plan.mesh, P(*stored.sharding.spec[1:]))
+    return jax.ShapeDtypeStruct(stored.shape[1:], stored.dtype, sharding=sharding)

@@ -1,0 +1,106 @@
+"""Decides which parameters of layers in files a new run draws one layer at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zerojax.plan.state import run_key_data
+from zerojax.plan.state_layout import OffloadLayout
+from zerojax.tracing.protocol import Loss, Model
+from zerojax.tracing.rolling.single_rows import SingleRow, find_rows
+from zerojax.tracing.trees import format_bytes
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LayerDraws:
+    """The ways in which new parameters are drawn.
+
+    Attributes:
+      rows: {name: `(layer, key data of the seed) -> [1, ...]`} of those drawn layer by layer.
+      whole: {name: reason} of those drawn for all layers at once.
+    """
+
+    rows: Mapping[str, SingleRow]
+    whole: Mapping[str, str]
+
+
+def initial_arrays_of(
+    model: Model, batch: Any, loss: Loss, key_data: jax.Array
+) -> tuple[dict[str, jax.Array], dict[str, Any]]:
+    """Returns the parameters and the model's own state that its initialization makes; traced.
+
+    Args:
+      model: without arrays of its own.
+      batch: shapes and dtypes of a batch.
+      loss: of the model.
+      key_data: of the seed.
+    """
+    # Zeros: Linen reads only a batch's shapes, and zeros need no transfer.
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), batch)
+    return model.init(jax.random.wrap_key_data(key_data), zeros, loss)
+
+
+def find_draws(model: Model, batch: Any, loss: Loss, names: Sequence[str]) -> LayerDraws:
+    """Finds the parameters, of `names`, whose layers can be drawn one by one.
+
+    The values are those of all layers at once: see `zerojax.tracing.rolling.single_rows`.
+
+    Args:
+      model, batch, loss: see `initial_arrays_of`.
+      names: of stacks of layers.
+    """
+
+    def init(key_data: jax.Array) -> list[jax.Array]:
+        params, _ = initial_arrays_of(model, batch, loss, key_data)
+        return [params[name] for name in names]
+
+    program = jax.make_jaxpr(init)(jax.eval_shape(lambda: run_key_data(0)))
+    return LayerDraws(*find_rows(program, names))
+
+
+def describe_draws(model: Model, batch: Any, loss: Loss, layout: OffloadLayout | None) -> list[str]:
+    """Describes how much of a device the first values of layers in files take.
+
+    Args:
+      model, batch, loss: see `initial_arrays_of`.
+      layout: tiers of the state.
+    """
+    if layout is None or not layout.paged:
+        return []
+    given = model.initial_arrays()
+    missing = [
+        name
+        for name in layout.paged_order
+        if given is None or isinstance(given[0][name], jax.ShapeDtypeStruct)
+    ]
+    draws = find_draws(model, batch, loss, missing) if missing else LayerDraws({}, {})
+    sizes = {name: _layer_bytes(layout, name) for name in layout.paged_order}
+    lines = []
+    by_row = [name for name in layout.paged_order if name not in draws.whole]
+    if by_row:
+        name = max(by_row, key=sizes.__getitem__)
+        lines.append(
+            "a new run makes its first values layer by layer, one parameter at a time: "
+            f"{name} takes {format_bytes(sizes[name])} of a device"
+        )
+    if draws.whole:
+        layers = next(iter(layout.leaves[name].shard_shape[0] for name in layout.paged_order))
+        name = max(draws.whole, key=sizes.__getitem__)
+        others = f" ({len(draws.whole) - 1} more alike)" if len(draws.whole) > 1 else ""
+        lines.append(
+            f"a new run draws all {layers} layers of {name} at once{others}, since "
+            f"{draws.whole[name]}: {format_bytes(layers * sizes[name])} of a device; to draw layer "
+            "by layer, build the layers by jax.vmap or nnx.vmap over keys"
+        )
+    return lines
+
+
+def _layer_bytes(layout: OffloadLayout, name: str) -> int:
+    """Returns the bytes of one layer of a parameter on a device, in float32."""
+    return math.prod(layout.leaves[name].shard_shape[1:]) * jnp.dtype(jnp.float32).itemsize
