@@ -181,19 +181,19 @@ def test_what_cannot_be_gathered_on_use_is_gathered_once(zero):
 
 def test_functions_are_listed_since_all_is_gathered_as_they_start():
     (reason,) = place({"w": (8, 8)}, lazily=False)["w"].reasons
-    assert reason == "a pair of functions has no point of use: all are gathered when apply starts"
+    assert reason == "for a model of functions (init, apply) all are gathered when apply starts"
 
 
 def test_frozen_parameters_are_sharded_and_integers_are_whole():
     leaves = place(
         {"a/w": (8, 8), "b/w": (8, 8), "index": (8,)},
         freeze=["^a"],
-        always_frozen={"index": "int32 has no gradient: frozen and kept whole"},
+        always_frozen={"index": "int32 has no gradient: frozen and not sharded"},
     )
     assert [leaf.frozen for leaf in leaves.values()] == [True, False, True]
     assert leaves["a/w"].stored_spec == P("data", None)
     assert leaves["index"].access is Access.WHOLE
-    assert leaves["index"].reasons == ("int32 has no gradient: frozen and kept whole",)
+    assert leaves["index"].reasons == ("int32 has no gradient: frozen and not sharded",)
 
 
 def test_a_freeze_pattern_that_matches_nothing_is_refused():

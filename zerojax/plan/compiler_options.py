@@ -91,10 +91,10 @@ def choose_options(
         # A compiler without this option does not have the kernel either.
         known |= compile_client.keep_known_options(mesh, NO_KERNELS_OPTIONS)[0]
     if regather and unrolled:
-        why = "layers outside of loops would all be gathered for the next microbatch as well"
+        why = "layers outside of loops would all be gathered for the next microbatch, too"
         dropped |= dict.fromkeys(PREFETCH_OPTIONS, why)
     if deterministic and not are_here(mesh):
-        why = "the compile-only client cannot compile products without autotuning; GPUs get it"
+        why = "the compile-only client cannot disable autotuning; on GPUs the option is set"
         dropped |= dict.fromkeys(FIXED_KERNELS_OPTIONS, why)
     return known, dropped
 
