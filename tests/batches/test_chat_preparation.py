@@ -393,7 +393,7 @@ BAD = [
     ),
     (
         {"conversations": [{"from": "bot", "value": "x"}]},
-        "from='bot'; known values are human, user",
+        "'bot' for the key 'from'; known values are human, user",
     ),
     ({"prompt": "x", "completion": ""}, "the completion is empty; leave the row out"),
     ({"prompt": "x", "completion": [TELL]}, "make both text, or both lists of messages"),

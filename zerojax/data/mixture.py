@@ -102,7 +102,7 @@ class MixtureSource(RowSource):
         if len(set(self.names)) < len(self.names):
             raise ValueError(
                 f"the sources of the mixture are called {list(self.names)}; give each a unique "
-                "name, and list data that occur twice once"
+                "name, and merge repeated data into one source"
             )
         for name, source in zip(self.names, self.sources, strict=True):
             if source.seq_len != self.seq_len:

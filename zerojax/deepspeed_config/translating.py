@@ -51,7 +51,7 @@ def translate(
 
     Args:
       source: a file of JSON or hjson, its text or base64, or a dict.
-      num_devices: of the run; None if not known: settings that depend on it stay open.
+      num_devices: of the run; None if not known: settings that depend on it are not resolved yet.
       given: the caller's values, which fill "auto" and must not contradict the file.
 
     Raises:

@@ -186,11 +186,7 @@ def place_parameters(
             reasons += [reason] if reason else []
         access, reason = Access.WHOLE, None
         if zero_dim is not None:
-            common = (
-                "every pipeline stage reads this parameter in every tick"
-                if STAGE in zero_axes
-                else None
-            )
+            common = "all stages read this array in every tick" if STAGE in zero_axes else None
             access, reason = _access(shape, common or barrier, rules, reads_lazily)
             if name in rules.lookups:
                 access, reason = Access.LOOK_UP, None

@@ -231,8 +231,9 @@ class ChatTemplate:
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Returns a message without empty entries, with its reasoning under every name that some
-    template reads."""
+    """Returns a message without empty entries, with its reasoning text stored under each key that
+    known templates use.
+    """
     kept = {key: value for key, value in message.items() if value is not None}
     thought = next((kept[key] for key in REASONING if key in kept), None)
     if thought is not None:

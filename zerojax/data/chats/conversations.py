@@ -210,7 +210,7 @@ def _message(item: Any, number: int, name: str) -> Mapping[str, Any]:
         role = _ROLES.get(item["from"]) if isinstance(item["from"], str) else None
         if role is None:
             raise RecordError(
-                f"{where} has the key from={quoted(item['from'])}; known values are "
+                f"{where} has {quoted(item['from'])} for the key 'from'; known values are "
                 f"{', '.join(_ROLES)}: rename it"
             )
         marks = {key: item[key] for key in _MARKS if key in item}

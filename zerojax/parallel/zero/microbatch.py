@@ -233,8 +233,8 @@ def _with_keywords(local: Callable[..., Any]) -> Callable[..., Any]:
 def over_batch(config: PassConfig, local: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps `local` so that its trace knows the mesh axes that split the batch and the experts.
 
-    Inside `local`, `zerojax.batch_sum` sums over devices and `zerojax.experts` has only the device's own
-    experts.
+    Inside `local`, `zerojax.batch_sum` sums over devices and `zerojax.experts` has only the
+    device's own experts.
     """
     axes = PASS_AXES if config.virtual_shards is None else None
     axis = EXPERT if config.mesh.shape[EXPERT] > 1 else None
