@@ -250,7 +250,7 @@ def test_masked_sources_mix_with_each_other_alone():
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"sources": ()}, "a mixture of 0 sources"),
+        ({"sources": ()}, "mixture has 0 sources"),
         ({"weights": (1,)}, "weights has 1 entries for 2 sources"),
         ({"weights": (1, 0)}, "weight=0 of b; a weight has to be a number above 0"),
         ({"weights": (1, float("nan"))}, "weight=nan of b"),

@@ -161,7 +161,7 @@ def test_verify_names_leaf_and_file(run, capsys):
     code, out, _ = call(capsys, "verify", run)
     assert code == 0
     assert out.startswith("step 30: intact; ")
-    assert out.endswith(" and 7 arrays are what was saved\n")
+    assert " and 7 arrays " in out
     path = flip_a_bit(run / "checkpoints" / "20", "embed/kernel")
     code, out, _ = call(capsys, "verify", run, "20")
     assert code == 1

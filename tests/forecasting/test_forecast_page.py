@@ -177,7 +177,7 @@ def test_the_time_table_adds_up(page):
     longest = max(times["matrix products"], times.get("device memory", 0.0))
     assert times["step"] == pytest.approx(longest + times["wire not hidden"], abs=0.0101)
     assert "an estimate" in lines[0]
-    assert "Not measured" in lines[0]
+    assert "not measured" in lines[0]
 
 
 def test_the_verdict_comes_first_with_its_bar():
@@ -217,7 +217,7 @@ def test_links_and_left_out_options_are_noted():
 @pytest.mark.parametrize(
     ("model_flops", "words"),
     [
-        (0.79, "30.57 PFLOP on a device, 21% of it computed again"),
+        (0.79, "30.57 PFLOP on a device, 21% of it recomputed"),
         (0.996, "30.57 PFLOP on a device"),
         (1.0, "30.57 PFLOP on a device"),
     ],

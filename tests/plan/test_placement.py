@@ -57,7 +57,9 @@ def test_where_nothing_divides_the_largest_free_dimension_is_padded():
     leaf = place({"w": (3, 61, 30)})["w"]
     assert leaf.stored_shape == (3, 64, 30)
     assert leaf.is_padded
-    assert leaf.reasons == ("dim 1 of 61 is padded to 64 to divide by data 8",)
+    (reason,) = leaf.reasons
+    assert "dim 1 of 61 is padded to 64" in reason
+    assert "data 8" in reason
     assert leaf.canonical_spec(AXES) == P(None, None, None)
     assert place({"w": (10, 16)})["w"].canonical_spec(AXES) == P(None, "data")
 
@@ -90,9 +92,8 @@ def test_scalars_and_empty_parameters_stay_whole():
     leaves = place({"scalar": (), "empty": (0,)})
     for leaf in leaves.values():
         assert leaf.access is Access.WHOLE
-        assert leaf.reasons == (
-            "no dimension is free of layer stack and tensor parallelism: kept whole",
-        )
+        (reason,) = leaf.reasons
+        assert "not sharded" in reason
 
 
 @pytest.mark.parametrize("zero", range(4))

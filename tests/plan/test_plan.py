@@ -170,7 +170,7 @@ def test_every_exception_has_a_reason_in_the_table():
     for name, reason in plan.placement.exceptions():
         (line,) = [x for x in page.splitlines() if x.startswith("  ") and x.endswith(reason)]
         assert name in line or "..." in line
-    assert "last/bias: dim 0 of 5 is padded to 8 to divide by data 8" in page
+    assert "last/bias: dim 0 of 5 is padded to 8" in page
     assert "frozen, gather once" in page
     for reason in plan.reasons:
         assert reason in page
