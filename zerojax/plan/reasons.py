@@ -66,9 +66,8 @@ def describe_choices(
     if count:
         found = "1 parameter is" if count == 1 else f"{count} parameters are"
         lines.append(
-            f"{found} stored differently (for example padded or not sharded): the section `exceptions` "
-            "of plan.table() says "
-            "why"
+            f"{found} stored differently (for example padded or not sharded): "
+            "the section `exceptions` of plan.table() says why"
         )
     return lines
 
