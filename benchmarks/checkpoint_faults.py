@@ -288,7 +288,7 @@ def _restore_damaged(
     same = _flat(restored.state)
     found["noticed"] = int(restored.step == 1 and "is damaged" in text)
     found["file named"] = int(name in text)
-    found["array named"] = int("is not what was saved" in text)
+    found["array named"] = int("differs from what was saved" in text)
     found["verify names it"] = int(any(one.file == name for one in verification.damages))
     found["step before used"] = int(
         restored.step == 1

@@ -245,7 +245,7 @@ def test_a_process_that_ends_otherwise_is_one_sentence():
         process._process.wait()
         process.send([CHAT])
         [found] = process.receive()
-        assert found.error == "the process that renders it ended (signal 9)"
+        assert found.error == "the rendering process ended (signal 9)"
         process.send([CHAT])
         assert process.receive()[0].text == "fine", "a new one goes on"
 

@@ -126,7 +126,7 @@ def test_other_data_are_refused_and_named():
         feed.restore({**state, "position": 2}, allow_other_data=True)
         assert read(feed, 1) == read(as_feed(token_source(**options), start=2), 1)
     function = as_feed(batch_of)
-    with pytest.raises(ValueError, match="'tokens', the present data are 'function'"):
+    with pytest.raises(ValueError, match="'tokens', but the current data are of type 'function'"):
         function.restore(state)
     function.restore({**state, "position": 5}, allow_other_data=True)
     assert number_of(next(function)) == 5
@@ -140,7 +140,7 @@ def test_skipping_says_so_and_only_when_it_happens(caplog: pytest.LogCaptureFixt
         next(as_feed(batch_of, start=9))
         assert not caplog.records
         next(as_feed(Loader(), start=12))
-    assert "reading and dropping 12 batches to return to the batch after step 12" in caplog.text
+    assert "discarding 12 batches to reach the batch after step 12" in caplog.text
 
 
 def test_iterators_end_and_empty_data_are_refused():
@@ -168,13 +168,13 @@ def endless():
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
-        (batch_of(1), "one batch with keys .'x'.; pass .batch."),
+        (batch_of(1), "a single batch with keys .'x'.; pass .batch."),
         ("corpus.txt", "as_source"),
         (None, "as_source"),
         (3, "batches is a int"),
         (
             (np.ones((8, 4)), np.ones(8)),
-            r"one batch, a tuple of arrays .8, 4., .8., .*pass .batch.",
+            r"single batch, a tuple of arrays .8, 4., .8., .*pass .batch.",
         ),
         (endless, r"generator function endless, .* such as batches=list\(endless\(\.\.\.\)\)"),
         (

@@ -108,7 +108,7 @@ def test_sizes_below_one_are_refused(options):
 
 @pytest.mark.parametrize("arguments", [(-1,), (0, 3, 2), (0, 0, 7), (0, -1)])
 def test_rows_outside_the_batch_are_refused(arguments):
-    with pytest.raises(ValueError, match=r"rows lie in \[0, 6\)"):
+    with pytest.raises(ValueError, match=r"rows within \[0, 6\)"):
         source_of(10).batch(*arguments)
 
 
@@ -139,7 +139,7 @@ def test_token_files_bring_their_tokenizer(tmp_path: Path):
     write_token_files(None, tmp_path / "t")
     sizes = {"seq_len": 8, "global_batch_size": 2}
     assert repr(as_source(tmp_path / "t", **sizes)[2]) == "ByteTokenizer()"
-    with pytest.raises(ValueError, match="not made with tokenizer='bpe:300'"):
+    with pytest.raises(ValueError, match="not with tokenizer='bpe:300'"):
         as_source(tmp_path / "t", tokenizer="bpe:300", **sizes)
     np.save(tmp_path / "plain.npy", np.arange(1000))
     train, _, tokenizer = as_source(tmp_path / "plain.npy", **sizes)

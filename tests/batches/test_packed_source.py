@@ -118,7 +118,9 @@ def test_a_position_of_other_data_is_refused(source, texts, tmp_path):
         with pytest.raises(ValueError, match="the data differ from those of the saved run"):
             as_feed(other).restore(state)
     plain, _, _ = as_source(np.arange(2000), seq_len=SEQ_LEN, global_batch_size=4)
-    with pytest.raises(ValueError, match="of type 'packed texts', the present data are"):
+    with pytest.raises(
+        ValueError, match=("of type 'packed texts', but the current data are of type")
+    ):
         as_feed(plain).restore(state)
 
 
@@ -218,14 +220,19 @@ def test_masks_of_a_folder_are_looked_at(tmp_path):
     sizes = {"seq_len": 16, "global_batch_size": 2}
     nothing = [(ids, ~asked) for ids, asked in texts]
     folder = write_texts(tmp_path / "zeros", nothing)
-    with pytest.raises(ValueError, match="none of its .* targets is part of .*--template FILE"):
+    with pytest.raises(
+        ValueError, match="none of its .* target tokens is part of .*--template FILE"
+    ):
         as_source(folder, **sizes)
     folder = write_texts(tmp_path / "late", texts[:50] + nothing[:10], validation_texts=10)
     with pytest.raises(ValueError, match="10 validation texts is part .*validation_fraction"):
         as_source(folder, **sizes)
     count = sum(len(ids) - 1 for ids, _ in texts)
     source = as_source(write_texts(tmp_path / "ones", texts), validation_fraction=0, **sizes)[0]
-    assert f"all {count} targets are trained on, those of questions too" in source.describe()
+    assert (
+        f"all {count} target tokens are trained on, including those of questions"
+        in source.describe()
+    )
     texts[7][1][1] = False
     source = as_source(write_texts(tmp_path / "few", texts), validation_fraction=0, **sizes)[0]
     assert "are trained on" not in source.describe()

@@ -86,7 +86,7 @@ def test_where_texts_end_is_read_from_the_tokenizer():
 
 
 def test_what_cannot_be_packed_is_refused():
-    with pytest.raises(ValueError, match="this one has none; use data.tokenizer=bpe:4096"):
+    with pytest.raises(ValueError, match="has none; use data.tokenizer=bpe:4096"):
         as_source(None, seq_len=8, global_batch_size=2, pack=True)
     with pytest.raises(ValueError, match="prepare them with `zerojax data prepare`"):
         as_source(np.arange(1000), seq_len=8, global_batch_size=2, pack=True)

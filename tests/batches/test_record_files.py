@@ -96,7 +96,7 @@ def test_a_saved_dataset_that_cannot_be_read_is_one_sentence(saved):
     with pytest.raises(ValueError, match=r"save dataset.flatten_indices\(\) instead"):
         saved_files(saved)
     change(state, _indices_data_files=None, _data_files=[{"filename": "../other.arrow"}])
-    with pytest.raises(ValueError, match=r"train/other.arrow' is missing, and state.json names it"):
+    with pytest.raises(ValueError, match="train/other.arrow' is listed in state.json, but missing"):
         saved_files(saved)
     change(state, _data_files=[])
     with pytest.raises(ValueError, match="lists no files; save the dataset again"):
@@ -105,7 +105,7 @@ def test_a_saved_dataset_that_cannot_be_read_is_one_sentence(saved):
     with pytest.raises(ValueError, match="is not valid JSON.*save the dataset again"):
         saved_files(saved)
     change(saved / "dataset_dict.json", splits=["test"])
-    with pytest.raises(ValueError, match=r"has the splits \['test'\] and none called 'train'"):
+    with pytest.raises(ValueError, match=r"has the splits \['test'\].*'train'"):
         saved_files(saved)
 
 

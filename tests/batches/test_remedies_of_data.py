@@ -278,7 +278,7 @@ def test_tokens_and_texts_of_a_tokenizer():
     Refusal("[MASK]", "[MASK]", known, known).check(tokenizer.id_of)
     Refusal([], "texts empty", "one", [["a"]]).check(tokenizer.encode_texts)
     limited = lambda length: tokenizer.encode_texts(["a"], max_length=length)  # noqa: E731
-    Refusal(1, "max_length=1 2", "more", [3]).check(limited)
+    Refusal(1, "max_length=1 2", "larger", [3]).check(limited)
     checked = lambda ids: checked_ids(ids, 4)  # noqa: E731
     Refusal([1.0], "float64", "integers", [[1]], TypeError).check(checked)
 

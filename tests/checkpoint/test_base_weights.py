@@ -175,7 +175,7 @@ def test_other_files_are_refused_with_the_way_out(change, what, theirs, saved, t
     assert not found.is_good
     if change is flip:
         assert [x.leaf for x in found.damages] == [str(told.value).split("'")[1]]
-        assert found.damages[0].what == f"is not what was saved ({place} has other values)"
+        assert found.damages[0].what == f"differs from what was saved ({place} has other values)"
     else:
         (damage,) = found.damages
         assert (damage.file, damage.leaf) == (str(place), None)

@@ -147,7 +147,8 @@ def test_a_flipped_bit_of_an_array_names_leaf_and_file_on_any_mesh(run: Path, de
     flip(path, place + 3, 7)
     name = re.escape(str(path.relative_to(run / "3")))
     text = (
-        rf"^checkpoint \S+/3 is damaged: 'a/kernel' is not what was saved; {name} does not match"
+        r"^checkpoint \S+/3 is damaged: 'a/kernel' differs from what was saved; "
+        rf"{name} does not match"
         r" its checksum; step 2 is used in its place; the next save renames its folder 3\.damaged$"
     )
     assert_is_step(restore_with_warning(run, text, devices), 2)
@@ -317,7 +318,7 @@ def test_wrong_values_in_good_files_are_no_secret(run: Path) -> None:
     about.fingerprints["b/bias"] = "0" * 16
     metadata.write_metadata(run / "3", about)
     assert path.exists()
-    text = "'b/bias' is not what was saved; all files match their checksums; step 2"
+    text = "'b/bias' differs from what was saved; all files match their checksums; step 2"
     assert_is_step(restore_with_warning(run, text), 2)
 
 
@@ -334,7 +335,7 @@ def test_only_what_is_read_is_compared(run: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "cause"),
-    [("x", "one of them has computed something wrong"), ("extras/seen", "the model writes")],
+    [("x", "one device has computed a wrong value"), ("extras/seen", "the model writes")],
 )
 def test_copies_that_differ_are_not_saved(tmp_path: Path, name: str, cause: str) -> None:
     """A model's own state may differ without a fault of a device."""

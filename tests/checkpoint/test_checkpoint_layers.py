@@ -86,7 +86,7 @@ def test_a_stack_that_is_another_is_refused_with_its_last_layer(saved, stacks, m
     monkeypatch.setattr(layers, "_read", changed)
     for index in range(LAYERS - 1):
         layers.layer(index)
-    with pytest.raises(DamagedError, match="'params/rows' is not what was saved; export"):
+    with pytest.raises(DamagedError, match="'params/rows' differs from what was saved; export"):
         layers.layer(LAYERS - 1)
 
 

@@ -568,7 +568,7 @@ def test_sweeps(tmp_path):
     with store_at(tmp_path) as store:
         sweep = store.sweep()
         next(sweep)
-        refused_store(lambda: read(store), tmp_path, "end")
+        refused_store(lambda: read(store), tmp_path, "finish")
         assert len(list(sweep)) == 1
         fill(store)
         for bucket in store.sweep():
@@ -578,7 +578,7 @@ def test_sweeps(tmp_path):
         ordered = lambda order: list(store.sweep(order=order))  # noqa: E731
         Refusal([2], "2", "0 1", [[1]]).check(ordered)
         twice = store.sweep(order=[1, 1])
-        refused(next(twice).write, ["bucket 1"], "visits it once", error=StoreError)
+        refused(next(twice).write, ["bucket 1"], "whose order has it once", error=StoreError)
         twice.close()
 
 

@@ -113,7 +113,7 @@ def test_an_order_may_go_there_and_back(tmp_path, durable):
             assert np.array_equal(bucket.array.view(np.uint64), expected(index, 1))
         sweep = store.sweep(order=order)
         assert next(sweep).index == 0
-        with pytest.raises(StoreError, match="bucket 1 comes more than once"):
+        with pytest.raises(StoreError, match="bucket 1 occurs more than once"):
             next(sweep).write()
         sweep.close()
         assert wrong_buckets(store) == []

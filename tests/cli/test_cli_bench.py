@@ -52,7 +52,7 @@ def test_a_line_for_each_number_of_threads(tmp_path, capsys):
     kept = measured_disk(tmp_path)
     assert kept is not None
     assert round(kept.both / 1e9, 2) == best
-    assert lines[-1].startswith(f"kept for plans: {disk_name(tmp_path)}, in ")
+    assert lines[-1].startswith(f"stored for `zerojax plan`: {disk_name(tmp_path)}, in ")
 
 
 def test_rates_as_json_keep_every_number(tmp_path, capsys, monkeypatch):

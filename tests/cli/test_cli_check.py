@@ -99,7 +99,7 @@ def test_a_script_without_a_call_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"calls none of zerojax\.train.*zerojax check .*NAME"):
         check_targets.parts_of_script(str(path), steps=1)
     path.write_text("raise SystemExit(3)")
-    with pytest.raises(ValueError, match=r"ended \(3\) before it gave zerojax a model"):
+    with pytest.raises(ValueError, match=r"ended \(3\) before it passed a model to zerojax"):
         check_targets.parts_of_script(str(path), steps=1)
 
 

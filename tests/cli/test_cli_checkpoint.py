@@ -109,7 +109,7 @@ def test_list_shows_steps_sizes_and_what_is_left(run, capsys):
     assert lines[1].endswith("ok")
     assert "damaged: arrays/" in lines[3]
     assert "1 bytes instead of" in lines[3]
-    assert "40.partial-1 (4 B): being written, or left by" in out
+    assert "40.partial-1 (4 B): a save in progress, or" in out
     assert "5.expired" in out
     assert "20.damaged" in out
     assert "3 steps" in lines[-1]
@@ -160,18 +160,18 @@ def test_an_action_is_needed_and_a_wrong_one_is_told(capsys):
 def test_verify_names_leaf_and_file(run, capsys):
     code, out, _ = call(capsys, "verify", run)
     assert code == 0
-    assert out.startswith("step 30: good; ")
-    assert out.endswith(" and 7 arrays are what was saved\n")
+    assert out.startswith("step 30: intact; ")
+    assert " and 7 arrays " in out
     path = flip_a_bit(run / "checkpoints" / "20", "embed/kernel")
     code, out, _ = call(capsys, "verify", run, "20")
     assert code == 1
     assert "step 20: damaged" in out
     assert str(path.relative_to(run / "checkpoints" / "20")) in out
-    assert "'params/embed/kernel' is not what was saved" in out
+    assert "'params/embed/kernel' differs from what was saved" in out
     code, out, _ = call(capsys, "verify", run, "--all")
     assert code == 1
-    assert "step 10: good" in out
-    assert "step 30: good" in out
+    assert "step 10: intact" in out
+    assert "step 30: intact" in out
     assert call(capsys, "verify", run / "checkpoints" / "30")[0] == 0
     code, out, _ = call(capsys, "verify", run, "--all", "--json")
     assert [one["good"] for one in json.loads(out)] == [True, False, True]
@@ -281,7 +281,7 @@ def test_export_refuses_damage_and_leaves_nothing(run, tmp_path, capsys):
     flip_a_bit(run / "checkpoints" / "30", "embed/kernel")
     code, _, error = call(capsys, "export", run, tmp_path / "out")
     assert code == 1
-    assert "'params/embed/kernel' is not what was saved; export an earlier step" in error
+    assert "'params/embed/kernel' differs from what was saved; export an earlier step" in error
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / "out.partial").exists()
     assert call(capsys, "export", run, "20", tmp_path / "out")[0] == 0
@@ -323,7 +323,7 @@ def test_prune_says_what_it_deletes(run, capsys):
     code, out, _ = call(capsys, "prune", run, "--keep", "2")
     assert code == 0
     assert out.startswith(f"deleted step 10 ({size / 1024:.1f} KiB)")
-    assert "steps that stay: 20, 30" in out
+    assert "kept steps: 20, 30" in out
     assert sorted(os.listdir(folder)) == ["20", "30"]
 
 

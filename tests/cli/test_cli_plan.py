@@ -216,7 +216,7 @@ def test_search_prints_the_table_and_the_commands(scale, forecasts, monkeypatch,
     assert out.startswith("SEARCH: ")
     if scale == 1:
         assert "its run:  " in out
-        chosen = next(line for line in out.splitlines() if line.startswith("its page: "))
+        chosen = next(line for line in out.splitlines() if line.startswith("its plan page: "))
         again = chosen.partition(" plan ")[2].split()
         assert {"--gpu", "h100", "--devices", "4", "mesh.data=-1"} <= set(again)
         assert build_parser().parse_args(["plan", *again]).devices == 4
@@ -319,14 +319,14 @@ def test_a_search_that_finds_nothing_goes_on_with_offload(monkeypatch, capsys):
         (["--devices", "5"], "not divisible by 5 data shards"),
         (["num_microbatches=8"], "use num_microbatches=4 or global_batch_size=64"),
         (["--budget", "0", "--search"], "--budget 0"),
-        (["--search", "--no-compile"], "--no-compile forbids it"),
+        (["--search", "--no-compile"], "--no-compile disables it"),
         (["zero=7"], "is not valid; use 0, 1, 2 or 3"),
         (["--gpus", "h100"], "unrecognized arguments: --gpus"),
         (["vocab_size=null", "data.path=no/such/tokens.bin"], "set model.vocab_size"),
         (["stage=2", "mesh.pipeline_schedule=1f2b"], "did you mean '1f1b'"),
         (
             ["stage=2", "mesh.pipeline_schedule=none.csv"],
-            "none.csv: No such file or directory; give",
+            "none.csv: No such file or directory; pass",
         ),
         (["stage=3"], "does not divide the 8 devices"),
     ],

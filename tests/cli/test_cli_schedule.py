@@ -95,7 +95,10 @@ def test_a_mistake_in_a_table_names_file_line_and_operation(capsys, tmp_path):
     path = tmp_path / "mine.csv"
     path.write_text("F0,.\nF1,F0+B0\nB1,F1+B1\nB0,.\n")
     text = complaint(capsys, str(path))
-    assert f"{path}:3: tick 2, stage 0: B1 needs B1 of stage 1, which is at tick 2" in text
+    assert (
+        f"{path}:3: tick 2, stage 0: B1 needs the result of B1 of stage 1, which runs at tick 2"
+        in text
+    )
     assert "put B1 at tick 3 or later" in text
 
 

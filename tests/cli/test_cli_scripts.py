@@ -176,7 +176,7 @@ def test_a_search_prints_the_words_that_plan_and_train_a_script(tmp_path, monkey
     script = write(tmp_path, TRAIN)
     where = ["--gpu", "h100", "--devices", "8"]
     assert main(["plan", script, *where, "--search"]) == 0
-    page = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("its page: "))
+    page = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("its plan page: "))
     words = [word for word in page.split() if "=" in word]
     plan = plan_of_script(script, words, 8)
     assert f"num_microbatches={plan.num_microbatches}" in words

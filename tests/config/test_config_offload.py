@@ -79,7 +79,7 @@ MISTAKES = [
     ),
     ({"opt_state": {"host": 1.5, "device": -0.5}}, "1.5 is not a share of host"),
     ({"opt_state": {"host": True}}, "True is not a share of host"),
-    ({"opt_state": [["host", 0.5], ["host", 0.5]]}, "'host' is given twice; add its shares up"),
+    ({"opt_state": [["host", 0.5], ["host", 0.5]]}, "'host' is listed twice"),
     ({"opt_state": ["host", "nvme"]}, "'host' is not a pair of tier and share"),
     ({"opt_state": {}}, "is not a tier; use device, host, nvme"),
     ({"opt_state": 3}, "3 is not a tier; use device, host, nvme, or {device: 0.4, host: 0.6}"),

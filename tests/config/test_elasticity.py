@@ -79,8 +79,8 @@ def test_no_other_candidate_suits_more_counts():
 @pytest.mark.parametrize(
     ("settings", "per_shard", "sentence"),
     [
-        ({"micro_batch_sizes": ()}, 1, "one or more numbers"),
-        ({"micro_batch_sizes": (0, 2)}, 1, "one or more numbers"),
+        ({"micro_batch_sizes": ()}, 1, "must be a list of integers >= 1"),
+        ({"micro_batch_sizes": (0, 2)}, 1, "must be a list of integers >= 1"),
         ({"micro_batch_sizes": (2, 3000)}, 1, "above max_global_batch_size (2000)"),
         ({"min_devices": 9, "max_devices": 8}, 1, "is below min_devices (9)"),
         ({"devices_per_node": 6}, 4, "use a multiple of 4"),

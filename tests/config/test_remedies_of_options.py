@@ -135,7 +135,7 @@ FILES = {
     "run_dir: 2024-99-99\n": ("2024-99-99", "quotes", 'run_dir: "2024-99-99"\n'),
     "run_dir: 5\n": ("run_dir 5", "quotes", 'run_dir: "5"\n'),
     "freeze: &a [embed, *a]\n": ("*a", "", "freeze: [embed]\n"),
-    "freeze: " + "[" * 200 + "]" * 200: ("64", "flat", "freeze: []\n"),
+    "freeze: " + "[" * 200 + "]" * 200: ("64", "fewer", "freeze: []\n"),
 }
 
 

@@ -196,7 +196,7 @@ def test_a_router_that_is_another_is_refused_by_name(name, value):
 
 def test_a_router_of_ones_own_is_said_by_the_model_alone():
     own = lambda rngs: Unknown(rngs)  # noqa: E731
-    with pytest.raises(ConfigError, match="no zerojax.config.MoEConfig .*take this key out"):
+    with pytest.raises(ConfigError, match="no zerojax.config.MoEConfig .*remove this key"):
         zerojax.initialize(own, file(on(autoep_size=2, top_k=2)))
 
 

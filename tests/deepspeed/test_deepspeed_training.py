@@ -94,11 +94,11 @@ def test_a_file_trains_as_the_settings_that_it_means(path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"batches": batches(8)}, "say 8; a batch of zerojax holds all rows"),
+        ({"batches": batches(8)}, "have 8; in zerojax a batch has all rows"),
         ({"num_microbatches": 4}, "num_microbatches is 4"),
-        ({"global_batch_size": 8}, "say 8"),
+        ({"global_batch_size": 8}, "have 8"),
         ({"log": LogConfig(every=7)}, "log.every=7"),
-        ({"optimizer": zerojax.adamw(1e-3)}, "optimizer= is another"),
+        ({"optimizer": zerojax.adamw(1e-3)}, "remove one of them"),
         ({"precision": "fp16", "mesh": {"bf16": {"enabled": True}}}, "precision='fp16'"),
         (
             {

@@ -326,7 +326,7 @@ def test_what_is_no_file(tmp_path):
             "",
             '{"train_batch_size": 8}',
         ),
-        ('{"a": ' * 500 + "1" + "}" * 500, "64", "flat", '{"train_batch_size": 8}'),
+        ('{"a": ' * 500 + "1" + "}" * 500, "64", "fewer", '{"train_batch_size": 8}'),
     ],
     ids=["list", "nan", "twice", "deep"],
 )

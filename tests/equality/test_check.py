@@ -217,7 +217,7 @@ def test_the_line_of_refused_state_is_named(monkeypatch):
     result = found_here(cases.LastSeen, cases.mean, monkeypatch, only=[LAST])
     refused, reason = result.reasons
     assert refused.kind == "refused"
-    assert "zerojax.check names the line" in refused.sentence
+    assert "zerojax.check prints the line" in refused.sentence
     assert reason.kind == "integers"
     assert "self.most[...] = jnp.max" in reason.where
 
@@ -335,8 +335,8 @@ def test_a_sentence_is_told_once_whatever_its_numbers(monkeypatch):
 
 
 def test_noise_in_evaluation_mode_is_told():
-    assert "draw none there" in dropout_reason(quiet=False).remedy
-    assert "draw none" not in dropout_reason(quiet=True).remedy
+    assert "draw no random numbers" in dropout_reason(quiet=False).remedy
+    assert "draw no random" not in dropout_reason(quiet=True).remedy
 
 
 def test_a_loss_that_is_not_finite_is_told(monkeypatch):

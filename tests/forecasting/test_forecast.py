@@ -158,7 +158,7 @@ def test_the_fast_options_change_neither_memory_nor_traffic_and_the_page_names_t
     assert fast.compiler == f"{full.compiler}, fast options"
     assert "nvidia-cuda-nvcc" in full.compiler
     assert ", fast options (" in " ".join(fast.page().split())
-    assert "the GPU tries Triton and cuBLAS for each product" in " ".join(full.page().split())
+    assert "the GPU measures Triton and cuBLAS for each product" in " ".join(full.page().split())
 
 
 def test_what_the_programs_text_does_not_name_is_in_the_key(monkeypatch):

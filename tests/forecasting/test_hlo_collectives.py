@@ -72,7 +72,7 @@ def test_groups_of_512_devices_are_numpys():
 
 
 def test_other_spellings_are_refused():
-    with pytest.raises(ValueError, match=r"replica_groups='V9\(8\)' is a notation"):
+    with pytest.raises(ValueError, match=r"replica_groups='V9\(8\)' has an unknown notation"):
         read_groups("V9(8)", 8)
     with pytest.raises(ValueError, match="is not a mesh with axes such as"):
         read_groups("mesh(8)", 8)

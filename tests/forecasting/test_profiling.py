@@ -243,10 +243,10 @@ def test_a_page_without_a_trace_or_a_peak_says_so():
         )
     )
     assert "250 ms per step" in text
-    assert "MFU not known: no peak of 'cpu' is published" in text
+    assert "MFU unknown: no published peak for 'cpu'" in text
     assert "    50.000 ms  20.0%  waiting for data" in text
-    assert "  1500.000 ms         one save, until steps go on" in text
-    assert "the trace holds none" in text
+    assert "  1500.000 ms         one save, until training continues" in text
+    assert "the trace has no operations" in text
     assert "     1.00B    2.00B        - 100.0%  w" in text
 
 

@@ -123,7 +123,7 @@ def test_no_more_than_the_plans_own_is_ever_left():
         found = run(compiler)
         assert found.words == ()
         assert found.after == found.before == 0.1
-        assert "Buckets as they are: 100 ms of the wire not hidden" in found.sentence
+        assert "Buckets as they are: 100 ms of communication time not hidden" in found.sentence
         assert {trial.status for trial in found.trials} <= {BEATEN, NOT_TRIED}
 
 
@@ -229,7 +229,7 @@ def test_page_words_and_json_have_the_choice():
     page = search_page(result)
     assert max(map(len, page.splitlines())) <= 100
     assert f"reduce_bucket_size={half}*" in page
-    assert "leaves 60 instead of 100 ms of the wire not hidden" in " ".join(page.split())
+    assert "leaves 60 instead of 100 ms of communication time not hidden" in " ".join(page.split())
     values = json.loads(json.dumps(search_dict(result)))
     assert values["buckets"]["after"] == 0.06
     assert values["words"][-1] == f"mesh.reduce_bucket_size={half}"

@@ -66,7 +66,10 @@ def test_what_decides_a_program_is_named(monkeypatch):
 
 @pytest.mark.parametrize(
     ("count", "match"),
-    [(0, "at least 1 GPU"), (12, r"devices=12 does not fill nodes of 8 .*; use 8 or 16")],
+    [
+        (0, "at least 1 GPU"),
+        (12, r"devices=12 is not a multiple of the node size 8 .*; use 8 or 16"),
+    ],
 )
 def test_device_counts_that_make_no_nodes(monkeypatch, count, match):
     monkeypatch.setattr(compile_client, "missing", lambda: None)
@@ -259,7 +262,7 @@ def test_steps_with_host_memory_are_compiled_with_the_guard():
     chosen, dropped = choose_options(mesh, regather=True, unrolled=True)
     assert chosen == {}
     (why,) = (dropped[name] for name in PREFETCH_OPTIONS)
-    assert why == "layers outside of loops would all be gathered for the next microbatch as well"
+    assert why == "layers outside of loops would all be gathered for the next microbatch, too"
     chosen, dropped = choose_options(mesh, regather=True, on_host=True)
     assert chosen.keys() | dropped.keys() == {*compile_client.HOST_OPTIONS, *PREFETCH_OPTIONS}
 

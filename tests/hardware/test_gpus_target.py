@@ -197,7 +197,9 @@ def test_accelerated_features_belong_to_hopper_and_blackwell_servers():
 
 
 def test_a_card_without_a_description_says_what_to_do():
-    with pytest.raises(ValueError, match=r"gpu='a30' has no description .*base: a30.*h100\.yaml"):
+    with pytest.raises(
+        ValueError, match=r"gpu='a30' has no compiler description.*base: a30.*h100\.yaml"
+    ):
         target_text(find_gpu("a30"))
 
 

@@ -329,7 +329,7 @@ def linen_loss(model, batch):
 )
 def test_statistics_move_in_training_and_are_used_in_evaluation(model, loss, mean):
     plan = plan_for(model, zero=3, loss=loss, batch=regression_batch, persistence_threshold=20)
-    assert any("carried besides parameters" in reason for reason in plan.reasons)
+    assert any("non-parameter state" in reason for reason in plan.reasons)
     batch = jax.device_put(regression_batch(0), plan.batch_sharding)
     state, step, evaluate = init_state(plan), build_step(plan), build_evaluation(plan)
     first = evaluate(state, batch)

@@ -60,5 +60,5 @@ def test_a_state_with_a_key_of_another_kind_than_its_plans_is_not_saved(tmp_path
     with jax.default_prng_impl("rbg"):
         trainer.state = zerojax.init_state(trainer.plan)
     trainer.num_steps = 2
-    with pytest.raises(ValueError, match=r"\['rng'\] has 4 numbers and keys of the plan have 2"):
+    with pytest.raises(ValueError, match=r"\['rng'\] has 4 numbers, but keys of the plan have 2"):
         trainer.save()

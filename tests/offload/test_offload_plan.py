@@ -342,7 +342,7 @@ def test_the_forecast_shows_it_and_counts_its_time(monkeypatch):
     assert re.search(r"\n    a machine with 8 GPUs needs \S+ MiB of host memory\n", page)
     assert "link at 64 GB/s and 64 GB/s (as published for NVIDIA H200 SXM 141 GB)" in page
     assert re.search(r"\n  offload +\d+\.\d+  the update's link", page)
-    assert "last as long with" in page
+    assert "take as long as the transfers with" in page
     values = json.loads(json.dumps(forecast.as_dict()))["offload"]
     assert values["hiding"]["tokens"] == offload.hiding.tokens
 
@@ -386,7 +386,7 @@ def test_offload_is_proposed_and_what_it_frees():
     plan = offload_plan(zero=3)
     found = remedies(plan)
     state = sum(role_tiers(plan)[role][DEVICE] for role in ("master weights", "optimizer state"))
-    assert "are kept in host memory" in found["mesh.offload.opt_state=host"]
+    assert "move to host memory" in found["mesh.offload.opt_state=host"]
     assert f"saves about {state / 1024:.1f} KiB" in found["mesh.offload.opt_state=host"]
     assert "as published for" in found["mesh.offload.opt_state=host"]
     assert "mesh.offload.params=host" not in found, "masters go first"

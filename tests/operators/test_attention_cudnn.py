@@ -211,7 +211,7 @@ def test_the_compute_capability_decides():
         for capability in (7.0, 8.0, 8.9, 9.0, 10.0, 12.0)
     }
     assert {capability for capability, why in found.items() if why is None} == {9.0, 10.0}
-    assert found[7.0] == "it needs compute capability 8.0 or newer, not 7.0"
+    assert found[7.0] == "cuDNN attention needs compute capability 8.0 or newer, not 7.0"
 
 
 # --- programs for GPUs ----------------------------------------------------------------------------
@@ -324,4 +324,4 @@ def test_a_forecast_names_what_is_not_counted(monkeypatch):
         )
         for name in ("auto", "chunked")
     ]
-    assert ["its workspace is not" in page for page in pages] == [True, False]
+    assert ["not its workspace" in page for page in pages] == [True, False]

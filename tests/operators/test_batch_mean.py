@@ -241,7 +241,7 @@ def test_a_sum_and_a_weight_of_the_whole_batch():
     assert_equal(run(loss=whole_pair, zero=2, steps=6).losses, plain_losses(pair_loss))
     plan = plan_of(loss=functools.partial(whole_pair, rule=clipped))
     assert plan.traced.batch_weight is None
-    assert any("the model or on all pieces of the batch" in reason for reason in plan.reasons)
+    assert any("the model or on the whole batch" in reason for reason in plan.reasons)
 
 
 RULES = [("experts", (None, None, None, "model")), ("scale", (None, "model"))]
@@ -549,14 +549,17 @@ def test_the_bytes_said_are_those_of_the_compiled_step(remat, count):
 
 
 REFUSED = {
-    "rows": (lambda p, x: zerojax.batch_mean(x) @ p["head"], "still has the 4 rows of one device"),
+    "rows": (
+        lambda p, x: zerojax.batch_mean(x) @ p["head"],
+        ("has a dimension of the 4 rows of one device"),
+    ),
     "rows of a sum": (
         lambda p, x: zerojax.batch_sum(x @ p["head"]),
         r"zerojax.batch_sum\(jnp.sum\(x, axis=0\)\)",
     ),
     "no batch": (
         lambda p, x: x @ (p["head"] + zerojax.batch_sum(jnp.sum(p["head"]))),
-        "not from the batch.*each of 8 devices",
+        "not on the batch.*each of 8 devices",
     ),
 }
 

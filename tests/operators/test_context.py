@@ -342,7 +342,7 @@ def test_an_order_and_its_inverse(devices):
 
 
 def test_a_length_that_does_not_divide_is_refused_with_those_that_do():
-    with pytest.raises(ValueError, match="100 tokens do not divide into 16 parts; use 96 or 112"):
+    with pytest.raises(ValueError, match="100 tokens are not divisible by 16 parts; use 96 or 112"):
         order_of_tokens("zigzag", 100, 8)
 
 
@@ -394,8 +394,12 @@ def test_auto_takes_what_sends_least_within_a_node_and_the_ring_between_nodes():
 @pytest.mark.parametrize(
     ("asked", "changed", "words"),
     [
-        ("ulysses", {"heads": 12, "kv_heads": 12}, "12 heads do not divide .* use context=6, or"),
-        ("ulysses", {"tokens": 100}, "100 tokens do not divide .* use sequences of 96 or 104 "),
+        (
+            "ulysses",
+            {"heads": 12, "kv_heads": 12},
+            ("12 heads are not divisible .* use context=6, or"),
+        ),
+        ("ulysses", {"tokens": 100}, "100 tokens are not divisible .* use sequences of 96 or 104 "),
         ("ring", {"tokens": 104}, "into 16 parts .*context=8.* use sequences of 96 or 112 "),
         ("ring", {"causal": False}, "causal attention.*use context_parallel='ulysses' or"),
         ("allgather", {"tokens": 6}, "into 8 parts .* use sequences of 8 tokens"),
@@ -423,5 +427,5 @@ def test_repeated_heads_divide():
 
 def test_ulysses_itself_refuses_heads_that_do_not_divide():
     arrays = [drawn(4, 32, 3, 4, seed=1)] * 4
-    with pytest.raises(ValueError, match="3 heads do not divide over 2 devices; use"):
+    with pytest.raises(ValueError, match="3 heads are not divisible by 2 devices; use"):
         split("ulysses", 2, arrays, {"causal": True})

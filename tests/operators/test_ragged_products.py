@@ -64,7 +64,7 @@ def test_a_plan_for_h100_says_what_it_costs():
     # Of WIDTH x WIDTH with experts, WIDTH x 8 with the router in each layer, and the head.
     one, router, head = WIDTH * WIDTH * LAYERS, WIDTH * 8 * LAYERS, WIDTH * HIDDEN
     assert f"{one / (one + router + head):.0%} of the FLOPs" in reason
-    assert "equal rows per expert" in reason
+    assert "same number of rows for each expert" in reason
 
 
 def test_one_group_and_other_devices_are_not_told():

@@ -143,7 +143,7 @@ def test_the_update_at_which_beta1_reaches_one_is_named():
         ("LRRangeTest", {"lr_range_test_step_size": 0}, "must be above 0"),
         ("OneCycle", {"cycle_max_lr": 1.0}, "cycle_min_lr: OneCycle needs this key"),
         ("OneCycle", CYCLE | {"cycle_max_mom": 1.0}, "must be in \\[0, 1\\)"),
-        ("OneCycle", CYCLE | {"cycle_max_lr": [1.0, 2.0]}, "one group; give one number"),
+        ("OneCycle", CYCLE | {"cycle_max_lr": [1.0, 2.0]}, "single group; give one number"),
         ("OneCycle", CYCLE | {"cycle_first_stair_count": 2**30}, "below 2\\*\\*31"),
     ],
 )

@@ -236,7 +236,7 @@ def test_a_run_is_read_back_with_its_average(run, mesh):
     assert ", step 4 (ema), GPT2 on " in repr(loaded)
     assert loaded.evaluate()["loss"] == pytest.approx(run.losses["ema"], rel=SUMS)
     assert differing(named(loaded.to_model()), run.average) == []
-    with pytest.raises(ValueError, match="weights='ema', but the run keeps no average"):
+    with pytest.raises(ValueError, match="weights='ema', but the run stores no average"):
         zerojax.to_hugging_face(loaded, run.folder / "never", weights="ema")
 
 
@@ -306,7 +306,7 @@ def test_a_run_that_is_resumed_says_where_its_average_begins(tmp_path, capsys):
 @pytest.mark.thorough
 def test_where_there_is_none_it_is_refused_with_what_to_write(tmp_path, capsys):
     trainer = zerojax.train(gpt2, {"zero": 1}, checkpoint=tmp_path / "run", **SETTINGS)
-    message = r"weights='ema', but the run keeps no average.*optimizer\.ema_decay"
+    message = r"weights='ema', but the run stores no average.*optimizer\.ema_decay"
     for ask in (
         lambda: trainer.evaluate(weights="ema"),
         lambda: trainer.to_model(weights="ema"),
@@ -359,7 +359,7 @@ def test_an_engine_keeps_one_and_says_where_it_begins(tmp_path, capsys):
     with engine(PLAIN) as plain:
         plain.train_batch(BATCHES[0])
         plain.save_checkpoint(tmp_path / "plain")
-        with pytest.raises(ValueError, match="the run keeps no average"):
+        with pytest.raises(ValueError, match="the run stores no average"):
             plain.to_model(weights="ema")
     with engine(ADAMW) as kept:
         kept.load_checkpoint(tmp_path / "plain")

@@ -316,12 +316,12 @@ DESCRIPTIONS = [
     (
         LossScale(hysteresis=1, factor=3, initial=1000),
         "dynamic loss scale from 1000: times 3 after 1,000 finite steps, divided by 3 at every "
-        "overflow, between 1 and 2^32, not all powers of two: it rounds",
+        "overflow, between 1 and 2^32, not all powers of two, so scaling rounds",
     ),
     (LossScale(static=128), "static loss scale 2^7; overflows skip the step"),
     (
         LossScale(static=1000),
-        "static loss scale 1000 (no power of two: it rounds); overflows skip the step",
+        "static loss scale 1000 (not a power of two, so scaling rounds); overflows skip the step",
     ),
 ]
 

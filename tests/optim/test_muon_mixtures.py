@@ -108,8 +108,8 @@ def test_a_plan_says_where_a_split_is_wrong():
     other = {"layers/0/experts/up": MuonDimensionNumbers(0, 2)}
     own = zerojax.muon(0.02, dimensions=lambda params: _stated(params, other))
     lines = "\n".join(plan_for(mixture(), optimizer=own).reasons)
-    assert "takes layers/*/experts/up with rows 0 and columns 2" in lines
-    assert "multiplies rows (1,) and columns (2,)" in lines
+    assert "treats layers/*/experts/up as matrices with rows 0 and columns 2" in lines
+    assert "uses rows (1,) and columns (2,)" in lines
 
 
 def _stated(params, dims):

@@ -538,7 +538,7 @@ def test_the_program_after_the_warm_up_sends_what_the_plan_says(zero):
     (_, of_devices), size = kept_of(plan, plan.abstract_state), 4 * (rows if zero else whole)
     shards = (x.sharding.shard_shape(x.shape) for x in of_devices[FRESH].values())
     assert sum(map(math.prod, shards)) * 4 == size
-    assert f"rebuilds from momentum, {zerojax.tracing.trees.format_bytes(size)} on each" in said
+    assert f"reconstructs from momentum, {zerojax.tracing.trees.format_bytes(size)} on each" in said
 
 
 @pytest.mark.gpu_programs
@@ -594,9 +594,9 @@ def test_what_signs_cannot_go_with_is_refused(options, said):
     ("options", "error", "said"),
     [
         ({"freeze_step": 0}, ValueError, "without a warm-up there is no second moment"),
-        ({"b1": lambda count: 0.9}, TypeError, "one_bit_lamb: b1 is a function"),
-        ({"coeff_beta": 1.0}, ValueError, r"coeff_beta=1.0 has to be in \[0, 1\)"),
-        ({"factor_threshold": 0}, ValueError, "factor_threshold=0 has to be in"),
+        ({"b1": lambda count: 0.9}, TypeError, "one_bit_lamb: b1 must be a number"),
+        ({"coeff_beta": 1.0}, ValueError, r"coeff_beta=1.0 must be in \[0, 1\)"),
+        ({"factor_threshold": 0}, ValueError, "factor_threshold=0 must be in"),
         ({"factor_min": 5.0}, ValueError, "factor_min=5.0 and factor_max=1.3 must be above 0"),
         ({"min_coeff": 0}, ValueError, "min_coeff=0 and max_coeff=2.0 must be above 0"),
         ({"impl": "cuda"}, ValueError, "cuda"),
@@ -672,10 +672,10 @@ def test_a_block_of_deepspeed_means_its_own_update():
     ("changes", "said"),
     [
         ({"freeze_step": 0}, "freeze_step=0.*must be at least 1"),
-        ({"amsgrad": True}, "no maximum of second moments is kept"),
+        ({"amsgrad": True}, "AMSGrad is not supported"),
         ({"max_grad_norm": 1.0}, '"gradient_clipping": 1.0'),
         ({"factor_min": 8.0}, "factor_min=8.0 and factor_max=3.0 must be above 0"),
-        ({"coeff_beta": 1.5}, r"coeff_beta=1.5 has to be in \[0, 1\)"),
+        ({"coeff_beta": 1.5}, r"coeff_beta=1.5 must be in \[0, 1\)"),
     ],
 )
 def test_what_a_block_cannot_say_is_refused(changes, said):

@@ -179,7 +179,7 @@ def test_what_cannot_work_is_refused():
     cut = grads | {"head/kernel": grads["head/kernel"][1:]}
     with pytest.raises(ValueError, match="differ in shape"):
         tx.apply(cut, state, params, context_of(0))
-    with pytest.raises(ValueError, match="b2=1.5 has to be in"):
+    with pytest.raises(ValueError, match="b2=1.5 must be in"):
         adam8bit(1e-2, b2=1.5)
     with pytest.raises(ValueError, match="impl='triton' is not one of"):
         adam8bit(1e-2, impl="triton")

@@ -74,7 +74,7 @@ def test_description():
         (
             lambda: Precision(param_dtype=jnp.float16),
             ValueError,
-            "param_dtype=float16 loses small values for good",
+            "param_dtype=float16 loses small values permanently",
         ),
         (
             lambda: Precision(loss_scale=LossScale()),

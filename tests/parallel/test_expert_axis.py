@@ -515,7 +515,7 @@ def test_what_a_program_does_besides_is_refused():
     }.items():
         refused(words, lambda rngs, way=way: Regression(rngs, way))
     assert plan_for(lambda rngs: Regression(rngs, "plain"), mesh={"expert": 2}).placement
-    refused("calls no zerojax.experts", llama(MoEConfig()))
+    refused("never calls zerojax.experts", llama(MoEConfig()))
 
 
 @pytest.mark.thorough

@@ -415,7 +415,8 @@ def test_each_device_has_columns_and_the_plan_says_what_it_sends():
     assert leaf.asked == Asked(rows=64)
     # 7 of 8 parts of 64 rows of 64 bytes, there and back, for a gather and a scatter of the table.
     assert (
-        f"lookup=owners: {TABLE} is never gathered, nor is its gradient: rows are sent, 7.0 KiB "
+        f"lookup=owners: {TABLE} is never gathered, and only rows of it and "
+        "of its gradient are sent, 7.0 KiB "
         "sent by each device in a step instead of 70.0 KiB"
     ) in plan.reasons
     page = plan.explain(TABLE)
@@ -494,9 +495,9 @@ def says(words, model=None, *, batch=None, **options):
 def test_the_plan_says_why_a_table_is_gathered_all_the_same():
     """From the traced loss, not from names."""
     says("it goes into `transpose`, which needs all of it, as a tied", reader(way="tied"))
-    says("changes nothing: the loss takes rows of no parameter", reader(way="computed"))
-    says("changes nothing: zero=0 leaves tables whole", zero=0)
-    says("changes nothing: the data axis has one device", devices=1)
+    says("has no effect: the loss looks up rows of no parameter", reader(way="computed"))
+    says("has no effect: zero=0 does not shard tables", zero=0)
+    says("has no effect: the data axis has one device", devices=1)
     says("data=8 does not divide its 12 columns", reader(width=12))
     says("fewer elements than persistence_threshold 20000", persistence_threshold=20_000)
     more = "the rows of a step are 128.0 KiB, the table and its gradient 80.0 KiB"

@@ -427,7 +427,7 @@ def test_an_average_of_the_weights_is_evaluated_as_it_is():
     ("options", "said"),
     [
         ({"zero": 0}, "zero=0 gathers none; use zero=1 or 2, or wire.weights=compute"),
-        ({"zero": 3}, "with zero=3 there is none; use zero=1 or 2, or wire.weights=int8"),
+        ({"zero": 3}, "zero=3 stores none; use zero=1 or 2, or wire.weights=int8"),
         ({"wire": {"secondary": True}}, "wire.secondary=true needs weights that are gathered on"),
         ({"deterministic": "mesh"}, "delta_int4 with deterministic=mesh is not supported"),
         ({"offload": {"opt_state": "host"}}, "delta_int4 with offload is not supported"),

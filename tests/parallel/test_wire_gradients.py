@@ -222,7 +222,7 @@ def test_devices_of_one_process_are_one_node():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"zero": 0}, "with zero=0 every device keeps whole ones; use zero=1, 2 or 3"),
+        ({"zero": 0}, "with zero=0 every device has full gradients; use zero=1, 2 or 3"),
         ({"deterministic": "mesh"}, "with deterministic=mesh is not supported"),
         ({"node": 3}, "node=3 does not divide the 8 devices"),
         ({"wire": {"gradients": "int8", "exact": ["nothing"]}}, "'nothing' matches none of the 3"),

@@ -124,8 +124,11 @@ def test_what_fits_passes_and_a_byte_less_does_not():
         check_host_memory(plan, room_for(plan, -4096))
     text = str(error.value)
     assert text.startswith("offload needs 14.0 MiB of host memory for 8 devices of this process")
-    assert "try offload.opt_state: {host: 0.95, nvme: 0.05}, which puts more into files" in text
-    assert "zero=1, which splits it over the 8 devices" in text
+    assert (
+        "try offload.opt_state: {host: 0.95, nvme: 0.05}, which stores more of the state in files"
+        in text
+    )
+    assert "zero=1, which splits the state over the 8 devices" in text
 
 
 def test_a_share_is_proposed_that_fits():
@@ -178,7 +181,7 @@ class Gpu:
         (None, 64, "is not set, so it is 64.*set XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=68 before JAX"),
         ("80", 64, None),
         ("10", 64, "LIMIT_GB=10"),
-        ("many", 1, "'many' is not a whole number of GiB"),
+        ("many", 1, "'many' is not an integer"),
     ],
 )
 def test_the_pool_of_pinned_memory_is_large_enough(told, gib, problem, monkeypatch):

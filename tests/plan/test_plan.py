@@ -87,7 +87,7 @@ def test_parameters_of_other_dtypes():
     assert plan.abstract_state["params"]["gain"].dtype == jnp.float32
     assert plan.abstract_state["frozen"].keys() == {"table"}
     assert plan.abstract_state["frozen"]["table"].dtype == jnp.int32
-    assert ("table", "int32 has no gradient: frozen and kept whole") in plan.placement.exceptions()
+    assert ("table", "int32 has no gradient: frozen and not sharded") in plan.placement.exceptions()
 
 
 def test_frozen_parameters_have_no_optimizer_state_and_stay_sharded():
@@ -170,7 +170,7 @@ def test_every_exception_has_a_reason_in_the_table():
     for name, reason in plan.placement.exceptions():
         (line,) = [x for x in page.splitlines() if x.startswith("  ") and x.endswith(reason)]
         assert name in line or "..." in line
-    assert "last/bias: dim 0 of 5 is padded to 8 to divide by data 8" in page
+    assert "last/bias: dim 0 of 5 is padded to 8" in page
     assert "frozen, gather once" in page
     for reason in plan.reasons:
         assert reason in page
@@ -239,29 +239,31 @@ def batch_of(rows, targets=None):
         ),
         (
             {"batch": lambda _: {"x": 3.0}},
-            "batch['x'] is a scalar, and dimension 0 of every array is the rows of the batch; "
+            "batch['x'] is a scalar, but dimension 0 of every array must be the rows of the batch; "
             "repeat it: numpy.full(rows, value)",
         ),
         (
             {"loss": lambda model, batch: model(batch["x"])},
-            "the loss returned float32[4, 5]; it has to return a scalar, or a pair of scalars "
-            "(sum, weight); numbers to be logged follow as a mapping, as in "
+            "the loss returned float32[4, 5]; a loss must return a scalar, or a pair of scalars "
+            "(sum, weight); metrics to log follow as a dict, as in "
             'return loss, {"accuracy": accuracy}',
         ),
         (
             {"loss": lambda model, batch: None},
-            "the loss returned None; it has to return a scalar, or a pair of scalars (sum, weight)"
-            '; numbers to be logged follow as a mapping, as in return loss, {"accuracy": accuracy}',
+            "the loss returned None; a loss must return a scalar, or a "
+            "pair of scalars (sum, weight)"
+            '; metrics to log follow as a dict, as in return loss, {"accuracy": accuracy}',
         ),
         (
             {"loss": lambda model, batch: jnp.sum(model(batch["x"]) > 0)},
-            "the loss is int32, which has no gradient; it has to be floating-point: compute it "
+            "the loss is int32, which has no gradient; a loss must be "
+            "floating-point: compute the loss "
             "without a cast to integers, an argmax or a comparison",
         ),
         (
             {"loss": lambda model, batch: jnp.sum(batch["x"])},
             "the loss reads none of the model's 4 parameters (such as first/bias); loss(model, "
-            "batch) must call the model in its first argument, not one from outside",
+            "batch) must use its argument `model`, not a model from an outer scope",
         ),
         (
             {"freeze": ("first", "last")},
@@ -311,7 +313,9 @@ def test_unknown_options_name_the_nearest():
     assert str(caught.value) == (
         "make_plan has no keyword 'persistance_threshold'; did you mean 'persistence_threshold'?"
     )
-    with pytest.raises(TypeError, match="make_plan has no keyword 'data'; sizes are the mesh's"):
+    with pytest.raises(
+        TypeError, match=("make_plan has no keyword 'data'; axis sizes belong to the mesh")
+    ):
         plain_plan(data=2)
 
 
@@ -431,10 +435,10 @@ def test_what_is_kept_in_more_bits_than_the_model_has_is_said(precision):
     plan = plan_for(Low, precision=precision, **USER)
     computed = {"fp32": "float32", "bf16": "bfloat16"}[precision]
     assert (
-        "2 parameters (such as last/bias) are bfloat16 in the model, kept here in float32 and "
+        "2 parameters (such as last/bias) are bfloat16 in the model, stored in float32 and "
         f"computed with in {computed}"
     ) in plan.reasons
-    assert not any("in the model, kept" in reason for reason in plain_plan().reasons)
+    assert not any("in the model, stored" in reason for reason in plain_plan().reasons)
 
 
 def test_in_a_notebook_a_plan_is_a_line_that_opens():

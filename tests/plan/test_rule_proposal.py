@@ -213,7 +213,7 @@ def test_queries_keys_and_values_in_one_matrix_stay_whole():
     proposal = propose(lambda rngs: FusedDecoder(rngs))
     (reason,) = whole(proposal, "/g/a/kernel")
     assert "`split`" in reason
-    assert "parameter of its own" in reason
+    assert "separate parameter" in reason
     assert whole(proposal, "/g/d/kernel") == [reason]
     assert r"^m/\d+/h/kernel$" in dict(proposal.rules)
 
@@ -232,7 +232,7 @@ def test_a_dimension_behind_another_one_stays_whole():
     proposal = propose(lambda rngs: Behind(rngs), batch=X)
     assert proposal.rules == ()
     assert "3 parts" in whole(proposal, "a/kernel")[0]
-    assert str(proposal).startswith("nothing to split over model=2")
+    assert str(proposal).startswith("nothing can be split over model=2")
 
 
 def test_one_head_is_not_split_by_features():
@@ -291,7 +291,7 @@ def test_one_layer_has_nothing_to_pair():
     assert proposal.saved_bytes == 0
     assert "batch['x']" in whole(proposal, "only/kernel")[0]
     text = str(proposal)
-    assert "nothing to split over model=2" in text
+    assert "nothing can be split over model=2" in text
     assert "model=1" in text
 
 

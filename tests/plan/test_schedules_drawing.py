@@ -58,11 +58,15 @@ def test_a_file_written_by_hand(tmp_path):
     ("old", "new", "reason"),
     [
         ("F1+B1", "F1+X1", r":6: stage 1: 'F1\+X1' is not a cell"),
-        ("3,B1,\n", "3,B1\n", ":7: 2 columns where the first line has 3"),
-        ("3,B1,\n", "4,B1,\n", ":7: tick '4' where tick 3 is next"),
+        ("3,B1,\n", "3,B1\n", ":7: 2 columns, but the first line has 3"),
+        ("3,B1,\n", "4,B1,\n", ":7: tick '4', but tick 3 is next"),
         ("3,B1,\n", "3,.,B1\n", ":7: tick 3, stage 1: B1 appears twice"),
         ("2,B0,F1+B1", "2,B0,F1+F2", r":6: tick 2, stage 1: F1\+F2 has 2 operations in the F"),
-        ("1,F1,F0+B0\n2,B0", "1,F1+B0,F0+B0\n2,.", ":5: tick 1, stage 0: B0 needs B0 of stage 1"),
+        (
+            "1,F1,F0+B0\n2,B0",
+            "1,F1+B0,F0+B0\n2,.",
+            (":5: tick 1, stage 0: B0 needs the result of B0 of stage 1"),
+        ),
         ("3,B1,\n", "", "bad.csv: stage 0 never runs B1"),
         ("tick,stage 0,stage 1", "tick;stage 0;stage 1", ":2: the heading .* by commas"),
         ("# name: mine", "# placement: u", ":1: placement 'u' is unknown; use loop or v"),

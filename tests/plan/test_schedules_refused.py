@@ -44,7 +44,8 @@ SPLIT = make_schedule("zb_h1", stages=2, microbatches=2)
         (
             SMALL,
             [(0, 0, "F1"), (1, 0, "F0")],
-            "tick 1, stage 1: F0 needs F0 of stage 0, which is at tick 1, whose activation "
+            "tick 1, stage 1: F0 needs the result of F0 of stage 0, which "
+            "runs at tick 1, whose activation "
             "arrives one tick later; put F0 at tick 2 or later",
         ),
         (
@@ -55,18 +56,21 @@ SPLIT = make_schedule("zb_h1", stages=2, microbatches=2)
         (
             SMALL,
             [(1, 1, "F0+B1"), (2, 1, "F1+B0")],
-            "tick 1, stage 1: B1 needs F1 of stage 1, which is at tick 2, in the slot before",
+            "tick 1, stage 1: B1 needs the result of F1 of stage 1, which "
+            "runs at tick 2, in the slot before",
         ),
         (
             SMALL,
             [(2, 0, "B1"), (3, 0, "B0")],
-            "tick 2, stage 0: B1 needs B1 of stage 1, which is at tick 2, whose gradient arrives",
+            "tick 2, stage 0: B1 needs the result of B1 of stage 1, which runs "
+            "at tick 2, whose gradient arrives",
         ),
         (SPLIT, [(3, 1, ".")], "stage 1 never runs W1"),
         (
             SPLIT,
             [(2, 0, "B0+W1"), (3, 0, "B1+W0")],
-            "tick 2, stage 0: W1 needs B1 of stage 0, which is at tick 3, in the slot before",
+            "tick 2, stage 0: W1 needs the result of B1 of stage 0, which "
+            "runs at tick 3, in the slot before",
         ),
         (SMALL, [(0, 1, "W0")], "stage 0 never runs W0"),
     ],
@@ -86,7 +90,7 @@ def test_a_broken_table_is_refused_with_its_reason(schedule, changes, reason):
         (dataclasses.replace(SMALL, placement="v"), "never runs F0.1"),
         (
             Schedule("x", (((Operation("F", 0),), ()), ((),))),
-            "tick 1: 1 cells where",
+            "tick 1: 1 cells, but",
         ),
         (Schedule("x", (((Operation("Q", 0),),),)), "kind 'Q' is unknown"),
         (Schedule("x", (((Operation("F", -1),),),)), "cannot be negative"),

@@ -147,7 +147,7 @@ def test_damage_in_one_processs_file_is_noticed_by_all(two: tuple[Path, list[dic
     assert first["fallback"][0] == second["fallback"][0] == 2
     assert second["fallback"][1] == [], "one process warns for all"
     (text,) = first["fallback"][1]
-    assert "/3 is damaged: 'w' is not what was saved; " in text
+    assert "/3 is damaged: 'w' differs from what was saved; " in text
     assert "process_1" in text
     assert f"{name.split('/')[0]}/" in text
     assert "step 2 is used in its place; the next save renames its folder 3.damaged" in text
@@ -225,9 +225,13 @@ def test_the_first_process_waits_for_the_others_and_takes_their_notes(tmp_path: 
     assert part == Contribution(checksums={"a": "00000000"}, sums={"x": {5: (1, 2)}})
     assert waited == sorted(waited)
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(CheckpointError, match="process 1 has not written its part within 0 s"):
+    with pytest.raises(
+        CheckpointError, match="process 1 has not written its part of the checkpoint within 0 s"
+    ):
         collect(tmp_path, range(1, 2), limit=0, sleep=lambda _: None)
-    with pytest.raises(CheckpointError, match="process 1 has not written its part$"):
+    with pytest.raises(
+        CheckpointError, match=("process 1 has not written its part of the checkpoint$")
+    ):
         collect(tmp_path, range(1, 2), sleep=lambda _: True)
     report_written(tmp_path, 1, Contribution(error="it broke"))
     with pytest.raises(CheckpointError, match="process 1: it broke"):

@@ -64,7 +64,7 @@ def run_two(folder, what: str, read: str) -> tuple[int, str]:
 def test_a_peer_that_is_killed_ends_the_other_with_a_sentence(tmp_path, read):
     code, said = run_two(tmp_path, "kill", read)
     assert code == shutdown.FAILED, said
-    assert "another process of this run has ended; this one (process 0 of 2) noticed it" in said
+    assert "another process of this run has ended; this process (process 0 of 2) noticed it" in said
     assert "the last checkpoint is step 3; run the same command again; load_checkpoint" in said
 
 
@@ -85,7 +85,7 @@ def test_a_peer_that_stands_still_ends_the_other_with_its_code(tmp_path, read):
     assert "in engine_fault_process.py" in said.replace(f'File "{ROOT}/tests/support/', "in "), (
         "stacks"
     )
-    assert "load_checkpoint goes on from the last save_checkpoint" in said
+    assert "load_checkpoint continues from the last save_checkpoint" in said
 
 
 # --- what is watched ------------------------------------------------------------------------------

@@ -136,7 +136,7 @@ class TestStopRequest:
             assert wait_for(lambda: codes)
         hang.set()
         assert codes == [130]
-        assert "what was saved is complete" in capfd.readouterr().err
+        assert "saves are complete" in capfd.readouterr().err
 
     def test_once_the_step_is_over_nothing_is_ended(self, codes):
         with StopRequest(limit=lambda: 0.1, end=codes.append) as stop:

@@ -105,7 +105,7 @@ def test_at_half_of_the_limit_it_says_what_takes_so_long(capfd):
         assert ends.has_ended.wait(60)
     errors = capfd.readouterr().err
     assert "it is waiting for data; it is ended after 2 s" in errors
-    assert errors.index("it is ended after 2 s") < errors.index("most recent call first")
+    assert errors.index("the watchdog ends it after 2 s") < errors.index("most recent call first")
 
 
 def test_off_starts_no_thread():

@@ -133,9 +133,9 @@ class TestFirstFailure:
         ("code", "shell", "again", "words"),
         [
             (1, 1, True, "exit code 1"),
-            (2, 2, False, "exit code 2: its input was wrong"),
+            (2, 2, False, "exit code 2: invalid input"),
             (75, 75, False, "exit code 75"),
-            (79, 79, True, "exit code 79: it was stuck"),
+            (79, 79, True, "exit code 79: it made no progress"),
             (130, 130, False, "exit code 130: it was interrupted"),
             (-9, 137, True, "SIGKILL"),
             (-11, 139, True, "SIGSEGV"),
@@ -312,7 +312,7 @@ def test_all_are_started_again_on_another_port(tmp_path):
     )
     result = launch(tmp_path, script, "--max-restarts", "2")
     assert result.returncode == 0, result.stderr
-    assert "exit code 79: it was stuck, and its watchdog ended it." in result.stderr
+    assert "exit code 79: it made no progress, and its watchdog ended it." in result.stderr
     assert "Restart 2 of 2, from the last good checkpoint." in result.stderr
     seen = {tuple(line.split()[1:]) for line in result.stdout.splitlines() if ":" in line}
     assert [restart for restart, _ in sorted(seen)] == ["0", "1", "2"]
@@ -321,7 +321,7 @@ def test_all_are_started_again_on_another_port(tmp_path):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("code", "reason"), [(2, "No restart: it would end"), (1, "All 1 restarts are used up.")]
+    ("code", "reason"), [(2, "No restart: the run would fail"), (1, "All 1 restarts are used up.")]
 )
 def test_failures_that_stay(code, reason, tmp_path):
     result = launch(tmp_path, f"if me == 0: sys.exit({code})\nwait()", "--max-restarts", "1")
@@ -377,7 +377,7 @@ def test_a_third_signal_kills(tmp_path):
         _, error = process.communicate(timeout=LIMIT)
     assert process.returncode == 137
     assert "SIGINT again; the processes are killed" in error
-    assert error.endswith("the processes were killed before they had saved.\n")
+    assert error.endswith("the processes were killed before they saved.\n")
 
 
 def test_a_log_that_takes_nothing_more_stops_no_process(tmp_path):
@@ -576,7 +576,7 @@ class TestTwoHosts:
 
     def test_a_host_that_does_not_come(self):
         address = f"127.0.0.1:{free_port()}"
-        for host, words in (("0", "no launcher has come from host 1"), ("1", "was not reached at")):
+        for host, words in (("0", "no launcher of host 1"), ("1", "was not reached at")):
             options = ["--nprocs", "1", "--nnodes", "2", "--node-rank", host]
             result = subprocess.run(
                 command(*options, "--coordinator", address, words=("zerojax", "keys")),

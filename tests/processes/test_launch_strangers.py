@@ -244,7 +244,7 @@ class TestRealLaunchers:
             errors = [each.communicate(timeout=LIMIT)[1] for each in (first, second)]
         assert (first.returncode, second.returncode) == (1, 1), errors
         assert "was dropped: its token differs" in errors[0]
-        assert "no launcher has come from host 1" in errors[0]
+        assert "no launcher of host 1" in errors[0]
         assert (
             "the token of host 0 differs from that of this host; set ZEROJAX_LAUNCH_TOKEN"
             in errors[1]

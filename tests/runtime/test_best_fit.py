@@ -136,7 +136,7 @@ def test_damaged_and_foreign_files_are_made_again(cache, monkeypatch, caplog):
     np.savez(file, order=np.arange(3), starts=np.array([0, 3]))
     with caplog.at_level(logging.WARNING, "zerojax.data"):
         assert np.array_equal(packing_of(LENGTHS, 32).order, expected.order)
-    assert "belongs to other texts" in caplog.text
+    assert "made for other texts" in caplog.text
 
 
 def test_old_files_go(cache, monkeypatch):

@@ -126,7 +126,7 @@ def test_of_many_that_ask_at_once_one_gets_the_folder(tmp_path: Path) -> None:
     asking = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(5)]
     said = [process.communicate()[0] for process in asking]
     assert sorted(text.split()[0] for text in said) == ["held"] + ["refused:"] * 4
-    assert sum("taken over from" in text for text in said) == 1
+    assert sum("takes the lock over" in text for text in said) == 1
     assert os.listdir(tmp_path) == []
 
 
@@ -150,8 +150,8 @@ def test_another_machine_that_renews_its_hold_is_alive(
     renewing.start()
     try:
         with (
-            pytest.warns(RuntimeWarning, match="if it does not renew its lock within"),
-            pytest.raises(FolderTakenError, match="process 4242 on far, since 2026.*loses the"),
+            pytest.warns(RuntimeWarning, match="if that process does not renew its lock within"),
+            pytest.raises(FolderTakenError, match="process 4242 on far, since 2026.*expires after"),
         ):
             hold(tmp_path)
     finally:

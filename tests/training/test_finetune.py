@@ -216,7 +216,7 @@ ASK, TELL = {"role": "user", "content": "Who?"}, {"role": "assistant", "content"
         (None, [{"text": "a book"}], (), r"chats.jsonl:1: the row has the keys \['text'\]"),
         (None, ["no JSON"], (), "chats.jsonl:1: 'no JSON' is not an object"),
         (None, [], (), "has no rows; pass at least one chat"),
-        (None, [{"messages": [ASK, ASK]}], (), "no message is the assistant's .* leave the row"),
+        (None, [{"messages": [ASK, ASK]}], (), "no message has role 'assistant' .* leave the row"),
         (
             all_marked,
             None,
@@ -329,10 +329,10 @@ def test_masks_of_prepared_chats_are_looked_at(model, tmp_path, capsys, monkeypa
     run = tmp_path / "run"
     words = ["finetune", str(model), "--out", str(run), "--write-only"]
     told = fails(capsys, *words, str(tmp_path / "zeros"))
-    assert f"none of its {count} targets is part of an answer" in told
+    assert f"none of its {count} target tokens is part of an answer" in told
     assert "--template FILE" in told
     assert main([*words, str(tmp_path / "ones"), "seq_len=16"]) == 0
-    note = f"all {count} targets are trained on"
+    note = f"all {count} target tokens are trained on"
     assert note in capsys.readouterr().out
     (run / "run.yaml").unlink()
     told = fails(capsys, *words, str(tmp_path / "ones"), "--bad", "skip")
@@ -359,7 +359,7 @@ def test_data_of_other_kinds_are_refused(model, tmp_path, capsys):
     prepare = ["data", "prepare", str(chats), str(tmp_path / "made"), "--format", "chat"]
     assert main([*prepare, "--tokenizer", str(other)]) == 0
     capsys.readouterr()
-    assert "was not made with tokenizer=" in fails(capsys, *words, str(tmp_path / "made"))
+    assert "not with tokenizer=" in fails(capsys, *words, str(tmp_path / "made"))
 
 
 def test_a_model_that_continues_no_text_is_refused(tmp_path, capsys):

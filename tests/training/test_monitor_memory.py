@@ -139,7 +139,7 @@ def test_the_page_says_what_was_asked_what_the_plan_said_and_what_to_set(tmp_pat
     text = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 4294967296 bytes."
     page, error = page_of(make_plan(zero=1), text, tmp_path)
     first, *lines = page.splitlines()
-    asked = "4.0 GiB (4,294,967,296 bytes) were requested in one piece"
+    asked = "4.0 GiB (4,294,967,296 bytes) were requested at once"
     assert first == f"out of memory in the run: {asked}"
     assert "master weights" in page
     assert f"pprof -top {tmp_path / 'memory.prof'}" in lines[-1]
@@ -268,7 +268,7 @@ def test_a_run_in_too_little_address_space_says_what_to_set(tmp_path):
     printed = process.stdout
     started = "JaxRuntimeError\nout of memory in the training step (number "
     assert started in printed, printed
-    assert "bytes) were requested in one piece" in printed, printed + process.stderr
+    assert "bytes) were requested at once" in printed, printed + process.stderr
     assert "by ulimit -v" in printed
     assert "activations" in printed.partition("the compiler's report")[2]
     assert "  num_microbatches=" in printed

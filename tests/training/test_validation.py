@@ -175,7 +175,11 @@ def test_validation_takes_what_batches_take():
         ([], ValueError, "validation is empty"),
         ([rows(ROWS), {"x": np.ones((ROWS, 4))}], ValueError, "batch 1: the batch has arrays"),
         ([{**rows(ROWS), "x": np.ones((ROWS, 3))}], ValueError, r"batch 0: .* shape \(16, 3\)"),
-        (lambda number: rows(ROWS + 1), ValueError, "batch 0: .*has 16 rows here: cut it"),
+        (
+            lambda number: rows(ROWS + 1),
+            ValueError,
+            "batch 0: .*have 16 rows in this process: split it",
+        ),
     ],
 )
 def test_what_cannot_be_evaluated_is_refused_before_the_first_step(validation, kind, part):

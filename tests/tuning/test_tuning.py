@@ -238,7 +238,7 @@ def test_zerojax_env_lists_what_was_measured_and_what_is_left_out(
         f"adamw {where}, 1,048,576 elements: mosaic_gpu; mine is 2.00 times as fast as cudnn"
     )
     assert "xla; mine is 0.50 times as fast as cudnn" in lion
-    assert lamb.startswith(f"lamb {where}: left out, it failed")
+    assert lamb.startswith(f"lamb {where}: not used, because it failed")
     rows = json.loads(capsys.readouterr().out)["kernels"]
     assert [row["choice"] for row in rows] == ["mosaic_gpu", "xla", None]
     (tmp_path / FILE).write_text("{torn")

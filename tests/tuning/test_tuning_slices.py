@@ -151,7 +151,11 @@ def test_the_steps_of_a_tuned_plan_have_the_bits_of_the_plan(
 NOT_ASKED = {
     "no optimizer state is on": {"opt_state": "device", "activations": "host"},
     "slice_elements=256 sets": {**HOST, "slice_elements": 256},
-    "files keep the slices": {**HOST, "opt_state": {"host": 0.5, "nvme": 0.5}, "folder": "unused"},
+    "files keep the slice size": {
+        **HOST,
+        "opt_state": {"host": 0.5, "nvme": 0.5},
+        "folder": "unused",
+    },
     "a slice is a layer": {**HOST, "params": "host", "update_in_backward": True},
 }
 

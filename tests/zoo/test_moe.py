@@ -423,7 +423,9 @@ def test_what_is_dropped_does_not_depend_on_devices(mesh):
 
 
 def test_a_split_sequence_has_no_capacity():
-    with pytest.raises(ValueError, match=r"context=2 .* moe.capacity_factor=0.75 needs whole ones"):
+    with pytest.raises(
+        ValueError, match=r"context=2 .* moe.capacity_factor=0.75 needs whole sequences"
+    ):
         plan_for(llama(CROWDED), mesh={"data": 4, "context": 2}, zero=1)
     with pytest.raises(ConfigError, match="capacity_factor: 0.0 must be above 0"):
         MoEConfig(num_experts=8, capacity_factor=0)

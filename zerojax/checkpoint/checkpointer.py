@@ -125,7 +125,7 @@ class Checkpointer:
             return folders.list_steps(self.path)
         except OSError as error:
             raise MachineError(
-                f"checkpoint folder cannot be listed: {reason(error)}; fix that and try again"
+                f"checkpoint folder cannot be listed: {reason(error)}; fix the cause and try again"
             ) from error
 
     def latest_step(self) -> int | None:
@@ -212,7 +212,9 @@ class Checkpointer:
           TypeError: a leaf is not an array, or an argument is not made of JSON values.
         """
         if self._closed:
-            raise CheckpointError(f"the checkpointer of {self.path} is closed; make a new one")
+            raise CheckpointError(
+                f"the checkpointer of {self.path} is closed; create a new Checkpointer"
+            )
         self.wait()
         named = flatten_names(state)
         in_pieces = {n: x for n, x in named.items() if isinstance(x, jax.ShapeDtypeStruct)}
@@ -267,7 +269,9 @@ class Checkpointer:
         if change is None and differing:
             change = f"{differing[0]!r} differs from what was read from there"
         if change is not None:
-            self._candidates.note(f"{base.folder}: {change}, so this checkpoint holds all weights")
+            self._candidates.note(
+                f"{base.folder}: {change}, so the checkpoint stores all weights itself"
+            )
         return agreement.from_process_0(int(change is None)) == 1
 
     def wait(self) -> None:
@@ -332,7 +336,7 @@ class Checkpointer:
         pending, self._pending = self._pending, None
         if pending is not None and not concurrent.futures.wait([pending], seconds).done:
             self._given_up.set()  # the interpreter waits for the writer's thread
-            return f"the save in flight is cancelled: it was not done within {seconds:g} s"
+            return f"the save in progress is cancelled: it did not finish within {seconds:g} s"
         self._release()
         failure = None if pending is None else pending.exception()
         return None if failure is None else str(failure)

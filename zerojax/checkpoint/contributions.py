@@ -113,9 +113,12 @@ def collect(
     for process in processes:
         while (name := _notes(folder).get(process)) is None:
             if time.monotonic() > deadline:
-                raise MachineError(f"process {process} has not written its part within {limit:g} s")
+                raise MachineError(
+                    f"process {process} has not written its part of the checkpoint within "
+                    f"{limit:g} s"
+                )
             if sleep(pause):
-                raise GivenUpError(f"process {process} has not written its part")
+                raise GivenUpError(f"process {process} has not written its part of the checkpoint")
             pause = min(2 * pause, _PAUSE[1])
         part = _read(folder, name)
         _raise_failure(process, part)

@@ -151,8 +151,8 @@ def as_decoded(leaf: Any, codes: WeightCodes | None) -> Any:
 def without_average(step: str) -> str:
     """Returns the error message for a request of an average that a step does not have."""
     return (
-        f"{step} has no ema: weights='ema' (--weights ema) is for runs that keep an average of "
-        "their weights (optimizer.ema_decay, zerojax.with_ema); leave it out, or use 'trained'"
+        f"{step} has no ema: weights='ema' (--weights ema) needs a run with an average of "
+        "its weights (optimizer.ema_decay, zerojax.with_ema); use weights='trained' (the default)"
     )
 
 
@@ -221,7 +221,7 @@ def _check(saved: SavedStep, name: str, sums: fingerprint_math.Sums) -> None:
         if name in base.names:
             raise base.differs(name)
         raise DamagedError(
-            f"checkpoint {saved.folder} is damaged: {name!r} is not what was saved; export "
+            f"checkpoint {saved.folder} is damaged: {name!r} differs from what was saved; export "
             "an earlier step"
         )
 

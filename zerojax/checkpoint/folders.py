@@ -120,7 +120,8 @@ def writable_error(path: Path, state_bytes: int) -> CheckpointError | None:
         return unwritable(error)
     if free < state_bytes:
         return CheckpointError(
-            f"checkpoints cannot be written to {path}: one needs {format_bytes(state_bytes)},"
+            f"checkpoints cannot be written to {path}: a checkpoint needs "
+            f"{format_bytes(state_bytes)},"
             f" {free_text(path)}; free some space or use another folder"
         )
     return None

@@ -24,9 +24,9 @@ from zerojax.runtime.bounded_json import load
 
 _REST = re.compile(r"\d+\.(partial|expired|damaged)(-\d+)?")
 _WHY = {
-    "partial": "being written, or left by an interrupted save; the run's next save removes it",
-    "expired": "no longer kept; its deletion was interrupted; the run's next save removes it",
-    "damaged": "was not what had been saved, so a run continued from an earlier step",
+    "partial": "a save in progress, or an interrupted save; the run's next save removes it",
+    "expired": "expired, but its deletion was interrupted; the run's next save removes it",
+    "damaged": "damaged files; the run continued from an earlier step",
 }
 
 
@@ -189,7 +189,8 @@ def _saved_step(path: Path, step: int) -> SavedStep | None:
         error = failure
     except OSError as failure:
         error = MachineError(
-            f"checkpoint {folder} cannot be read now: {reason(failure)}; fix that and try again"
+            f"checkpoint {folder} cannot be read now: {reason(failure)}; fix the cause and try "
+            "again"
         )
     num_bytes = sum(files.sizes_of(folder).values())
     if error is not None and not folder.exists():

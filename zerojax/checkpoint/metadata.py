@@ -194,17 +194,18 @@ def read_metadata(folder: Path) -> Metadata:
     except OSError as error:
         if not is_damage(error):
             raise MachineError(
-                f"checkpoint {folder} cannot be read now: {reason(error)}; fix that and try again"
+                f"checkpoint {folder} cannot be read now: {reason(error)}; fix the cause and "
+                "try again"
             ) from error
         raise _damaged(folder, f"cannot be read ({reason(error)})") from error
     if not isinstance(body, dict):
-        raise _damaged(folder, "has no format number, so zerojax did not write it")
+        raise _damaged(folder, "has no format number, so zerojax did not write this file")
     if is_sealed(content) and not is_unbroken(content):
         names = ", ".join(changed_values(body)) or "no value, but its text"
         raise _damaged(folder, f"was changed after it was written: {names}")
     number = body.get("format")
     if type(number) is not int:
-        raise _damaged(folder, "has no format number, so zerojax did not write it")
+        raise _damaged(folder, "has no format number, so zerojax did not write this file")
     if number > FORMAT:
         versions = body.get("versions")
         writer = versions.get("zerojax", "unknown") if isinstance(versions, dict) else "unknown"
@@ -217,10 +218,10 @@ def read_metadata(folder: Path) -> Metadata:
     needed = [field.name for field in known if field.default_factory is dataclasses.MISSING]
     missing = [name for name in needed if name not in body]
     if missing:
-        raise _damaged(folder, f"lacks {missing[0]!r}: it was changed by hand")
+        raise _damaged(folder, f"lacks {missing[0]!r}: the file was edited")
     problem = problem_with(body)
     if problem is not None:
-        raise _damaged(folder, f"was changed by hand: {problem}")
+        raise _damaged(folder, f"was edited: {problem}")
     return Metadata(**{field.name: body[field.name] for field in known if field.name in body})
 
 
@@ -295,22 +296,27 @@ def _remedy_of_frozen(name: str, saved: Mapping[str, str], wanted: Mapping[str, 
     if roles[0] != roles[1]:
         there, here = ("frozen" if found == "frozen" else "trained" for found in roles)
         return (
-            f"it is {there} there and {here} here: freeze the same parameters as the run that "
+            f"it is {there} in the checkpoint and {here} in this run: freeze the same "
+            "parameters as the run that "
             "saved it, or start a new run from its exported weights"
         )
     (dtype, shape), (own, own_shape) = (of[name].split("[") for of in (saved, wanted))
     if role == "params":
         return None
     if "uint8" in (dtype, own) and (dtype, shape) != (own, own_shape):
-        theirs = "in codes of another kind" if dtype == own else f"in {_CODED.get(dtype, dtype)}"
+        theirs = "with other codes" if dtype == own else f"in {_CODED.get(dtype, dtype)}"
         return (
-            f"it is frozen, and stored there {theirs}: use the freeze_dtype of the run that saved "
+            f"the checkpoint stores this frozen parameter {theirs}: use the freeze_dtype of the "
+            "run that saved "
             "it (freeze_dtype in its plan or run.json)"
         )
     if dtype == own or shape != own_shape:
         return None
     short = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(dtype, dtype)
-    return f"it is frozen, and stored there in {dtype}: set freeze_dtype={short} to go on"
+    return (
+        f"the checkpoint stores this frozen parameter in {dtype}: set freeze_dtype={short} to "
+        "continue"
+    )
 
 
 def _versions() -> dict[str, str]:

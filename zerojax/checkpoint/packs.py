@@ -115,7 +115,8 @@ class Table:
                 result[at_box], is_there[at_box] = whole[inside], True
         if not is_there.all():
             raise ValueError(
-                f"{quoted(name)}: {np.sum(is_there)} of {result.size} elements are in {place.pack}"
+                f"{quoted(name)}: {np.sum(is_there)} of {result.size} elements were found in "
+                f"{place.pack}"
             )
         return result
 
@@ -162,19 +163,19 @@ def _as_place(name: str, entry: Any) -> _Place:
         pack, elements, dtype = entry["pack"], entry["elements"], entry["dtype"]
         runs = [_Run(tuple(a), tuple(b), *rest) for a, b, *rest in entry["runs"]]
     except (TypeError, KeyError, ValueError):
-        raise ValueError(f"{FILE_NAME} has no place for {quoted(name)}") from None
+        raise ValueError(f"{FILE_NAME} has no entry for {quoted(name)}") from None
     numbers = [elements]
     for run in runs:
         numbers += [*run.start, *run.shape, run.first, run.count, run.offset]
     if not (isinstance(pack, str) and pack.startswith(PREFIX) and dtype in _PLAIN):
         raise ValueError(f"{FILE_NAME} has {quoted(pack)} of {quoted(dtype)} for {quoted(name)}")
     if not all(type(number) is int and 0 <= number <= 2**31 for number in numbers):
-        raise ValueError(f"{FILE_NAME} has invalid places for {quoted(name)}")
+        raise ValueError(f"{FILE_NAME} has invalid positions for {quoted(name)}")
     for run in runs:
         fits = run.first + run.count <= math.prod(run.shape) and run.offset + run.count <= elements
         if len(run.start) != len(run.shape) or not fits:
             raise ValueError(
-                f"{FILE_NAME} has places for {quoted(name)} beyond the end of a block or pack"
+                f"{FILE_NAME} has positions for {quoted(name)} beyond the end of a block or pack"
             )
     return _Place(pack, elements, dtype, runs)
 

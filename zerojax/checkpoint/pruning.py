@@ -73,8 +73,8 @@ def removals(
         if lost:
             raise CheckpointError(
                 f"no step in {path} is complete and undamaged, so nothing is deleted: "
-                f"{lost[0].name} may be all that is left of the run; remove the cause for which "
-                "its steps cannot be read, or delete the folders by hand"
+                f"{lost[0].name} may be the run's only checkpoint; fix the reason why "
+                "the steps cannot be read, or delete the folders yourself"
             )
     whole = [one.step for one in saved if one.error is None]
     expired: tuple[int, ...] = ()
@@ -118,7 +118,7 @@ def alone_in(path: Path) -> Iterator[None]:
         ) from None
     except OSError as error:
         raise MachineError(
-            f"nothing is deleted in {path}: {reason(error)}; fix that and try again"
+            f"nothing is deleted in {path}: {reason(error)}; fix the cause and try again"
         ) from error
     try:
         yield

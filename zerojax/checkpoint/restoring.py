@@ -162,9 +162,9 @@ def _check_fingerprints(
         error = base.differs(wrong[0], len(wrong) - 1)
     elif is_first_process():
         wrong = own
-        more = f" (nor are {len(wrong) - 1} more arrays)" if len(wrong) > 1 else ""
+        more = f" (likewise {len(wrong) - 1} more arrays)" if len(wrong) > 1 else ""
         at_fault = _damaged_files(folder, metadata)
-        error = _damaged(folder, f"{wrong[0]!r} is not what was saved{more}; {at_fault}")
+        error = _damaged(folder, f"{wrong[0]!r} differs from what was saved{more}; {at_fault}")
     agreement.raise_together(error)
 
 
@@ -245,7 +245,7 @@ def _damaged(folder: Path, what: str) -> DamagedError:
 
 def _unreadable(folder: Path, error: Exception) -> MachineError:
     return MachineError(
-        f"checkpoint {folder} cannot be read now: {reason(error)}; fix that and try again"
+        f"checkpoint {folder} cannot be read now: {reason(error)}; fix the cause and try again"
     )
 
 

@@ -78,7 +78,8 @@ def kept_steps(path: Path) -> dict[str, dict[str, Any]]:
         isinstance(about, dict) and type(about.get("step")) is int for about in found.values()
     ):
         raise MachineError(
-            f"{path / FILE_NAME} lists no valid steps; remove it, which keeps no step by name"
+            f"{path / FILE_NAME} lists no valid steps; remove the file (then no step is kept by "
+            "name)"
         )
     return found
 

@@ -227,13 +227,14 @@ def _cause(name: str) -> str:
     """Returns why copies of an array differ, and the remedy."""
     if name.startswith("extras/"):
         return (
-            "the model writes another value there on each device, as from jax.pure_callback or "
-            "the time, or one of them has computed something wrong; make the value equal "
-            "everywhere, or continue from an earlier step. `zerojax check` tries the model on "
-            "virtual devices and reports whether its state differs there, too"
+            "the model writes a different value on each device (for example from "
+            "jax.pure_callback or "
+            "the time), or one device has computed a wrong value; make the value equal "
+            "on all devices, or continue from an earlier step. `zerojax check` runs the model on "
+            "virtual devices and reports whether its state differs between them"
         )
     return (
-        "one of them has computed something wrong; continue from an earlier step, without that "
+        "one device has computed a wrong value; continue from an earlier step, without that "
         "device if it happens again"
     )
 
@@ -287,7 +288,7 @@ def _commit(save: Save, checksums: dict[str, str], fingerprints: dict[str, str])
         except OSError as error:
             texts.append(
                 f"step {step} is saved, but the expired step {old} in {path} cannot be deleted:"
-                f" {reason(error)}; delete it by hand"
+                f" {reason(error)}; delete its folder yourself"
             )
     return texts
 

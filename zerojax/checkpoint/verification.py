@@ -87,7 +87,7 @@ def verify_step(
         found += files.wrong_checksums(folder, sums)
     except OSError as error:
         raise MachineError(
-            f"{folder} cannot be read now: {reason(error)}; fix that and try again"
+            f"{folder} cannot be read now: {reason(error)}; fix the cause and try again"
         ) from error
     of_leaves = list(_wrong_leaves(folder, metadata)) if metadata.fingerprints else []
     return _verification(step, folder, metadata, [*found, *of_leaves], len(metadata.fingerprints))
@@ -129,7 +129,7 @@ def _wrong_leaves(folder: Path, metadata: Metadata) -> Iterator[Damage]:
             continue
         if fingerprint_math.as_text(sums) != metadata.fingerprints[name]:
             where = f" ({base.folder} has other values)" if name in base.names else ""
-            yield Damage(leaf=name, what=f"is not what was saved{where}")
+            yield Damage(leaf=name, what=f"differs from what was saved{where}")
 
 
 def _without_base(base: BaseReader) -> Damage | None:
@@ -144,7 +144,7 @@ def _without_base(base: BaseReader) -> Damage | None:
 def _unreadable(name: str, error: Exception) -> Damage:
     if not is_damage(error):
         raise MachineError(
-            f"{name!r} cannot be read now: {reason(error)}; fix that and try again"
+            f"{name!r} cannot be read now: {reason(error)}; fix the cause and try again"
         ) from error
     return Damage(leaf=name, what=f"cannot be read ({reason(error)})")
 

@@ -52,7 +52,7 @@ def add_command(
     help_line: str,
     epilog: str = "",
 ) -> argparse.ArgumentParser:
-    """Declares a sub-command of `zerojax`.
+    """Adds a sub-command of `zerojax` to the parser.
 
     Args:
       commands: the result of `add_subparsers`.
@@ -83,7 +83,7 @@ def finite(text: str) -> float:
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
-    """Declares CONFIG.yaml and KEY=VALUE, the settings of a run."""
+    """Adds the arguments CONFIG.yaml and KEY=VALUE, the settings of a run."""
     parser.add_argument("config", metavar="CONFIG.yaml", nargs="?", help="YAML file of settings")
     parser.add_argument(
         "overrides", metavar="KEY=VALUE", nargs="*", help="overrides of these settings"
@@ -106,12 +106,12 @@ def is_python(path: str | None) -> bool:
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
-    """Declares RUN, the folder of a run."""
+    """Adds the argument RUN, the folder of a run."""
     parser.add_argument("run", metavar="RUN", help="folder of a run, such as runs/tiny_shakespeare")
 
 
 def add_run_settings(parser: argparse.ArgumentParser) -> None:
-    """Declares KEY=VALUE and --step for commands that load a run."""
+    """Adds the arguments KEY=VALUE and --step, for commands that load a run."""
     parser.add_argument(
         "--step",
         type=step_or_name,
@@ -122,12 +122,12 @@ def add_run_settings(parser: argparse.ArgumentParser) -> None:
         "overrides",
         metavar="KEY=VALUE",
         nargs="*",
-        help="cpu_devices and mesh.*, overriding those of the run",
+        help="overrides of the run's cpu_devices and mesh.*",
     )
 
 
 def add_weights(parser: argparse.ArgumentParser) -> None:
-    """Declares --weights for commands that load a trained model."""
+    """Adds the option --weights, for commands that load a trained model."""
     parser.add_argument(
         "--weights",
         choices=("trained", "ema"),
@@ -137,33 +137,35 @@ def add_weights(parser: argparse.ArgumentParser) -> None:
 
 
 def add_pretrained(parser: argparse.ArgumentParser) -> None:
-    """Declares --pretrained for commands that need frozen weights missing from a checkpoint."""
+    """Adds the option --pretrained, for commands that need frozen weights missing from a
+    checkpoint.
+    """
     parser.add_argument(
         "--pretrained",
         metavar="FOLDER",
-        help="the weights from which the run started, if its checkpoints omit frozen weights and "
-        "the files have moved",
+        help="folder of the pretrained weights, if the checkpoints omit frozen weights and the "
+        "folder has moved",
     )
 
 
 def add_chats(parser: argparse.ArgumentParser) -> None:
-    """Declares --template, --bad and --answers for commands that read chats."""
+    """Adds the options --template, --bad and --answers, for commands that read chats."""
     parser.add_argument(
         "--template",
         metavar="FILE",
-        help="of chats: a file of Jinja, or the name of a template of the tokenizer (its default)",
+        help="chat template: a Jinja file, or a template name of the tokenizer (its default)",
     )
     parser.add_argument(
         "--bad",
         default="refuse",
         choices=("refuse", "skip"),
-        help="unusable chats: raise an error, or skip and count them (%(default)s)",
+        help="for an unusable chat: raise an error, or skip and count it (%(default)s)",
     )
     parser.add_argument(
         "--answers",
         default="all",
         choices=("all", "each"),
-        help="of chats: all answers in one text, or a text for each answer (%(default)s)",
+        help="one text with all answers of a chat, or one text for each answer (%(default)s)",
     )
 
 

@@ -55,9 +55,9 @@ MAX_STEPS = 1000
 
 
 def add(commands) -> None:
-    """Declares `zerojax check`."""
+    """Adds the command `zerojax check` to the parser."""
     parser = add_command(
-        commands, "check", run, "check that a model trains the same on any number of devices", _HELP
+        commands, "check", run, "check that a model trains equally on any number of devices", _HELP
     )
     parser.add_argument("target", metavar="TARGET", help="script, script:NAME or run file")
     parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="settings of a run file")
@@ -65,19 +65,27 @@ def add(commands) -> None:
         "--devices", type=int, default=4, metavar="N", help="virtual devices (%(default)s)"
     )
     parser.add_argument(
-        "--steps", type=int, default=3, metavar="N", help="steps of each run (%(default)s)"
+        "--steps",
+        type=int,
+        default=3,
+        metavar="N",
+        help="training steps of each compared run (%(default)s)",
     )
     parser.add_argument(
-        "--thorough", action="store_true", help="every stage with each number of microbatches"
+        "--thorough",
+        action="store_true",
+        help="compare every ZeRO stage with one and with two microbatches",
     )
     parser.add_argument(
-        "--strict", action="store_true", help="dropout and batch statistics count as differences"
+        "--strict",
+        action="store_true",
+        help="count effects of dropout and of batch statistics as differences, too",
     )
     parser.add_argument(
         "--time-limit",
         type=int,
         metavar="SECONDS",
-        help=f"for a script until its training starts ({TIME_LIMIT})",
+        help=f"maximum time until a script starts to train ({TIME_LIMIT})",
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--notes", help=argparse.SUPPRESS)  # file of the child, read by its parent

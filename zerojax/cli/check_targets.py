@@ -189,8 +189,9 @@ def _of_plan(given: Mapping[str, Any], end: End) -> Any:
     batch = given["example_batch"]
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(batch)):
         raise ValueError(
-            "the script plans with shapes, and a check needs real rows; name a function that "
-            "returns them: zerojax check FILE.py:NAME"
+            "the script passes shapes (ShapeDtypeStruct), and a check needs a batch of arrays; "
+            "name a function that "
+            "returns one: zerojax check FILE.py:NAME"
         )
     names = ("model", "loss", "optimizer", "freeze")
     end({"batch": batch, **{name: given[name] for name in names}})

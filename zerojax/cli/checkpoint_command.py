@@ -46,12 +46,13 @@ examples:
   zerojax checkpoint export runs/mine averaged --weights ema
   zerojax checkpoint prune runs/mine --keep 2 --every 1000 --dry-run
 
-exit codes: 0 it worked, 1 it failed (verify: damage was found), 2 the input was wrong."""
+exit codes: 0 success, 1 failure (verify: damage was found), 2 invalid input."""
 
 
 def add(commands) -> None:
-    """Declares `zerojax checkpoint` and its sub-commands."""
-    parser = add_command(commands, "checkpoint", run, "list, verify, export or delete steps", _HELP)
+    """Adds the command `zerojax checkpoint` to the parser, with its sub-commands."""
+    brief = "list, verify, export or delete saved steps"
+    parser = add_command(commands, "checkpoint", run, brief, _HELP)
     actions = parser.add_subparsers(metavar="ACTION", dest="action", required=True)
     _add_list(actions)
     _add_verify(actions)
@@ -71,7 +72,7 @@ def _add(actions, name: str, help_line: str) -> Parser:
 
 
 def _add_json(parser: Parser) -> None:
-    parser.add_argument("--json", action="store_true", help="print it as JSON")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
 def _add_list(actions) -> None:
@@ -80,7 +81,7 @@ def _add_list(actions) -> None:
 
 
 def _add_verify(actions) -> None:
-    parser = _add(actions, "verify", "read a whole step and compare it with its checksums")
+    parser = _add(actions, "verify", "read a step completely and compare it with its checksums")
     parser.add_argument("step", metavar="STEP", nargs="?", type=int, help="default: the newest")
     parser.add_argument("--all", action="store_true", help="every saved step")
     add_pretrained(parser)
@@ -90,15 +91,19 @@ def _add_verify(actions) -> None:
 def _add_export(actions) -> None:
     parser = _add(actions, "export", "write a step's parameters as safetensors")
     parser.add_argument(
-        "places", metavar="[STEP] OUT", nargs="+", help="a step or a kept name (best), a new folder"
+        "places",
+        metavar="[STEP] OUT",
+        nargs="+",
+        help="step number or name of a kept step (best); new folder",
     )
     parser.add_argument("--dtype", choices=("fp32", "bf16"), help="default: the saved dtype")
     parser.add_argument(
         "--format",
         choices=("zerojax", "hugging_face", "peft"),
         default="zerojax",
-        help="zerojax: arrays under their own names; hugging_face: what transformers loads, of "
-        "GPT-2, Llama and BERT, adapters merged; peft: the adapters alone",
+        help="zerojax: arrays under zerojax's names; hugging_face: files for transformers "
+        "(families of "
+        "GPT-2, Llama and BERT; adapters are merged); peft: only the adapters",
     )
     parser.add_argument(
         "--quantize",
@@ -113,13 +118,14 @@ def _add_export(actions) -> None:
 
 
 def _add_prune(actions) -> None:
-    parser = _add(actions, "prune", "delete steps; never the newest whole one")
-    parser.add_argument("--keep", type=int, metavar="N", help="the newest N whole steps stay")
-    parser.add_argument("--every", type=int, metavar="K", help="steps divisible by K stay")
+    parser = _add(actions, "prune", "delete steps, but never the newest complete one")
+    parser.add_argument("--keep", type=int, metavar="N", help="keep the newest N complete steps")
+    parser.add_argument("--every", type=int, metavar="K", help="keep the steps divisible by K")
     parser.add_argument(
         "--damaged",
         action="store_true",
-        help="also damaged steps and remains of interrupted saves, if a whole step stays",
+        help="also delete damaged steps and remains of interrupted saves, if a complete step is "
+        "kept",
     )
     parser.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
 
@@ -162,7 +168,7 @@ def _list(args: argparse.Namespace) -> int:
     unread = sum(one.error is not None for one in steps) - damaged
     counts = {"damaged": damaged, "cannot be read": unread}
     bad = [f"{count} {what}" for what, count in counts.items() if count]
-    state = ", ".join(bad) or "all files have their sizes"
+    state = ", ".join(bad) or "all files have the recorded sizes"
     plural = "" if len(steps) == 1 else "s"
     show(f"{len(steps)} step{plural}, {format_bytes(total)} in {path}; {state}")
     return OK
@@ -247,11 +253,17 @@ def _tell(found: Verification) -> None:
     if found.has_fingerprints:
         checked += f" and {found.num_leaves} arrays"
     if found.is_good and not found.num_files:
-        show(f"step {found.step}: sizes are right; saved without checksums, so no more is known")
+        show(
+            f"step {found.step}: file sizes are right; contents cannot be checked, as no "
+            "checksums were saved"
+        )
     elif found.is_good:
-        show(f"step {found.step}: good; {checked} are what was saved")
+        show(f"step {found.step}: intact; {checked} equal what was saved")
     else:
-        show(f"step {found.step}: damaged; of {checked} {len(found.damages)} are not as saved")
+        show(
+            f"step {found.step}: damaged; of {checked} {len(found.damages)} differ from what "
+            "was saved"
+        )
     for damage in found.damages:
         show(f"  {damage}")
 
@@ -313,7 +325,7 @@ def _export(args: argparse.Namespace) -> int:
         f"{files}, config.json{with_} are in {done.folder}"
     )
     if tokenizer is None:
-        show("no tokenizer was found beside the checkpoints, so none was exported")
+        show("no tokenizer was exported: the folder of the run has none")
     return OK
 
 
@@ -379,7 +391,7 @@ def _prune_alone(path: Path, args: argparse.Namespace) -> int:
         gone = {str(one.step) for one in found}
         left = [step for step in left if step not in gone]
     stay = ", ".join(left) or "none"
-    show(f"{word} {len(found) - failed} of {len(found)} ({total}); steps that stay: {stay}")
+    show(f"{word} {len(found) - failed} of {len(found)} ({total}); kept steps: {stay}")
     return FAILED if failed else OK
 
 

@@ -66,8 +66,8 @@ def _about_file(error: OSError) -> str:
     where = f"{cut(str(error.filename), 300)}: " if error.filename else ""
     remedy = {
         errno.ENOSPC: "; free some space or choose another run_dir",
-        errno.EACCES: "; choose a place you may write to, such as run_dir=runs/mine",
-        errno.EROFS: "; choose a place you may write to, such as run_dir=runs/mine",
+        errno.EACCES: "; choose a folder that you may write to, such as run_dir=runs/mine",
+        errno.EROFS: "; choose a folder that you may write to, such as run_dir=runs/mine",
     }
     return f"{where}{reason}{remedy.get(error.errno, '')}"
 
@@ -94,7 +94,10 @@ def _about_machine(error: Exception) -> str | None:
             f"model.remat=full. {text.splitlines()[0] if text else ''}".rstrip()
         )
     if "Unable to initialize backend" in text or "Unknown backend" in text:
-        return f"JAX found no such accelerator ({text.splitlines()[0]}); see `zerojax env`"
+        return (
+            f"JAX found no accelerator of the requested kind ({text.splitlines()[0]}); see "
+            "`zerojax env`"
+        )
     if isinstance(error, AssertionError) and not text and _raising_module(error) == "jax":
         # What JAX 0.10 says when JAX_PLATFORMS names a platform it has no plugin for.
         platforms = os.environ.get("JAX_PLATFORMS")

@@ -20,25 +20,25 @@ then:
   zerojax train CONFIG data.path=runs/tokens"""
 _OF_CHATS = {"template": None, "bad": "refuse", "answers": "all"}
 _WAYS = {
-    "marks": "by the template's own marks",
-    "renderings": "found by rendering what comes before each",
+    "marks": "marked by the template",
+    "renderings": "found by rendering each chat up to its answers",
     "pairs": "the completions of prompts",
 }
 
 
 def add(commands) -> None:
-    """Declares `zerojax data` and its sub-commands."""
+    """Adds the command `zerojax data` to the parser, with its sub-commands."""
     data = commands.add_parser("data", help="make token files", description="Make token files.")
     inner = data.add_subparsers(metavar="COMMAND", required=True)
     parser = add_command(inner, "prepare", run, "tokenise text into token files", _HELP)
-    parser.add_argument("source", metavar="IN", help="a file, or a folder of files")
+    parser.add_argument("source", metavar="IN", help="file or folder to read")
     parser.add_argument("target", metavar="OUT", help="folder to write to")
     parser.add_argument(
         "--format",
         default="text",
         choices=("text", "chat"),
-        help="text: rows of {text}; chat: rows of {messages}, {conversations}, or {prompt, "
-        "completion} (%(default)s)",
+        help="text: rows with the key text; chat: with messages, conversations, or prompt and "
+        "completion (%(default)s)",
     )
     parser.add_argument(
         "--tokenizer",
@@ -52,7 +52,7 @@ def add(commands) -> None:
         type=finite,
         default=0.05,
         metavar="F",
-        help="fraction for validation, taken from the end (%(default)s)",
+        help="fraction of the data for validation, from its end (%(default)s)",
     )
 
 
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         return _run_chats(args)
     given = [f"--{name}" for name in _OF_CHATS if getattr(args, name) != _OF_CHATS[name]]
     if given:
-        raise ValueError(f"{given[0]} is an option for chats; add --format chat, or leave it out")
+        raise ValueError(f"{given[0]} applies to chats only; add --format chat, or leave it out")
     from zerojax.data.preparation import prepare
 
     made = prepare(
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     )
     if made.left_out:
         kinds = ", ".join(sorted(set(made.left_out) - {""})) or "without an ending"
-        show(f"files of other kinds that were left out: {len(made.left_out):,} ({kinds})")
+        show(f"files not read, because of their suffixes: {len(made.left_out):,} ({kinds})")
     _show_next(made)
     return 0
 
@@ -118,9 +118,9 @@ def lines_of_chats(made) -> list[str]:
         f"{made.num_asked:,} tokens ({share:.1f} %) are answers, {_WAYS[made.way]}",
     ]
     if made.num_seams:
-        lines.append(f"answers that begin inside of a token: {made.num_seams:,}")
+        lines.append(f"answers whose first character is inside a token: {made.num_seams:,}")
     if made.skipped:
-        lines.append(f"rows that were left out: {made.skipped:,}, such as")
+        lines.append(f"skipped rows: {made.skipped:,}, such as")
         lines += [f"  {reason}" for reason in made.reasons]
     return lines
 

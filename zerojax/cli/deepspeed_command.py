@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 _EXPLAIN = """\
-A line for every key of the file: honoured (same meaning as in DeepSpeed), mapped (supported
-through a different mechanism), compiler (XLA decides), or refused, each with why. Nothing is run.
+Prints a line for every key of the file: honoured (same meaning as in DeepSpeed), mapped (supported
+through a different mechanism), compiler (XLA decides), or refused; with the reason. Nothing is run.
 
 examples:
   zerojax deepspeed explain ds_config.json
@@ -27,11 +27,11 @@ examples:
 
 then, in Python: zerojax.train(model, "ds_config.json", batches)
 
-exit codes: 0 a run can take the file, 2 something in it is refused."""
+exit codes: 0 the file is supported, 2 a key or value in it is refused."""
 
 _ELASTIC = """\
-Chooses the batch of an elastic run from the section `elasticity` of the settings, by DeepSpeed's
-arithmetic: the same on all the numbers of devices that are listed. For a scheduler: --json.
+Chooses the global batch size of an elastic run from the section `elasticity`, by DeepSpeed's
+arithmetic. The batch is the same on every listed number of devices. For a scheduler use --json.
 
 examples:
   zerojax elastic CONFIG.yaml max_global_batch_size=512
@@ -40,21 +40,21 @@ examples:
 
 
 def add_elastic(commands) -> None:
-    """Declares `zerojax elastic`."""
+    """Adds the command `zerojax elastic` to the parser."""
     parser = add_command(
         commands,
         "elastic",
         choose,
-        "choose a batch that is valid for many numbers of devices",
+        "choose a batch size that many numbers of devices divide",
         _ELASTIC,
     )
     add_settings(parser)
-    parser.add_argument("--devices", type=int, metavar="N", help="only this number of devices")
-    parser.add_argument("--json", action="store_true", help="print it as JSON")
+    parser.add_argument("--devices", type=int, metavar="N", help="show only this number of devices")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
 def add_deepspeed(commands) -> None:
-    """Declares `zerojax deepspeed` and the two commands below it."""
+    """Adds the command `zerojax deepspeed` to the parser, with the two commands below it."""
     deepspeed = commands.add_parser(
         "deepspeed",
         help="explain how zerojax interprets a ds_config.json",
@@ -68,15 +68,24 @@ def add_deepspeed(commands) -> None:
         "file", metavar="FILE", help="JSON, hjson, or the base64 of either, as text"
     )
     parser.add_argument(
-        "--devices", type=int, metavar="N", help="GPUs of the run, which determine the batch"
+        "--devices",
+        type=int,
+        metavar="N",
+        help="number of GPUs of the run; the batch depends on it",
     )
     parser.add_argument(
-        "--steps", type=int, metavar="N", help='length of the run, where the file has "auto"'
+        "--steps",
+        type=int,
+        metavar="N",
+        help='number of steps of the run, used where the file has "auto"',
     )
     parser.add_argument(
-        "--hidden-size", type=int, metavar="N", help='width of the model, where the file has "auto"'
+        "--hidden-size",
+        type=int,
+        metavar="N",
+        help='hidden size of the model, used where the file has "auto"',
     )
-    parser.add_argument("--json", action="store_true", help="print it as JSON")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser = add_command(
         inner, "keys", list_keys, "list every key of DeepSpeed and how zerojax handles it"
     )

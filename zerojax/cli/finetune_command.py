@@ -36,11 +36,11 @@ examples:
   zerojax finetune models/qwen3 chats.parquet --out runs/mine --epochs 1 lora.rank=32
   zerojax finetune models/qwen3 chats.jsonl lora.rank=0 learning_rate=1e-5 seq_len=4096
 
-exit codes: as of `zerojax train`."""
+exit codes: the same as those of `zerojax train`."""
 
 
 def add(commands) -> None:
-    """Declares `zerojax finetune`."""
+    """Adds the command `zerojax finetune` to the parser."""
     parser = add_command(
         commands, "finetune", run, "fine-tune a Hugging Face model on chats", _HELP
     )

@@ -32,7 +32,7 @@ examples:
 
 
 def add(commands) -> None:
-    """Declares `zerojax generate`."""
+    """Adds the command `zerojax generate` to the parser."""
     parser = add_command(
         commands, "generate", generate, "continue texts with a trained model", _EXAMPLES
     )

@@ -17,7 +17,7 @@ WIDTH = 96
 
 
 def add(commands) -> None:
-    """Declares `zerojax keys`."""
+    """Adds the command `zerojax keys` to the parser."""
     parser = add_command(commands, "keys", run, "list all settings with default and meaning")
     parser.add_argument(
         "word", metavar="WORD", nargs="?", help="only settings that contain this word"

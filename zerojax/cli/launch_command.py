@@ -9,9 +9,9 @@ from zerojax.cli.arguments import add_command, finite
 
 _HELP = """\
 Runs COMMAND in N processes that form one run: `zerojax ...`, `python script.py ...`,
-`python -m module ...`, or any program. Every line that they print stands behind the number of its
-process. When one fails it is named, and the others are ended within 5 seconds. Ctrl-C and SIGTERM
-are passed on: all save and stop, exit code 75, and the same command goes on.
+`python -m module ...`, or any program. Every printed line begins with the number of its process.
+If a process fails, its number is printed, and the others are ended within 5 seconds. Ctrl-C and
+SIGTERM are forwarded: all processes save and stop with exit code 75; the same command resumes.
 
 Under Slurm, Open MPI, Kubernetes and torchrun no launcher is needed: srun zerojax train ...
 
@@ -19,19 +19,19 @@ examples:
   zerojax launch --nprocs 2 --cpu-devices 2 -- zerojax train configs/tiny_shakespeare.yaml
   zerojax launch --max-restarts 3 -- zerojax train configs/llama_8b_zero3_8xh100.yaml
   zerojax launch --nprocs 8 -- python train.py --my-option 3
-on two hosts, the same on both but for the number of the host:
+on two hosts, where only --node-rank differs:
   zerojax launch --nprocs 8 --nnodes 2 --node-rank 0 --coordinator 10.0.0.1:12355 -- zerojax ...
   zerojax launch --nprocs 8 --nnodes 2 --node-rank 1 --coordinator 10.0.0.1:12355 -- zerojax ...
-Their launchers share a token, which keeps strangers out: ZEROJAX_LAUNCH_TOKEN (at least 16
+The launchers authenticate each other by a shared token: ZEROJAX_LAUNCH_TOKEN (at least 16
 characters), else the file of --token-file, else one in ~/.cache/zerojax; a file that is not there
 is made by host 0.
 
 exit codes: that of the first failing process (128 + n for signal n), else 0, or 75 where a signal
-stopped the run and everything is saved. Neither 75 nor 2, a wrong input, is started again."""
+stopped the run and everything is saved. No restart follows 75 or 2 (invalid input)."""
 
 
 def add(commands) -> None:
-    """Declares `zerojax launch`."""
+    """Adds the command `zerojax launch` to the parser."""
     parser = add_command(commands, "launch", run, "run a command in several processes", _HELP)
     parser.add_argument(
         "--nprocs",
@@ -68,12 +68,13 @@ def add(commands) -> None:
     parser.add_argument(
         "--coordinator",
         metavar="HOST:PORT",
-        help="with several hosts: address at which the launcher of host 0 waits for the others",
+        help="with several hosts: address at which the launcher of host 0 listens",
     )
     parser.add_argument(
         "--token-file",
         metavar="PATH",
-        help="with several hosts: a shared file with the secret of their launchers",
+        help="with several hosts: a file, visible to all hosts, with the secret that their "
+        "launchers share",
     )
     parser.add_argument(
         "--show-all", action="store_true", help="also print known harmless warnings"

@@ -48,11 +48,11 @@ VARIABLES = (
 GIB = 2**30
 _GB = 1e9
 _MIB = 2**20
-REMARK = "host and device share one memory here, so this is its copy rate, not a link"
+REMARK = "device memory is host memory here: this is the rate of a memory copy, not of a link"
 
 _BENCH_IO = """\
-Writes and reads a file below PATH past the page cache, with 1 to 8 transfers at once, with the same
-code that offloads state to a disk; then removes it.
+Writes and reads a file below PATH without the page cache, with 1 to 8 concurrent transfers, by the
+code that also offloads state to a disk; then removes the file.
 
 `zerojax plan` uses the best rate for offload to this disk.
 
@@ -61,7 +61,8 @@ examples:
   zerojax bench io /mnt/nvme --size 8192"""
 
 _BENCH_LINK = """\
-Copies arrays between the first accelerator and pinned host memory: each way, and both at once.
+Copies arrays between the first accelerator and pinned host memory: one
+direction, the other, and both at once.
 `zerojax plan` uses the best rate for offload on such a card.
 
 examples:
@@ -70,7 +71,7 @@ examples:
 
 
 def add_env(commands) -> None:
-    """Declares `zerojax env`."""
+    """Adds the command `zerojax env` to the parser."""
     parser = add_command(
         commands, "env", show_environment, "show versions, devices, memory and missing packages"
     )
@@ -78,7 +79,7 @@ def add_env(commands) -> None:
 
 
 def add_bench(commands) -> None:
-    """Declares `zerojax bench` and its two sub-commands."""
+    """Adds the command `zerojax bench` to the parser, with its two sub-commands."""
     bench = commands.add_parser(
         "bench", help="measure this machine", description="Measure this machine."
     )
@@ -236,7 +237,7 @@ def find_advice(devices: list[dict[str, Any]], failure: str | None) -> list[str]
     if not has_gpu:
         advice.append("training runs on the CPU; cpu_devices=8 makes 8 virtual devices of it")
     if sys.version_info < (3, 12):
-        advice.append("Python 3.12 or newer would bring a newer JAX")
+        advice.append("with Python 3.12 or newer, a newer JAX could be installed")
     return advice
 
 
@@ -273,7 +274,10 @@ def format_table(facts: dict[str, Any]) -> str:
 def _format_kernel(row: dict[str, Any]) -> str:
     where = f"{row['what']} on {row['devices']} x {row['device']}"
     if row["choice"] is None:
-        return f"{where}: left out, it failed or ended a start; zerojax tune tries it again"
+        return (
+            f"{where}: not used, because it failed in or ended an earlier start; zerojax tune "
+            "tries it again"
+        )
     ratio = row["seconds"] / row["other_seconds"]
     reference, other = row["ways"]
     return (
@@ -326,7 +330,7 @@ def bench_io(args: argparse.Namespace) -> int:
     plural = "" if best.num_threads == 1 else "s"
     show(f"best: {best.both / _GB:.2f} GB/s read + write, with {best.num_threads} thread{plural}")
     if kept is not None:
-        show(f"kept for plans: {disk.disk}, in {kept}")
+        show(f"stored for `zerojax plan`: {disk.disk}, in {kept}")
     return 0
 
 
@@ -395,7 +399,7 @@ def bench_link(args: argparse.Namespace) -> int:
     if is_one_memory:
         show(REMARK)
     if kept is not None:
-        show(f"kept for plans: {device.device_kind}, in {kept}")
+        show(f"stored for `zerojax plan`: {device.device_kind}, in {kept}")
     return 0
 
 

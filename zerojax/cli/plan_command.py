@@ -52,8 +52,8 @@ examples:
 A script (train.py) runs up to its first zerojax.train, make_plan or engine step, whose arguments
 are planned; KEY=VALUE changes their mesh options and num_microbatches.
 
-exit codes: 0 it fits, 1 it does not fit, 2 invalid input, 3 only formulas are available and they do
-not decide. ZEROJAX_CACHE is the folder of cached results (or off)."""
+exit codes: 0 it fits, 1 it does not fit, 2 invalid input, 3 only formulas are available, which do
+not decide it. ZEROJAX_CACHE: folder for cached results, or off."""
 
 MAX_DEVICES = 2**18
 MOST_UNROLLED = 64
@@ -61,7 +61,7 @@ MOST_UNROLLED = 64
 
 
 def add(commands) -> None:
-    """Declares `zerojax plan`."""
+    """Adds the command `zerojax plan` to the parser."""
     parser = add_command(
         commands,
         "plan",
@@ -94,8 +94,10 @@ def add(commands) -> None:
     parser.add_argument(
         "--search",
         action="store_true",
-        help="find zero, model, stage, expert, num_microbatches, remat and, if nothing fits, "
-        "offload that cost least; then bucket sizes",
+        help="find the cheapest zero, model, stage, expert, num_microbatches, remat and, if "
+        "nothing fits, "
+        "offload; then "
+        "bucket sizes",
     )
     parser.add_argument(
         "--budget",
@@ -143,7 +145,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--budget {args.budget:g}: give seconds above 0, such as 300")
     if args.search and args.no_compile:
         raise ValueError(
-            "--search needs the compiler to know what fits, and --no-compile forbids it; "
+            "--search needs the compiler to decide what fits, and --no-compile disables it; "
             "leave out one of them"
         )
     use_the_cpu_alone()
@@ -293,8 +295,8 @@ def search_config(
     if result.chosen is not None and not as_json:
         where = ["--gpu", gpu.name, "--devices", str(devices)]
         chosen = [*words, *chosen_words(result)]
-        show(f"\nits page: {command_name()} {shlex.join(['plan', *chosen, *where])}")
-        show(f"its run:  {command_name()} {shlex.join(['train', *chosen])}")
+        show(f"\nits plan page: {command_name()} {shlex.join(['plan', *chosen, *where])}")
+        show(f"its run:       {command_name()} {shlex.join(['train', *chosen])}")
     return EXIT_DOES_NOT_FIT if result.chosen is None else EXIT_FITS
 
 
@@ -324,8 +326,8 @@ def search_script(
     if result.chosen is not None and not as_json:
         chosen = [path, *overrides, *chosen_words(result)]
         where = ["--gpu", gpu.name, "--devices", str(devices)]
-        show(f"\nits page: {command_name()} {shlex.join(['plan', *chosen, *where])}")
-        show(f"its run:  {command_name()} {shlex.join(['train', *chosen])}")
+        show(f"\nits plan page: {command_name()} {shlex.join(['plan', *chosen, *where])}")
+        show(f"its run:       {command_name()} {shlex.join(['train', *chosen])}")
     return EXIT_DOES_NOT_FIT if result.chosen is None else EXIT_FITS
 
 

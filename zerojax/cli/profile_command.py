@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 NEVER = 1_000_000_000
 
 _HELP = """\
-Runs the very step of `zerojax train CONFIG.yaml KEY=VALUE ...`: N steps to warm up, N that are
-measured, N that are traced; then one save. Prints the time per step and where it goes, the
+Runs the training step of `zerojax train CONFIG.yaml KEY=VALUE ...`: N warm-up steps, N that are
+measured, N that are traced; then one save. Prints the time per step and its parts, the
 operations that take most of a device's time, and the FLOPs of every parameter.
 
 examples:
@@ -40,15 +40,15 @@ examples:
   zerojax profile configs/tiny_shakespeare.yaml --json
   zerojax profile configs/tiny_shakespeare.yaml --start
 
---start runs one step and prints where the seconds until its end went: imports, data, planning,
-the initial state, the training step, and in each what was traced, lowered, compiled and read from
-the cache of compiled programs.
+--start runs one step and prints the seconds of each phase until its end: imports, data, planning,
+the initial state, the training step; and in each phase the seconds of tracing, lowering,
+compiling, and reading the compilation cache.
 
-A trace of a run as it goes on: zerojax train CONFIG.yaml log.profile=[100,103]"""
+To trace steps 100 to 103 of a long run: zerojax train CONFIG.yaml log.profile=[100,103]"""
 
 
 def add(commands) -> None:
-    """Declares `zerojax profile`."""
+    """Adds the command `zerojax profile` to the parser."""
     parser = add_command(
         commands, "profile", run, "measure a few training steps, by operation", _HELP
     )
@@ -57,11 +57,13 @@ def add(commands) -> None:
         "--steps", type=int, default=5, metavar="N", help="steps to measure (%(default)s)"
     )
     parser.add_argument(
-        "--out", metavar="DIR", help="new folder of trace and numbers (RUN_DIR/profile)"
+        "--out", metavar="DIR", help="new folder for the trace and the numbers (RUN_DIR/profile)"
     )
     parser.add_argument("--no-save", action="store_true", help="do not time a save of the state")
     parser.add_argument(
-        "--start", action="store_true", help="measure the start instead: one step, by phase"
+        "--start",
+        action="store_true",
+        help="measure the start of the run instead: one step, by phase",
     )
     parser.add_argument("--json", action="store_true", help="print every number as JSON")
 
@@ -80,8 +82,10 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--out {args.out}: --start writes nothing; leave one of them out")
     if config.mesh.offload.params == "nvme" and not args.start:
         raise ValueError(
-            "zerojax profile reads the trace of one program, and with offload.params=nvme a step "
-            "is several; profile with offload.params: host, or take a trace with log.profile"
+            "zerojax profile reads the trace of one compiled program, but with "
+            "offload.params=nvme a step "
+            "consists of several; profile with offload.params: host, or take a trace with "
+            "log.profile"
         )
     save = not (args.no_save or args.start)
     config = measured(config, args.steps, free_folder(args.out, config), save=save)
@@ -202,7 +206,7 @@ def profile_start(config: RunConfig, *, as_json: bool) -> int:
     for one in phases:
         parts = [f"{one.by_kind[kind]:.2f}" if kind in one.by_kind else "" for kind in kinds]
         show(f"{one.name:15}{one.seconds:10.2f}" + "".join(f"{part:>10}" for part in parts))
-    show(f"{'in all':15}{sum(one.seconds for one in phases):10.2f}")
+    show(f"{'total':15}{sum(one.seconds for one in phases):10.2f}")
     return 0
 
 

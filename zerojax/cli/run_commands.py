@@ -28,8 +28,8 @@ from zerojax.runtime.memory import keep_freed_memory
 RECORD_FILE = "run.json"
 
 _EVAL = """\
-The run is loaded with its own mesh, if this machine has as many devices as it was trained on; else
-experts lie over the largest divisor of mesh.expert that divides the devices, and the rest is data.
+The run is loaded with its own mesh if this machine has as many devices as the run was trained on.
+Else mesh.expert becomes its largest divisor that divides the devices, and mesh.data the rest.
 
 examples:
   zerojax eval runs/tiny_shakespeare
@@ -47,7 +47,7 @@ examples:
 
 
 def add_eval(commands) -> None:
-    """Declares `zerojax eval`."""
+    """Adds the command `zerojax eval` to the parser."""
     parser = add_command(commands, "eval", evaluate, "measure the loss of a trained model", _EVAL)
     add_run(parser)
     add_run_settings(parser)
@@ -59,13 +59,13 @@ def add_eval(commands) -> None:
 
 
 def add_report(commands) -> None:
-    """Declares `zerojax report`."""
+    """Adds the command `zerojax report` to the parser."""
     parser = add_command(
         commands, "report", report, "write the HTML report of a run, or compare runs", _REPORT
     )
     add_run(parser)
     parser.add_argument("others", metavar="RUN", nargs="*", help="runs to compare it with")
-    parser.add_argument("--out", metavar="FILE", help="the page that compares runs")
+    parser.add_argument("--out", metavar="FILE", help="file of the page that compares several runs")
 
 
 def evaluate(args: argparse.Namespace) -> int:

@@ -26,25 +26,29 @@ examples:
 
 
 def add(commands) -> None:
-    """Declares `zerojax schedule`."""
+    """Adds the command `zerojax schedule` to the parser."""
     parser = add_command(
         commands,
         "schedule",
         run,
-        "draw a pipeline schedule, its bubble and memory",
+        "draw a pipeline schedule; print its bubble and memory",
         _HELP,
     )
     parser.add_argument("name", metavar="NAME", nargs="?", help="such as 1f1b, or a CSV file")
     parser.add_argument("--stages", type=int, metavar="N", help="pipeline stages")
     parser.add_argument("--microbatches", type=int, metavar="N", help="microbatches in a step")
     parser.add_argument(
-        "--chunks", type=int, metavar="V", help="parts of the model on a stage (interleaved: 2)"
+        "--chunks",
+        type=int,
+        metavar="V",
+        help="chunks (model parts) on each stage (interleaved: 2)",
     )
     parser.add_argument(
         "--costs",
         default="1,1,1",
         metavar="F,B,W",
-        help="times of a microbatch: forward, gradient of the input, of the weights (%(default)s)",
+        help="relative times per microbatch: forward, input gradient, weight gradient "
+        "(%(default)s)",
     )
     parser.add_argument("--svg", metavar="FILE", help="also write the picture as SVG")
     parser.add_argument("--csv", metavar="FILE", help="also write the table as CSV")

@@ -49,8 +49,8 @@ def as_the_scripts(error: BaseException, target: str, command: str = "check") ->
     """
     if isinstance(error, SystemExit):
         return ValueError(
-            f"{target} ended ({error.code}) before it gave zerojax a model; remove its "
-            "sys.exit, or give the script what it lacks"
+            f"{target} ended ({error.code}) before it passed a model to zerojax; remove its "
+            "sys.exit, or provide what the script needs"
         )
     frames = list(traceback.walk_tb(error.__traceback__))
     names = [frame.f_code.co_filename for frame, _ in frames]

@@ -90,9 +90,10 @@ def _code(code: int | None, notes: str, target: str, limit: float) -> int:
     file = target.partition(":")[0]
     if code is None or "Timeout (" in notes:
         raise ValueError(
-            f"{target} was still running after {limit:g} seconds, {_place(notes, file)}; a check "
-            "waits for its first call of zerojax. Give it more time with --time-limit, shorten "
-            f"the work before its training, or {_NAME_IT.format(file)}"
+            f"{target} was still running after {limit:g} seconds, {_place(notes, file)}; "
+            "`zerojax check` "
+            "waits for the script's first call of zerojax. Raise --time-limit, shorten "
+            f"the work before that call, or {_NAME_IT.format(file)}"
         )
     raise ValueError(
         f"{target} ended its own process ({how}), for example by os._exit, os.kill or an abort, "
@@ -110,7 +111,7 @@ def _place(notes: str, file: str) -> str:
     for stack in reversed(re.split(r"(?m)^(?=Thread|Current thread)", notes)):
         if found := line.search(stack):
             return f"at line {found[1]} in {found[2]}"
-    return "at a place that it did not tell"
+    return "at an unknown line"
 
 
 @contextlib.contextmanager

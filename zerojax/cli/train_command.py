@@ -42,7 +42,7 @@ _OF_SHAKESPEARE = (
 
 _HELP = """\
 CONFIG is a YAML file; without one the defaults train a small GPT on Shakespeare.
-KEY=VALUE changes one setting: mesh.zero=3, or zero=3 where no setting as near the top ends so.
+KEY=VALUE changes one setting: mesh.zero=3, or its last part zero=3 if that is unambiguous.
 
 examples:
   zerojax train configs/tiny_shakespeare.yaml
@@ -62,7 +62,7 @@ same command resumes), 79 a step hung and the watchdog ended it (watch.step_time
 
 
 def add(commands) -> None:
-    """Declares `zerojax train`."""
+    """Adds the command `zerojax train` to the parser."""
     parser = add_command(commands, "train", run, "train a model, or continue a run", _HELP)
     add_settings(parser)
     parser.add_argument(
@@ -183,7 +183,7 @@ def _result(trainer: Any) -> str:
     if len(reports) < 2:
         return ""
     first, last = reports[0], reports[-1]
-    fell = "fell" if last["loss"] < first["loss"] else "did not fall: it went"
+    fell = "fell" if last["loss"] < first["loss"] else "did not fall: it changed"
     steps = f"(step {int(first['step'])}) to {format_loss(last['loss'])} (step {int(last['step'])})"
     text = f"\nThe loss {fell} from {format_loss(first['loss'])} {steps}"
     if trainer.evaluations:
@@ -219,10 +219,10 @@ def next_commands(
     lines = [
         ("generate", f'{zerojax} generate {run} "{prompt}"'),
         ("evaluate", f"{zerojax} eval {run}"),
-        ("look at it", f"{zerojax} report {run}"),
+        ("report", f"{zerojax} report {run}"),
         *more,
     ]
     if config.log.tensorboard and importlib.util.find_spec("tensorboard"):
-        lines.append(("watch it", f"tensorboard --logdir {run}"))
+        lines.append(("monitor", f"tensorboard --logdir {run}"))
     rows = "\n".join(f"  {what:<11} {command}" for what, command in lines)
     return f"\nThe run is in {config.run_dir}. Next:\n{rows}"

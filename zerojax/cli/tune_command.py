@@ -21,15 +21,15 @@ MARGIN = 0.97
 """Largest share of the planned step's time that a setting may take to be advised."""
 
 _HELP = """\
-Checks the kernels of the update and of gradient statistics against XLA's results, implementations
-of attention against each other, and slices of offloaded state of several sizes, on arrays of the
-run's sizes, and times them in turns, regardless of earlier measurements. What is faster is kept
-in the user's cache, where the next run on such GPUs finds it. A run with tune=auto does this by
-itself, in some ten seconds, where no answer is kept; the command takes its time.
+Compares kernels of the update and of gradient statistics with XLA's results, implementations
+of attention with each other, and several slice sizes of offloaded state, on arrays of the
+run's sizes, and times them alternately, regardless of earlier measurements. The faster choice is
+stored in the user's cache; later runs on the same kind of GPU use it. A run with tune=auto does
+this automatically, in about ten seconds, for choices not stored yet; this command takes longer.
 
 Then times whole steps on a batch of zeros: as planned, with the other kernels, and with other
-buckets (allgather_bucket_size, reduce_bucket_size). What is faster there is printed as the setting
-to be written into the run file; no run takes it by itself. No data are read, and no state is kept.
+buckets (allgather_bucket_size, reduce_bucket_size). A faster variant is printed as a setting
+to write into the run file; no run uses it automatically. No data are read, and no state is saved.
 
 --search begins with `zerojax plan --search` for these devices, times the best plans it finds and
 the run's own for some steps each, and with --out writes the fastest as a run file.
@@ -42,7 +42,7 @@ examples:
 
 
 def add(commands) -> None:
-    """Declares `zerojax tune`."""
+    """Adds the command `zerojax tune` to the parser."""
     parser = add_command(
         commands, "tune", run, "measure which kernels are faster on these GPUs", _HELP
     )
@@ -121,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _row(step: TimedStep, planned: TimedStep) -> str:
     if not math.isfinite(step.seconds):
-        return f"  {step.name}: no time ({step.failure or 'it failed on another process'})"
+        return f"  {step.name}: not timed ({step.failure or 'it failed on another process'})"
     line = f"  {step.name}: {1e3 * step.seconds:.4g} ms a step"
     if step is planned or not math.isfinite(planned.seconds):
         return line

@@ -307,7 +307,7 @@ def _check_horizontal(layout: Any) -> None:
 def _check_indices(layout: Any) -> None:
     starts, ends = layout.global_block_indices, layout.global_block_end_indices
     if any(start < 0 for start in starts):
-        refuse("global_block_indices", list(starts), "must be at least 0 each")
+        refuse("global_block_indices", list(starts), "must all be at least 0")
     if ends is None:
         return
     if len(starts) != len(ends):

@@ -139,7 +139,7 @@ def check_finite(config: Any) -> None:
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if isinstance(value, float) and not math.isfinite(value):
-            refuse(field.name, value, "is not a finite number; give one that is")
+            refuse(field.name, value, "is infinite or NaN; use a finite number")
 
 
 def check_fraction(config: Any, *names: str, below_one: bool = False) -> None:

@@ -29,9 +29,9 @@ class CurriculumConfig:
     each row only."""
 
     type: Literal["seqlen"] | None = None
-    """seqlen: the length of rows grows with the steps. null: every step has whole rows."""
+    """seqlen: the length of rows grows with the steps. null: rows always have full length."""
     schedule_type: Literal["fixed_linear", "fixed_root", "fixed_discrete"] = "fixed_linear"
-    """Growth, as in DeepSpeed: linear in the step, with a root of the step, or by a list."""
+    """Growth, as in DeepSpeed: linear in the step, by a root of the step, or by a list."""
     min_length: int | None = None
     """Tokens of a row in the first step. null: length_step."""
     max_length: int | None = None
@@ -43,9 +43,9 @@ class CurriculumConfig:
     root_degree: float = 2.0
     """Degree of the root, for fixed_root: 2 is the square root."""
     lengths: tuple[int, ...] = ()
-    """Tokens of a row, one after the other, for fixed_discrete."""
+    """Tokens of a row in each phase of fixed_discrete."""
     until_steps: tuple[int, ...] = ()
-    """Last step of each of `lengths` but the last, for fixed_discrete."""
+    """Last step of each phase except the last, for fixed_discrete."""
     keys: tuple[str, ...] = ()
     """Names of the batch arrays [rows, tokens, ...] that are shortened. (): tokens, targets and
     weights, for a next-token loss of zerojax."""
@@ -68,7 +68,9 @@ class CurriculumConfig:
             if name in changed:
                 value = getattr(self, name)
                 refuse(
-                    name, value, f"is not read by schedule_type={self.schedule_type}; leave it out"
+                    name,
+                    value,
+                    f"has no effect with schedule_type={self.schedule_type}; leave it out",
                 )
         if is_discrete:
             self._check_lists()
@@ -90,22 +92,33 @@ class CurriculumConfig:
                 "no tokens; raise it, or lower length_step",
             )
         if self.max_length is not None and self.max_length < self.first_length:
-            refuse("max_length", self.max_length, f"is below min_length ({self.first_length})")
+            refuse(
+                "max_length",
+                self.max_length,
+                f"is below min_length ({self.first_length}); raise max_length",
+            )
 
     def _check_lists(self) -> None:
         lengths, steps = self.lengths, self.until_steps
         if not lengths or min(lengths) < 1 or list(lengths) != sorted(lengths):
             refuse(
-                "lengths", [*lengths], "must be numbers from 1 on that do not fall: [64, 128, 256]"
+                "lengths",
+                [*lengths],
+                "must be ascending integers of at least 1, such as [64, 128, 256]",
             )
         if len(steps) != len(lengths) - 1:
             refuse(
                 "until_steps",
                 [*steps],
-                f"must have one number less than lengths ({len(lengths)}): the last length stays",
+                f"must have one entry less than lengths ({len(lengths)}): the last length has "
+                "no end",
             )
         if any(low >= high for low, high in zip((0, *steps), steps, strict=False)):
-            refuse("until_steps", [*steps], "must be numbers from 1 on that rise")
+            refuse(
+                "until_steps",
+                [*steps],
+                "must be strictly ascending integers of at least 1, such as [100, 200]",
+            )
 
     @property
     def first_length(self) -> int:

@@ -89,7 +89,7 @@ class ElasticityConfig:
     devices_per_node: int | None = None
     """Devices join and leave in whole nodes of this size. null: one by one."""
     prefer_larger_batch: bool = True
-    """Take the larger of two batches that equally many numbers of devices can divide."""
+    """If equally many numbers of devices divide two batch sizes, take the larger one."""
 
     def __post_init__(self) -> None:
         coerce_fields(self)
@@ -102,7 +102,7 @@ class ElasticityConfig:
             )
         sizes = self.micro_batch_sizes
         if not sizes or min(sizes) < 1:
-            refuse("micro_batch_sizes", sizes, "must be one or more numbers >= 1, such as [2, 4]")
+            refuse("micro_batch_sizes", sizes, "must be a list of integers >= 1, such as [2, 4]")
         if max(sizes) > self.max_global_batch_size:
             refuse(
                 "micro_batch_sizes",

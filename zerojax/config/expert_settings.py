@@ -32,7 +32,7 @@ class MoEConfig:
     num_groups: int = 1
     """Groups of neighbouring experts. A token first chooses some groups by the sum of the two
     highest scores in each (DeepSeek-V3's n_group, arXiv:2412.19437), so that it is sent to few
-    devices. 1: it chooses among all experts."""
+    devices. 1: each token chooses among all experts."""
     groups_per_token: int = 1
     """Groups that a token chooses its experts from."""
     renormalize: bool = True

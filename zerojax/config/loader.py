@@ -334,7 +334,7 @@ def user_path(value: str | os.PathLike[str]) -> Path:
     """
     if "\0" in os.fspath(value):
         raise ConfigError(
-            f"{quoted(str(value))} contains a zero byte, which paths cannot have; leave it out"
+            f"{quoted(str(value))} contains a zero byte, which paths cannot contain; remove it"
         )
     try:
         return Path(value).expanduser()
@@ -449,7 +449,8 @@ def _check_events(text: str, source: str, loader: type) -> None:
         elif isinstance(event, yaml.AliasEvent):
             if any(name == event.anchor for name, _, _ in opened):
                 problem = (
-                    f"*{event.anchor} is inside of the value that it names; write the values out"
+                    f"*{event.anchor} is an alias inside the value that it refers to; write the "
+                    "values out"
                 )
                 raise ConfigError(problem, where=f"{source}:{event.start_mark.line + 1}")
             nodes, below = weights.get(event.anchor, (1, 0))
@@ -459,11 +460,12 @@ def _check_events(text: str, source: str, loader: type) -> None:
         if opened and below >= opened[-1][2]:
             opened[-1] = (*opened[-1][:2], below)
         if len(opened) + below > MAX_DEPTH or total > MAX_NODES:
-            problem = f"nested more than {MAX_DEPTH} levels deep; write it flat"
+            problem = f"nested more than {MAX_DEPTH} levels deep; use fewer levels"
             if total > MAX_NODES:
                 problem = (
-                    f"more than {MAX_NODES:,} values, with each alias (*name) counted as its "
-                    "expansion; write out the few values that you need"
+                    f"more than {MAX_NODES:,} values (each alias *name counts with all values "
+                    "of its "
+                    "expansion); use fewer aliases"
                 )
             raise ConfigError(problem, where=f"{source}:{event.start_mark.line + 1}")
 

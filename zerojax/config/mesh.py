@@ -90,13 +90,14 @@ class OffloadConfig:
             refuse(
                 "update_in_backward",
                 True,
-                "updates layers as they stream through the device; set params: host as well",
+                "updates layers while they are streamed through the device; set params: host as "
+                "well",
             )
         if self.activations == NVME and self.params != NVME:
             refuse(
                 "activations",
                 NVME,
-                "is for layers that run one by one, between which files are read and written; set "
+                "needs layers that run one by one, as files are read and written between them; set "
                 "params: nvme as well, or activations: host",
             )
         if self.durable and not self.on_disk:
@@ -208,7 +209,7 @@ def _normal_shares(value: Any) -> Any:
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
             refuse("opt_state", share, f"is not a share of {tier}; give a number from 0 to 1")
         if tier in shares:
-            refuse("opt_state", tier, "is given twice; add its shares up")
+            refuse("opt_state", tier, "is listed twice; write one entry with the sum of its shares")
         shares[tier] = float(share)
     total = sum(shares.values())
     if abs(total - 1) > 1e-6:
@@ -354,7 +355,9 @@ class MeshConfig:
     def __post_init__(self) -> None:
         coerce_fields(self)
         if self.data < 1 and self.data != -1:
-            refuse("data", self.data, "must be >= 1, or -1 for all devices the other axes leave")
+            refuse(
+                "data", self.data, "must be >= 1, or -1 for all devices that the other axes leave"
+            )
         check_size(self, "model", "stage", "context", "expert", "replica", "node")
         check_size(self, "data", least=-1)
         check_size(self, "virtual_shards", most=MAX_VIRTUAL_SHARDS)
@@ -369,7 +372,8 @@ class MeshConfig:
             refuse(
                 "virtual_shards",
                 count,
-                f"is not a power of two, and sums follow a binary tree; use {low} or {2 * low}",
+                f"is not a power of two, which summation in a binary tree needs; use {low} or "
+                f"{2 * low}",
             )
         for pattern, axes in self.rules or ():
             check_regex("rules", pattern)

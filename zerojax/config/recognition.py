@@ -102,8 +102,9 @@ def is_deepspeed(values: Mapping[str, Any]) -> bool:
         mesh = ", ".join(of_mesh)
         raise ConfigError(
             f"{mesh} belongs to a MeshConfig, and {', '.join(of_deepspeed)} to a DeepSpeed "
-            f"configuration; a dict can only be one of the two: take {mesh} out (zero=N is written "
-            f"as zero_optimization: {{stage: N}}), or pass the rest as keywords"
+            f"configuration; a dict must be one or the other: remove {mesh} (write zero=N "
+            f"as zero_optimization: {{stage: N}}), or pass a MeshConfig and write the other "
+            "keys as keywords"
         )
     if of_deepspeed or of_mesh:
         return bool(of_deepspeed)

@@ -186,7 +186,7 @@ class ModelConfig:
             made = field.default_factory
             default = field.default if made is dataclasses.MISSING else made()
             if field.name not in (*free, "vocab_size") and value != default:
-                refuse(field.name, value, f"is set by {what}; leave it out")
+                refuse(field.name, value, f"is determined by {what}; leave it out")
 
 
 @names_keywords()
@@ -414,7 +414,7 @@ class RunConfig:
             refuse(
                 "global_batch_size",
                 given,
-                f"differs from the value that elasticity chooses; set it to {chosen} or leave it "
+                f"differs from the value that elasticity chooses; use {chosen}, leave it "
                 "out, or change elasticity.max_global_batch_size",
             )
 

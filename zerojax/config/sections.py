@@ -173,7 +173,8 @@ class LossScale:
             refuse(
                 "static",
                 self.static,
-                f"never changes, so {', '.join(changed)} would have no effect; leave out one or "
+                f"makes the scale constant, so {', '.join(changed)} would have no effect; leave "
+                "out one or "
                 "the other",
             )
 
@@ -181,10 +182,14 @@ class LossScale:
 def describe_loss_scale(config: LossScale) -> str:
     """Returns a line for the log that starts with "dynamic loss scale" or "static loss scale"."""
     if config.static is not None:
-        rounding = "" if _is_power_of_two(config.static) else " (no power of two: it rounds)"
+        rounding = (
+            "" if _is_power_of_two(config.static) else " (not a power of two, so scaling rounds)"
+        )
         return f"static loss scale {_written(config.static)}{rounding}; overflows skip the step"
     scales = (config.initial, config.minimum, config.maximum, config.factor)
-    rounding = "" if all(map(_is_power_of_two, scales)) else ", not all powers of two: it rounds"
+    rounding = (
+        "" if all(map(_is_power_of_two, scales)) else ", not all powers of two, so scaling rounds"
+    )
     by = "2" if config.factor == 2 else f"{config.factor:g}"
     which = "every" if config.hysteresis == 1 else f"the {_ordinal(config.hysteresis)}"
     counted = "in a row" if config.consecutive_hysteresis else "since it last rose"

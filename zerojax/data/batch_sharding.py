@@ -181,7 +181,8 @@ def _local_rows(sharding: NamedSharding, size: int) -> tuple[int, int]:
     for (_, before), (after, _) in itertools.pairwise(rows):
         if after > before:
             raise ValueError(
-                f"process {jax.process_index()} holds the rows {rows} of {size}, which have a gap; "
+                f"process {jax.process_index()} holds the rows {rows} of {size}, which are not "
+                "contiguous; "
                 "order the devices of the mesh by process, as make_mesh does"
             )
     return rows[0][0], rows[-1][1]
@@ -251,10 +252,10 @@ def _check_names(given: dict[str, Any], wanted: dict[str, Any]) -> None:
     unknown = [name for name in given if name not in wanted]
     if missing or unknown:
         raise ValueError(
-            f"the batch has arrays {sorted(given)}, the plan was made for {sorted(wanted)}"
+            f"the batch has arrays {sorted(given)}, but the plan was made for {sorted(wanted)}"
             + (f"; missing {missing}" if missing else "")
-            + (f"; not known {unknown}" if unknown else "")
-            + ": give every batch the names of example_batch"
+            + (f"; unknown {unknown}" if unknown else "")
+            + ": use the names of example_batch in every batch"
         )
 
 
@@ -266,16 +267,23 @@ def _check_shape(name: str, shape: tuple[int, ...], abstract: jax.ShapeDtypeStru
     if shape == abstract.shape:
         remedy = f"this process holds rows [{lo}, {hi}) only: pass value[{lo}:{hi}] (local_rows)"
     elif shape[1:] == local[1:] and shape[0] > local[0]:
-        remedy = f"every batch has {local[0]} rows here: cut it into batches of so many"
+        remedy = (
+            f"every batch must have {local[0]} rows in this process: split it into batches of "
+            "this size"
+        )
     elif shape[1:] == local[1:]:
         remedy = (
-            f"every batch needs {local[0]} rows here: drop a smaller last batch, or fill it up "
+            f"every batch must have {local[0]} rows in this process: drop a smaller last batch, "
+            "or pad it "
             "with rows of weight 0"
         )
     else:
-        remedy = "give every batch the shape of example_batch, or make the plan with this one"
+        remedy = (
+            "use the shape of example_batch in every batch, or make the plan with a batch of "
+            "this shape"
+        )
     raise ValueError(
-        f"batch[{name!r}] has shape {shape}, the plan was made for {local}"
+        f"batch[{name!r}] has shape {shape}, but the plan was made for {local}"
         + (f" in this process ({abstract.shape} in all)" if local != abstract.shape else "")
         + f"; {remedy}"
     )
@@ -324,6 +332,7 @@ def _cast(name: str, array: np.ndarray, wanted: np.dtype) -> np.ndarray:
     if same_kind and (np.can_cast(dtype, wanted) or is_default_float):
         return array.astype(wanted)
     raise TypeError(
-        f"batch[{name!r}] has dtype {dtype}, the plan was made for {wanted}; convert the data with "
+        f"batch[{name!r}] has dtype {dtype}, but the plan was made for {wanted}; convert the "
+        "data with "
         f".astype({str(wanted)!r}), or make the plan with an example_batch of {dtype}"
     )

@@ -173,7 +173,7 @@ def _load(file: Path, num_texts: int) -> Packing | None:
         logger.warning("data: %s is damaged (%s); the texts are packed again", file, error)
         return None
     if order.shape != (num_texts,) or starts[-1] != num_texts:
-        logger.warning("data: %s belongs to other texts; the texts are packed again", file)
+        logger.warning("data: %s was made for other texts; the texts are packed again", file)
         return None
     with contextlib.suppress(OSError):
         os.utime(file)  # the least recently used file is deleted first

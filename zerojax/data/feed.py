@@ -87,8 +87,9 @@ class Feed(abc.ABC):
         if state.get("kind") != self.kind:
             if not allow_other_data:
                 raise ValueError(
-                    f"the saved data position is for data of type {state.get('kind')!r}, the "
-                    f"present data are {self.kind!r}; pass the data of the saved run, or continue "
+                    f"the saved data position is for data of type {state.get('kind')!r}, but the "
+                    f"current data are of type {self.kind!r}; pass the data of the saved run, "
+                    "or continue "
                     "with other data: " + _OTHERS
                 )
             details = {}
@@ -180,7 +181,8 @@ class SourceFeed(Feed):
         if differing and not allow_other:
             changes = ", ".join(f"{key} was {saved[key]!r}, is {now[key]!r}" for key in differing)
             raise ValueError(
-                f"the data differ from those of the saved run ({changes}), so its position is not "
+                f"the data differ from those of the saved run ({changes}), so the saved "
+                "position is not "
                 "valid for them; pass the same data and seed, start a new run in another "
                 f"checkpoint folder, or continue with other data: {_OTHERS}"
             )
@@ -229,7 +231,7 @@ class IterableFeed(Feed):
     def _next(self) -> Batch:
         if self._to_skip:
             logger.warning(
-                "data: reading and dropping %d batches to return to the batch after step %d; to "
+                "data: reading and discarding %d batches to reach the batch after step %d; to "
                 "resume immediately pass a function of the step, or an iterator with get_state and "
                 "set_state",
                 self._to_skip,
@@ -318,7 +320,7 @@ def _new_feed(batches: Any, start: int, rows: tuple[int, int] | None) -> Feed:
         )
     if isinstance(batches, Mapping):
         raise TypeError(
-            f"batches is one batch with keys {sorted(map(str, batches))[:8]}; pass [batch] to "
+            f"batches is a single batch with keys {sorted(map(str, batches))[:8]}; pass [batch] to "
             "train on it repeatedly, or an iterable of batches"
         )
     if isinstance(batches, Sequence):
@@ -328,7 +330,7 @@ def _new_feed(batches: Any, start: int, rows: tuple[int, int] | None) -> Feed:
         shapes = [list(item.shape) for item in few if getattr(item, "shape", ())]
         if len(shapes) == 2 and shapes[0][1:] != shapes[1][1:]:
             raise TypeError(
-                f"batches is one batch, a {type(batches).__name__} of arrays {shapes[0]}, "
+                f"batches is a single batch, a {type(batches).__name__} of arrays {shapes[0]}, "
                 f"{shapes[1]}, ...; pass [batch] to train on it repeatedly, or an iterable of "
                 "batches"
             )

@@ -40,12 +40,13 @@ class MaskedSource(TokenSource):
         super().__post_init__()
         if not 0 < self.mask_fraction <= 1:
             raise ValueError(
-                f"mask_fraction={self.mask_fraction}: it must be above 0 and at most 1; BERT uses "
+                f"mask_fraction={self.mask_fraction}: the value must be above 0 and at most 1; "
+                "BERT uses "
                 f"{MASK_FRACTION}"
             )
         for token in (self.mask_token, *self.special_tokens):
             if token < 0:
-                raise ValueError(f"token {token}: pass ids of at least 0")
+                raise ValueError(f"token id {token} is negative; pass ids of at least 0")
         if not self._ordinary.size:
             raise ValueError(
                 f"the vocabulary of {self.vocab_size} ids has only special ones, so no random "

@@ -83,7 +83,7 @@ class MixtureSource(RowSource):
 
     def __post_init__(self) -> None:
         if not self.sources:
-            raise ValueError("a mixture of 0 sources; give at least one")
+            raise ValueError("the mixture has 0 sources; pass at least one")
         sizes = [source.vocab_size for source in self.sources]
         known = [size for size in sizes if size is not None]
         for name, value in (
@@ -102,7 +102,7 @@ class MixtureSource(RowSource):
         if len(set(self.names)) < len(self.names):
             raise ValueError(
                 f"the sources of the mixture are called {list(self.names)}; give each a unique "
-                "name, and list data that occur twice once"
+                "name, and merge repeated data into one source"
             )
         for name, source in zip(self.names, self.sources, strict=True):
             if source.seq_len != self.seq_len:
@@ -113,8 +113,9 @@ class MixtureSource(RowSource):
         self._check_tokenizers()
         if "repeat" not in self.at_end:
             raise ValueError(
-                "every source of the mixture stops at its end, but a run continues for all its "
-                "steps; let one repeat (at_end: repeat)"
+                "every source of the mixture stops at its end, but the run needs rows until its "
+                "last "
+                "step; let at least one repeat (at_end: repeat)"
             )
         if not set(self.at_end) <= {"repeat", "stop"}:
             raise ValueError(f"at_end={list(self.at_end)}; each is repeat or stop")
@@ -169,8 +170,9 @@ class MixtureSource(RowSource):
             odd = sorted(name for name, shape in shapes.items() if shape != (self.seq_len,))
             if missing or odd:
                 raise ValueError(
-                    f"the rows of {label} have {sorted(shapes)}, those of the whole mixture "
-                    f"{sorted(names)}, and {missing or odd} cannot be filled in; mix only sources "
+                    f"the rows of {label} have {sorted(shapes)}, the rows of the mixture have "
+                    f"{sorted(names)}, and there is no default for {missing or odd}; mix only "
+                    "sources "
                     "of the same type"
                 )
         return names

@@ -306,7 +306,7 @@ def _tokenizer_of(known: Mapping[str, Any] | None, name: str, spec: Any) -> Toke
     )
     if not agrees:
         raise ValueError(
-            f"{name} was not made with tokenizer={quoted(spec)}, but with {own!r}; leave the "
+            f"{name} was made with {own!r}, not with tokenizer={quoted(spec)}; leave the "
             "option out, since token files have their own tokenizer, or prepare the text again"
         )
     return own

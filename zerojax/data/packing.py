@@ -67,7 +67,7 @@ def boundary_of(tokenizer: Tokenizer | None, name: str) -> Boundary:
     """
     if tokenizer is None:
         raise ValueError(
-            f"data.pack needs the tokenizer of {name}, whose files name none; prepare them with "
+            f"data.pack needs the tokenizer of {name}, but its files name none; prepare them with "
             "`zerojax data prepare`, or leave data.pack out"
         )
     prefix = getattr(tokenizer, "prefix", np.zeros(0, np.int32))
@@ -75,7 +75,8 @@ def boundary_of(tokenizer: Tokenizer | None, name: str) -> Boundary:
     # Byte tokens separate two texts by a blank line, which also occurs within many texts.
     if tokenizer.to_dict().get("kind") == "bytes" or not (len(closing) or len(prefix)):
         raise ValueError(
-            "data.pack needs a tokenizer with an id between two texts, and this one has none; use "
+            "data.pack needs a tokenizer with an id between two texts, but this tokenizer has "
+            "none; use "
             "data.tokenizer=bpe:4096 or a model's tokenizer.json, or leave data.pack out"
         )
     if len(closing):

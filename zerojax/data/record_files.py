@@ -54,7 +54,8 @@ def read_records(file: Path, columns: Sequence[str] | None = None) -> Iterator[t
                 ) from error
             if number == 1 and isinstance(value, list):
                 raise ValueError(
-                    f"{file} is one list, and every line must be an object; write one on each "
+                    f"{file} is a single JSON list, but every line must be an object; write one "
+                    "object per "
                     f"line: jq -c '.[]' {file.name} > {file.stem}.lines.jsonl"
                 )
             yield number, value
@@ -89,8 +90,8 @@ def saved_files(folder: Path) -> list[Path] | None:
         splits = _object(folder / _SPLITS).get("splits")
         if not isinstance(splits, list) or "train" not in splits:
             raise ValueError(
-                f"{str(folder)!r} has the splits {quoted(splits)} and none called 'train'; pass "
-                "the folder of one of them"
+                f"{str(folder)!r} has the splits {quoted(splits)} but no split 'train'; pass "
+                "the folder of one split"
             )
         return saved_files(folder / "train")
     if not (folder / _STATE).is_file() or not (folder / "dataset_info.json").is_file():
@@ -98,7 +99,8 @@ def saved_files(folder: Path) -> list[Path] | None:
     state = _object(folder / _STATE)
     if state.get("_indices_data_files") or state.get("_indices_files"):
         raise ValueError(
-            f"{str(folder)!r} was saved with rows chosen by an index; save "
+            f"{str(folder)!r} was saved with an index of selected rows, which is not supported; "
+            "save "
             "dataset.flatten_indices() instead"
         )
     listed = state.get("_data_files")
@@ -110,7 +112,9 @@ def saved_files(folder: Path) -> list[Path] | None:
     files = [folder / Path(name).name for name in names]
     for file in files:
         if not file.is_file():
-            raise ValueError(f"{str(file)!r} is missing, and {_STATE} names it; copy it as well")
+            raise ValueError(
+                f"{str(file)!r} is listed in {_STATE}, but missing; copy this file as well"
+            )
     return files
 
 
@@ -120,7 +124,7 @@ def _object(file: Path) -> dict[str, Any]:
     except JsonError as error:
         raise ValueError(f"{str(file)!r} {error.what}; save the dataset again") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{str(file)!r} holds no object; save the dataset again")
+        raise ValueError(f"{str(file)!r} contains no JSON object; save the dataset again")
     return value
 
 

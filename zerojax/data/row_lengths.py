@@ -43,7 +43,7 @@ def shorten(batch: Any, ladder: Ladder, step: int) -> dict[str, Any]:
     if WEIGHTS in ladder.keys and not np.any(short[WEIGHTS]) and np.any(arrays[WEIGHTS]):
         warnings.warn(
             f"step {step}: the first {length} tokens of all rows have the weight 0, as prompts may "
-            "have, so this step is skipped; raise min_length of the curriculum",
+            "have, so the update of this step is skipped; raise min_length of the curriculum",
             stacklevel=2,
         )
     return short
@@ -62,11 +62,11 @@ def _checked(arrays: Any, ladder: Ladder) -> Mapping[str, Any]:
         if shape is None:
             raise ValueError(
                 f"the batch has no array {name!r} to shorten for the curriculum; give every batch "
-                "the names of the first one"
+                "the array names of the first batch"
             )
         if len(shape) < 2 or shape[1] != ladder.seq_len:
             raise ValueError(
                 f"batch[{name!r}] has shape {tuple(shape)}, and the curriculum shortens rows of "
-                f"{ladder.seq_len} tokens; give every batch rows of this length"
+                f"{ladder.seq_len} tokens; use rows of this length in every batch"
             )
     return arrays

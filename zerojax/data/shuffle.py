@@ -40,7 +40,8 @@ def permute(positions: np.ndarray, size: int, key: tuple[int, ...]) -> np.ndarra
     values = np.asarray(positions)
     if values.size and (values.min() < 0 or values.max() >= size):
         raise ValueError(
-            f"positions run from {values.min()} to {values.max()}, allowed are 0 to {size - 1}; "
+            f"positions range from {values.min()} to {values.max()}, but must be from 0 to "
+            f"{size - 1}; "
             "take them modulo the size"
         )
     shape = values.shape

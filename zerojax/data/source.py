@@ -95,7 +95,8 @@ class RowSource(abc.ABC):
         hi = size if hi is None else hi
         if step < 0 or not 0 <= lo <= hi <= size:
             raise ValueError(
-                f"step={step}, rows [{lo}, {hi}): a step is at least 0 and rows lie in [0, {size})"
+                f"step={step}, rows [{lo}, {hi}): the step must be at least 0, and the rows "
+                f"within [0, {size})"
             )
         return self.rows(step * size + lo, step * size + hi)
 

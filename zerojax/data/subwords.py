@@ -82,7 +82,7 @@ class BpeTokenizer:
         if not MIN_BPE_SIZE <= vocab_size <= 1 << 20:
             raise ValueError(
                 f"bpe vocabulary of {vocab_size}: it must be between {MIN_BPE_SIZE} (256 bytes and "
-                f"{END_OF_TEXT}) and {1 << 20}; 'bpe:4096' is a good size for a few MB of text"
+                f"{END_OF_TEXT}) and {1 << 20}; 'bpe:4096' suits a few MB of text"
             )
         tokenizers = import_tokenizers()
         backend = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -257,7 +257,8 @@ class HuggingFaceTokenizer:
             raise ValueError("no texts: the list is empty; give at least one")
         if max_length is not None and max_length <= around:
             raise ValueError(
-                f"max_length={max_length}: the template alone has {around} tokens; use more"
+                f"max_length={max_length}: the template alone has {around} tokens; use a larger "
+                "max_length"
             )
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         room = None if max_length is None else max_length - around
@@ -323,7 +324,7 @@ def checked_ids(ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:
     if not array.size:
         return array.astype(np.int64)
     if not np.issubdtype(array.dtype, np.integer):
-        raise TypeError(f"token ids of dtype {array.dtype}; pass integers")
+        raise TypeError(f"token ids have dtype {array.dtype}; pass integers")
     bad = np.flatnonzero((array < 0) | (array >= vocab_size))
     if bad.size:
         raise ValueError(

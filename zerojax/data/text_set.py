@@ -222,7 +222,9 @@ def read_text_sidecar(folder: Path) -> dict[str, Any]:
     except JsonError as error:
         raise ValueError(f"{str(path)!r} {error.what}; {remedy}") from error
     if not isinstance(about, dict) or about.get("format") != FORMAT:
-        raise ValueError(f"{str(path)!r} is not the sidecar of texts; {remedy}")
+        raise ValueError(
+            f"{str(path)!r} is not the JSON description (sidecar) of a text set; {remedy}"
+        )
     if about.get("version") != VERSION:
         raise ValueError(
             f"{str(path)!r} has version {quoted(about.get('version'))}, this zerojax reads "
@@ -296,18 +298,19 @@ def check_targets(train: TextSet, validation: TextSet | None) -> str | None:
     """
     if not train.num_asked:
         raise ValueError(
-            f"{train.name}: none of its {train.num_targets:,} targets is part of an answer, so "
+            f"{train.name}: none of its {train.num_targets:,} target tokens is part of an "
+            "answer, so "
             "there is nothing to learn; prepare the chats again with a template that marks answers "
             "(--template FILE)"
         )
     if validation is not None and not validation.num_asked:
         raise ValueError(
-            f"{validation.name}: none of the {validation.num_targets:,} targets of its "
+            f"{validation.name}: none of the {validation.num_targets:,} target tokens of its "
             f"{validation.num_texts:,} validation texts is part of an answer, so there is nothing "
             "to evaluate; keep more texts for validation (validation_fraction), or 0 for none"
         )
     if train.num_asked == train.num_targets:
-        return f"all {train.num_asked:,} targets are trained on, those of questions too"
+        return f"all {train.num_asked:,} target tokens are trained on, including those of questions"
     return None
 
 

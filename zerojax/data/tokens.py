@@ -230,7 +230,7 @@ def _open_npy(file: Path) -> Tokens:
                 raise ValueError(f"its version is {version}, but token ids have (1, 0) or (2, 0)")
             shape, _, dtype = _NPY_HEADERS[version](stream)
             if min(shape, default=0) < 0:
-                raise ValueError(f"its shape is {shape}")
+                raise ValueError(f"its shape is {shape}, which is not valid")
         except Exception as error:  # a damaged header raises many types
             reason = cut(str(error).partition("\n")[0], 200)
             raise ValueError(
@@ -326,7 +326,9 @@ def read_sidecar(file: Path) -> dict[str, Any]:
         raise ValueError(f"{str(path)!r} holds {type(value).__name__}; write for example {minimal}")
     for key, (is_good, wanted) in checks.items():
         if not is_good(value.get(key)):
-            raise ValueError(f"{str(path)!r}: {key}={quoted(value.get(key))}; it must be {wanted}")
+            raise ValueError(
+                f"{str(path)!r}: {key}={quoted(value.get(key))}, but it must be {wanted}"
+            )
     return {key: item for key, item in value.items() if item is not None}
 
 

@@ -52,7 +52,7 @@ def layout_of(file: File) -> BlockLayout | None:
 
 
 def _ignore(file: File, key: str, mode: str) -> None:
-    why = f"mode {mode} does not read it, neither does DeepSpeed's"
+    why = f"mode {mode} does not use this key, in DeepSpeed neither"
     file.notes.change(key, "ignored", why)
     file.notes.warnings.append(f"{key}={file[key]} has no effect: {why}")
 
@@ -107,7 +107,7 @@ def with_layout(
     if hasattr(config, "attention_layout"):
         own = config.attention_layout
         raise ConfigError(
-            f"mode {layout.mode}, and the model has attention_layout={own}; build it with "
+            f"mode {layout.mode}, but the model has attention_layout={own}; build the model with "
             f"attention_layout=zerojax.config.{layout!r}, or take the section out",
             (_SECTION,),
         )

@@ -43,7 +43,11 @@ class Auto:
         self._scheduler()
         self._sizes()
         if self._find("pipeline.stages") == AUTO:
-            self._set("pipeline.stages", 1, "one stage: a file does not know the model's layers")
+            self._set(
+                "pipeline.stages",
+                1,
+                "one stage, because the file does not describe the model's layers",
+            )
         return self.values
 
     def _find(self, path: str) -> Any:
@@ -80,7 +84,9 @@ class Auto:
             self._notes.refuse(
                 path,
                 found,
-                f'{keyword} says {wanted}: set it in one place; the file may say "auto"',
+                f"differs from {wanted}, the value of the call ({keyword}): set the "
+                "value in one place; the file may "
+                'have "auto"',
             )
 
     def _precision(self) -> None:
@@ -95,7 +101,7 @@ class Auto:
             if is_elsewhere and not enabled and self._find(path) == AUTO:
                 # Setting it to false would select fp32.
                 self._remove(path)
-                self._notes.reasons.append(f'{path} is "auto": precision={wanted!r} says it')
+                self._notes.reasons.append(f'{path} is "auto": precision={wanted!r} decides it')
             else:
                 self._settle(path, enabled, False, f"precision={wanted!r}")
 
@@ -133,16 +139,16 @@ class Auto:
             self._notes.refuse(
                 f"{params}.total_num_steps",
                 AUTO,
-                "takes the length of the run, which is open; pass steps=N, or write the number",
+                "is the length of the run, which is not known; pass steps=N, or write the number",
             )
             self._remove(f"{params}.total_num_steps")
         elif self._find(f"{params}.total_num_steps") == AUTO and steps is None:
-            self._set(f"{params}.total_num_steps", total, "the default where batches have no end")
+            self._set(f"{params}.total_num_steps", total, "the default for batches without end")
         written = self._find(f"{params}.total_num_steps")
         if isinstance(written, int) and steps is not None and steps < written:
             self._notes.reasons.append(
-                f"{params}.total_num_steps={written}: the schedule of the whole run, of which "
-                f"steps={steps} are made"
+                f"{params}.total_num_steps={written}: the length of the schedule, of which "
+                f"this call runs steps={steps}"
             )
         else:
             self._settle(f"{params}.total_num_steps", steps, None, "steps")
@@ -167,7 +173,7 @@ class Auto:
                 self._notes.refuse(
                     path,
                     AUTO,
-                    f"takes {formula}, and the model has no config.hidden_size or "
+                    f"is computed as {formula}, but the model has no config.hidden_size or "
                     "config.embed_dim; write the number",
                 )
                 self._remove(path)

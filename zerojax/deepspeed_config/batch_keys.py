@@ -39,7 +39,7 @@ def settle_batch(file: File, shards: int | None, given: CallerValues) -> Batch:
       shards: number of data shards; None: not known, so only sizes in the file are known.
       given: the caller's values.
     """
-    train = _agreed(file, TRAIN, given.global_batch_size, "the call, or its batches, say")
+    train = _agreed(file, TRAIN, given.global_batch_size, "the call or its batches have")
     parts = _agreed(file, PARTS, given.num_microbatches, "num_microbatches is")
     micro = file.optional(MICRO)
     for key, value in ((TRAIN, train), (MICRO, micro), (PARTS, parts)):
@@ -48,12 +48,13 @@ def settle_batch(file: File, shards: int | None, given: CallerValues) -> Batch:
             return Batch(None, None, None)
     if train is None and micro is None:
         file.notes.reasons.append(
-            f"neither {TRAIN} nor {MICRO} is a number: the batches say how many rows a step has "
+            f"neither {TRAIN} nor {MICRO} is a number: the size of the batches determines the "
+            "rows of a step "
             "(DeepSpeed would refuse the file)"
         )
     if parts is None and (train is None or micro is None):
         parts = 1
-        file.notes.reasons.append(f"{PARTS}=1: neither the file nor the call says it")
+        file.notes.reasons.append(f"{PARTS}=1: neither the file nor the call sets it")
     if shards is None:
         return Batch(train, micro, parts)
     return _with_shards(file, Batch(train, micro, parts), shards)
@@ -63,8 +64,8 @@ def _agreed(file: File, key: str, wanted: int | None, said: str) -> int | None:
     found = file.optional(key)
     if found is not None and wanted is not None and found != wanted:
         rows = (
-            f"; a batch of zerojax holds all rows of a step, over all devices and microbatches: "
-            f"give batches of {found} rows"
+            f"; in zerojax a batch has all rows of a step, over all devices and microbatches: "
+            f"pass batches of {found} rows"
             if key == TRAIN
             else ""
         )
@@ -90,7 +91,7 @@ def _with_shards(file: File, batch: Batch, shards: int) -> Batch:
             TRAIN,
             train,
             f"is not {MICRO}={micro} x {PARTS}={parts} x {shards} data shards = "
-            f"{micro * parts * shards}; write that, or leave one of the three out",
+            f"{micro * parts * shards}; use this product, or leave one of the three keys out",
         )
     return batch
 
@@ -118,7 +119,7 @@ def settle_elastic(
             file.notes.refuse(
                 key,
                 file[key],
-                "elasticity decides the batch; take the key out, or set "
+                "the section elasticity determines the batch; remove this key, or set "
                 "elasticity.ignore_non_elastic_batch_info",
             )
     try:
@@ -142,8 +143,8 @@ def check_rows(file: File, batch: Batch, given: CallerValues) -> None:
         file.notes.refuse(
             "elasticity.max_train_batch_size",
             file["elasticity.max_train_batch_size"],
-            f"makes batches of {batch.train} rows, and the call, or its batches, say {wanted}; "
-            f"give batches of {batch.train} rows, over all devices",
+            f"results in batches of {batch.train} rows, but the call or its batches have {wanted}; "
+            f"pass batches of {batch.train} rows, over all devices",
         )
 
 

@@ -44,7 +44,7 @@ def curriculum_of(file: File) -> CurriculumConfig:
     fields = {**fields, **(_OF_ROOT if schedule == "fixed_root" else {})}
     for key in {**_OF_GROWTH, **_OF_ROOT, **_OF_LISTS}.values():
         if key.startswith(_SCHEDULE) and key not in fields.values() and file.has(key):
-            why = f"schedule_type {schedule} does not read it, neither does DeepSpeed's"
+            why = f"schedule_type {schedule} does not use this key, in DeepSpeed neither"
             file.notes.change(key, "ignored", why)
             file.notes.warnings.append(f"{key}={file[key]} has no effect: {why}")
     absent = [key for key in fields.values() if not file.has(key)]
@@ -73,7 +73,7 @@ def layer_drop_of(file: File) -> LayerDropConfig:
     if theta == 1:
         file.notes.warnings.append(
             f"{section}.enabled=true has no effect with theta 1: every layer is kept; set theta, "
-            "such as 0.5, or take the section out"
+            "such as 0.5, or remove the section"
         )
         return none
     try:
@@ -96,7 +96,7 @@ def _values(file: File, fields: dict[str, str]) -> Iterator[tuple[str, Any]]:
 
 
 def _refuse_absent(file: File, key: str) -> None:
-    file.notes.refuse(key, None, "is required by the schedule, also by DeepSpeed's; set it")
+    file.notes.refuse(key, None, "is required by this schedule, as in DeepSpeed; set it")
 
 
 def _stops_early(file: File) -> bool:

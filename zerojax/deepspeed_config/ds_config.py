@@ -27,7 +27,7 @@ from zerojax.deepspeed_config.keys_table import ALIASES, TABLE
 from zerojax.runtime.bounded_json import depth_of
 
 _PRINTS = "steps_per_print"
-_NOT_FINITE = "is not a number that a configuration may hold; write a finite one"
+_NOT_FINITE = "is infinite or NaN; write a finite number"
 OLD_NAMES = {"bfloat16": "bf16"}
 """Alternative top-level names that DeepSpeed accepts: {old: new}."""
 
@@ -73,7 +73,7 @@ def _with_new_names(values: Mapping[str, Any], notes: KeyNotes) -> dict[str, Any
         if "allgather_size" in renamed:
             renamed["zero_optimization"]["allgather_bucket_size"] = renamed["allgather_size"]
         notes.warnings.append(
-            f"zero_optimization={zero} is an old form, read as stage {int(zero)}; write "
+            f"zero_optimization={zero} is an old form of stage {int(zero)}; write "
             f'"zero_optimization": {{"stage": {int(zero)}}}'
         )
     elif isinstance(zero, Mapping):
@@ -184,7 +184,8 @@ def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     if repeated:
         values = [value for key, value in pairs if key == repeated[0]]
         raise ConfigError(
-            f"the key appears {len(values)} times, with the values {quoted(values)}; keep one",
+            f"the key appears {len(values)} times, with the values {quoted(values)}; keep one "
+            "of them",
             (repeated[0],),
         )
     return dict(pairs)
@@ -193,7 +194,7 @@ def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 def _integer(text: str) -> int:
     if len(text) > MAX_DIGITS:
         raise ConfigError(
-            f"{quoted(text)} has {len(text):,} digits; at most {MAX_DIGITS} are read of a number"
+            f"{quoted(text)} has {len(text):,} digits, but a number may have at most {MAX_DIGITS}"
         )
     return int(text)
 
@@ -205,8 +206,8 @@ def _finite(text: str) -> float:
 
 
 def _too_deep(name: str) -> ConfigError:
-    problem = f"nested more than {MAX_DEPTH} levels deep, which no key of DeepSpeed is"
-    return ConfigError(f"{problem}; write it flat", where=name)
+    problem = f"nested more than {MAX_DEPTH} levels deep, deeper than any key of DeepSpeed"
+    return ConfigError(f"{problem}; use fewer levels", where=name)
 
 
 def _with_finite(values: dict[str, Any], name: str) -> dict[str, Any]:
@@ -246,4 +247,4 @@ def _check_nesting(value: Any, name: str) -> None:
             waiting += [(item, depth + 1) for item in value.values()]
         elif isinstance(value, list | tuple):
             waiting += [(item, depth + 1) for item in value]
-    raise ConfigError(f"more than {MAX_NODES:,} values, which no configuration has", where=name)
+    raise ConfigError(f"more than {MAX_NODES:,} values, too many for a configuration", where=name)

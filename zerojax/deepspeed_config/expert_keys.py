@@ -38,7 +38,7 @@ def expert_size(file: File) -> int:
         return max(1, file[SIZE])
     for name in ("autoep_size", *_ROUTER, _SHARED):
         if file.has(f"{SECTION}.{name}"):
-            why = f"{SECTION}.enabled is false, so DeepSpeed reads no other key of the section"
+            why = f"{SECTION}.enabled is false, so DeepSpeed ignores all other keys of the section"
             file.notes.change(f"{SECTION}.{name}", "ignored", why)
     if file[SIZE] > 1:
         file.notes.warnings.append(f"{SIZE}={file[SIZE]} has no effect: enabled is false")
@@ -80,7 +80,7 @@ def check_experts_of_mesh(file: File, mesh: MeshConfig, shards: int | None) -> N
         file.notes.refuse(
             SIZE,
             mesh.expert,
-            "does not work with mics_shard_size, as in DeepSpeed; take one of them out",
+            "does not work with mics_shard_size, as in DeepSpeed; remove one of the two",
         )
     if file["elasticity.enabled"]:
         file.notes.refuse(
@@ -116,7 +116,7 @@ def check_router(model: tracing.Model, says: Mapping[str, Any]) -> None:
         if not isinstance(own, MoEConfig):
             raise ConfigError(
                 f"{value!r} describes a router, but the model has no zerojax.config.MoEConfig to "
-                "compare it with; set the router in the model's code and take this key out",
+                "compare it with; set the router in the model's code and remove this key",
                 key,
             )
         field = "shared_dim" if name == _SHARED else _ROUTER[name]
@@ -125,6 +125,6 @@ def check_router(model: tracing.Model, says: Mapping[str, Any]) -> None:
         if not same:
             raise ConfigError(
                 f"{value!r} differs from the model's moe.{field}={found!r}; build the model with "
-                "this value, or take the key out",
+                "this value, or remove the key",
                 key,
             )

@@ -184,7 +184,7 @@ def _check_absent(path: str, value: Any, entry: AbsentFeature, notes: KeyNotes) 
 def _check_key(path: str, value: Any, entry: Key, notes: KeyNotes) -> bool:
     """Notes the line of a key with this value; returns whether the value is to be used."""
     if value is None or value == AUTO:
-        shown = f"{'null' if value is None else AUTO}: as if it were not there"
+        shown = f"{'null' if value is None else AUTO}: treated as absent"
         default = "" if entry.default is None else f" (DeepSpeed's default: {entry.default})"
         notes.say(path, value, entry.verdict, f"{shown}{default}; {entry.why}")
         return False
@@ -264,7 +264,7 @@ def _nearest(name: str, table: Table, prefix: str, whole: Table) -> str:
     if match:
         return f"did you mean '{match[0]}'?"
     where = prefix.rstrip(".") or "the top of the file"
-    return f"there is none like it in {where}"
+    return f"no key of {where} is similar"
 
 
 def _longer(name: str, table: Table) -> list[str]:

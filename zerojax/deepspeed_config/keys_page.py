@@ -43,7 +43,7 @@ def entries() -> Iterator[tuple[str, Any, str, str]]:
     for name, table in OPTIMIZERS.items():
         yield from _entries(table, f"optimizer.params ({name}) ")
     for name in DEEPSPEED_SCHEDULES:
-        why = "its parameters, with DeepSpeed's formulas"
+        why = "parameters of this schedule; the formula is DeepSpeed's"
         yield f"scheduler.params ({name})", None, "honoured", why
 
 

@@ -20,21 +20,32 @@ from zerojax.deepspeed_config.key_schema import (
 from zerojax.deepspeed_config.zero_keys_table import ZERO
 
 _DTYPES = ("fp32", "fp16", "bf16")
-_IN_PLAN = "the plan shows these numbers before the run"
-_ALWAYS = "always written, to metrics.jsonl"
+_IN_PLAN = "no effect; the plan prints the bytes of every collective before the run"
+_ALWAYS = "no effect; these values are always written to metrics.jsonl"
 _STORE = (
-    "files are read and written by `zerojax.checkpoint.store`; `zerojax bench io` measures the disk"
+    "no effect; `zerojax.checkpoint.store` chooses its I/O itself; `zerojax bench io` measures "
+    "the disk"
 )
-_SAVES = "each process writes its own shards in the background"
-_PROFILE = "`zerojax profile` and the plan show these numbers; steps are not slower"
-_RESCALED = "gradients are divided once, in float32; another order would only change rounding"
-_MOMENTS = "chooses a fused kernel; here the compiler fuses the update"
+_SAVES = "no effect; each process always writes its own shards in the background"
+_PROFILE = "no effect; `zerojax profile` and the plan print FLOPs and times"
+_RESCALED = (
+    "no effect; gradients are divided once, in float32, and another order would only change "
+    "rounding"
+)
+_MOMENTS = "chooses a fused kernel in DeepSpeed; here the compiler fuses the update"
 
 _FP16: Table = {
     "enabled": Key("bool", False, "honoured", "precision=fp16"),
-    "auto_cast": Key("bool", False, "mapped", "floating-point inputs are always cast"),
-    "loss_scale": Key("float", 0.0, "honoured", "0: dynamic; other values: loss_scale.static"),
-    "initial_scale_power": Key("int", 16, "honoured", "loss_scale.initial, 2 to this power"),
+    "auto_cast": Key(
+        "bool",
+        False,
+        "mapped",
+        "no effect; floating-point inputs are always cast to the compute dtype",
+    ),
+    "loss_scale": Key(
+        "float", 0.0, "honoured", "0: dynamic loss scale; other values set loss_scale.static"
+    ),
+    "initial_scale_power": Key("int", 16, "honoured", "loss_scale.initial = 2**value"),
     "loss_scale_window": Key("int", 1000, "honoured", "loss_scale.window"),
     "hysteresis": Key("int", 2, "honoured", "loss_scale.hysteresis"),
     "consecutive_hysteresis": Key("bool", False, "honoured", "loss_scale.consecutive_hysteresis"),
@@ -43,9 +54,9 @@ _FP16: Table = {
         "bool",
         False,
         "honoured",
-        "off: master weights are float32",
+        "false: master weights are float32",
         (False,),
-        "float16 masters would lose small updates permanently; set it to false, or use bf16 with "
+        "float16 master weights lose small updates; set this key to false, or use bf16 with "
         "bf16_master_weights_and_grads",
     ),
 }
@@ -66,7 +77,7 @@ _BF16: Table = {
 
 _ACTIVATIONS: Table = {
     "partition_activations": Key(
-        "bool", False, "mapped", "mesh.sequence_sharding if autotp_size is above 1"
+        "bool", False, "mapped", "sets mesh.sequence_sharding if autotp_size is above 1"
     ),
     "cpu_checkpointing": Key(
         "bool",
@@ -74,11 +85,18 @@ _ACTIVATIONS: Table = {
         "honoured",
         "mesh.offload.activations=host; no key of DeepSpeed means activations=nvme",
     ),
-    "contiguous_memory_optimization": Key("bool", False, "compiler", "XLA allocates every buffer"),
-    "number_checkpoints": Key(
-        "int", None, "compiler", "set by the model's own remat, which keeps one input per layer"
+    "contiguous_memory_optimization": Key(
+        "bool", False, "compiler", "no effect; XLA allocates all buffers"
     ),
-    "synchronize_checkpoint_boundary": Key("bool", False, "compiler", "no step waits for the host"),
+    "number_checkpoints": Key(
+        "int",
+        None,
+        "compiler",
+        "no effect; the model's own remat decides which activations are stored",
+    ),
+    "synchronize_checkpoint_boundary": Key(
+        "bool", False, "compiler", "no effect; a step never waits for the host"
+    ),
     "profile": Key("bool", False, "mapped", _PROFILE),
 }
 
@@ -86,57 +104,78 @@ _PIPELINE: Table = {
     "stages": Key("int", None, "honoured", "mesh.stage"),
     "partition": Key("text", "best", "mapped", "mesh.partition"),
     "seed_layers": Key(
-        "bool", False, "compiler", "one seed initializes all layers equally on every mesh"
+        "bool",
+        False,
+        "compiler",
+        "no effect; one seed gives the same initial weights on every mesh",
     ),
     "activation_checkpoint_interval": Key(
         "int",
         0,
         "mapped",
-        "set by the model's own remat; mesh.stash=input keeps only the input of a stage",
+        "no effect; the model's own remat decides, and mesh.stash=input stores only the input "
+        "of a stage",
     ),
     "pipe_partitioned": Key(
-        "bool", True, "compiler", "activations are sent only to the devices that read them"
+        "bool", True, "compiler", "no effect; activations are sent only to devices that use them"
     ),
     "grad_partitioned": Key(
-        "bool", True, "compiler", "gradients are sent only to the devices that read them"
+        "bool", True, "compiler", "no effect; gradients are sent only to devices that use them"
     ),
 }
 
 _TENSOR_PARALLEL: Table = {
     "autotp_size": Key("int", 0, "honoured", "mesh.model"),
     "vocab_parallel_lm_head": Key(
-        "bool", None, "mapped", "the model's own tensor_parallel_rules say what is split"
+        "bool", None, "mapped", "no effect; the model's own tensor_parallel_rules define the split"
     ),
-    "vocab_parallel_ce_backend": Key("text", "torch", "compiler", "the loss is part of the model"),
+    "vocab_parallel_ce_backend": Key(
+        "text", "torch", "compiler", "no effect; the loss is part of the model's code"
+    ),
     "preset_model": Key(
-        "text", None, "mapped", "the model's own tensor_parallel_rules say what is split"
+        "text", None, "mapped", "no effect; the model's own tensor_parallel_rules define the split"
     ),
-    "tp_overlap_comm": Key("bool", False, "compiler", "XLA's latency-hiding scheduler decides"),
+    "tp_overlap_comm": Key(
+        "bool",
+        False,
+        "compiler",
+        "no effect; XLA's latency-hiding scheduler overlaps communication",
+    ),
     "partition_config": {
         "use_default_specs": Key(
-            "bool", False, "mapped", "the model's own rules apply where layer_specs has none"
+            "bool",
+            False,
+            "mapped",
+            "the model's own tensor_parallel_rules apply where layer_specs has none",
         ),
         "layer_specs": Key("list", None, "mapped", "mesh.rules"),
     },
-    "tp": AbsentFeature("a key of inference; for training use autotp_size", bool),
-    "tensor_parallel": AbsentFeature("a key of inference; for training use autotp_size", bool),
-    "dtype": Key("any", None, "compiler", "set by the precision (fp16, bf16)"),
+    "tp": AbsentFeature("a key for inference; for training use autotp_size", bool),
+    "tensor_parallel": AbsentFeature("a key for inference; for training use autotp_size", bool),
+    "dtype": Key("any", None, "compiler", "no effect; the sections fp16 and bf16 set the dtype"),
     "injection_policy_tuple": AbsentFeature(
-        "names torch modules; the model's own tensor_parallel_rules replace it: take it out", bool
+        "names torch modules; the model's own tensor_parallel_rules replace this key: remove it",
+        bool,
     ),
-    "keep_module_on_host": Key("bool", False, "compiler", "weights are created in their shards"),
-    "replace_with_kernel_inject": AbsentFeature("a key of inference; take it out", bool),
-    "kernel_inject": AbsentFeature("a key of inference; take it out", bool),
+    "keep_module_on_host": Key(
+        "bool", False, "compiler", "no effect; weights are created directly in their shards"
+    ),
+    "replace_with_kernel_inject": AbsentFeature("a key for inference; remove it", bool),
+    "kernel_inject": AbsentFeature("a key for inference; remove it", bool),
 }
 
 _CHECKPOINT: Table = {
-    "tag_validation": Key("text", "WARN", "honoured", "whether processes may differ in the tag"),
-    "load_universal": Key("bool", False, "compiler", "every checkpoint can be loaded on any mesh"),
+    "tag_validation": Key(
+        "text", "WARN", "honoured", "what happens if processes pass different tags"
+    ),
+    "load_universal": Key(
+        "bool", False, "compiler", "no effect; every checkpoint can be loaded on any mesh"
+    ),
     "use_node_local_storage": Key(
         "bool",
         False,
         "honoured",
-        "off: a checkpoint is one folder that all nodes share",
+        "false: a checkpoint is one folder that all nodes share",
         (False,),
         "a checkpoint is one folder that all nodes share; set it to false",
     ),
@@ -159,19 +198,25 @@ _CHECKPOINT: Table = {
 _MONITORS: Table = {
     "tensorboard": {
         "enabled": Key("bool", False, "honoured", "log.tensorboard"),
-        "output_path": Key("text", "", "mapped", "with job_name, the folder of the run"),
+        "output_path": Key("text", "", "mapped", "with job_name: the run folder"),
         "job_name": Key("text", "DeepSpeedJobName", "mapped", "see output_path"),
     },
     "csv_monitor": {
-        "enabled": Key("bool", False, "mapped", "the run's folder always has metrics.jsonl"),
-        "output_path": Key("text", "", "mapped", "with job_name, the folder of the run"),
+        "enabled": Key(
+            "bool", False, "mapped", "no effect; metrics.jsonl is always written to the run folder"
+        ),
+        "output_path": Key("text", "", "mapped", "with job_name: the run folder"),
         "job_name": Key("text", "DeepSpeedJobName", "mapped", "see output_path"),
     },
     "wandb": {
         "enabled": Key("bool", False, "honoured", "log.wandb"),
         "project": Key("text", "deepspeed", "honoured", "log.wandb"),
-        "group": Key("text", None, "honoured", "set WANDB_RUN_GROUP in the environment"),
-        "team": Key("text", None, "honoured", "set WANDB_ENTITY in the environment"),
+        "group": Key(
+            "text", None, "honoured", "set it by the environment variable WANDB_RUN_GROUP instead"
+        ),
+        "team": Key(
+            "text", None, "honoured", "set it by the environment variable WANDB_ENTITY instead"
+        ),
     },
     "comet": AbsentFeature("Comet is not supported; use tensorboard or wandb", is_enabled),
 }
@@ -183,13 +228,13 @@ _ELASTICITY: Table = {
     "min_gpus": Key("int", 1, "honoured", "elasticity.min_devices"),
     "max_gpus": Key("int", 10_000, "honoured", "elasticity.max_devices"),
     "num_gpus_per_node": Key("int", 1, "honoured", "elasticity.devices_per_node"),
-    "model_parallel_size": Key("int", 1, "honoured", "must be autotp_size x pipeline.stages"),
+    "model_parallel_size": Key("int", 1, "honoured", "must equal autotp_size x pipeline.stages"),
     "min_time": Key(
-        "int", 0, "compiler", "for DeepSpeed's scheduler; here devices change only at a restart"
+        "int", 0, "compiler", "no effect; the number of devices changes only at a restart"
     ),
     "prefer_larger_batch": Key("bool", True, "honoured", "elasticity.prefer_larger_batch"),
     "ignore_non_elastic_batch_info": Key(
-        "bool", False, "honoured", "whether the batch keys of the file may stay beside elasticity"
+        "bool", False, "honoured", "true: the file may have batch keys beside elasticity"
     ),
     "version": Key(
         "float", 0.2, "honoured", "version of the batch arithmetic", (0.1, 0.2), "use 0.1 or 0.2"
@@ -222,12 +267,14 @@ _SPARSE_ATTENTION: Table = {
     "num_sliding_window_blocks": Key("int", 3, "honoured", _LAYOUT),
 }
 
-_NAMED = "the model's attribute expert_parameters names the expert weights"
+_NAMED = "no effect; the model's attribute expert_parameters names the expert weights"
 _SAME_ROUTER = "must equal the model's router (model.moe)"
-_PRODUCTS = "the products of all experts are batched on any GPU"
-_EXCHANGE = "all-to-alls in static buffers, in as many rounds as the fullest expert needs"
+_PRODUCTS = "no effect; one batched product computes all experts, on any GPU"
+_EXCHANGE = (
+    "no effect; all-to-alls use static buffers, in as many rounds as the fullest expert needs"
+)
 _EXPERTS: Table = {
-    "enabled": Key("bool", False, "honoured", "whether autoep_size is used"),
+    "enabled": Key("bool", False, "honoured", "true: autoep_size is used"),
     "autoep_size": Key("int", 1, "honoured", "mesh.expert"),
     "expert_tensor_parallel_size": Key(
         "int",
@@ -294,17 +341,24 @@ _EXPERTS: Table = {
     "disable_triton_grouped_mm": Key("bool", False, "compiler", _PRODUCTS),
     "grouped_mm_backend": Key("text", "auto", "compiler", _PRODUCTS),
     "gate_up_impl": Key("text", "separate", "compiler", _PRODUCTS),
-    "combine_impl": Key("text", "auto", "compiler", "results are gathered and summed in float32"),
+    "combine_impl": Key(
+        "text", "auto", "compiler", "no effect; results are gathered and summed in float32"
+    ),
     "row_weighting_impl": Key(
-        "text", "auto", "compiler", "results are gathered and summed in float32"
+        "text", "auto", "compiler", "no effect; results are gathered and summed in float32"
     ),
     "comm_backend": Key("text", "comm", "compiler", _EXCHANGE),
     "comm_num_sm": Key("int", 12, "compiler", _EXCHANGE),
     "comm_qp_margin": Key("int", 4, "compiler", _EXCHANGE),
     "comm_max_tokens_per_rank": Key("int", 0, "compiler", _EXCHANGE),
-    "async_split_plan": Key("bool", False, "compiler", "no step waits for the host"),
+    "async_split_plan": Key(
+        "bool", False, "compiler", "no effect; a step never waits for the host"
+    ),
     "validate_folding_routing": Key(
-        "bool", False, "compiler", "expert ids out of range make the loss NaN on every mesh"
+        "bool",
+        False,
+        "compiler",
+        "no effect; expert ids out of range make the loss NaN on every mesh",
     ),
 }
 
@@ -333,16 +387,20 @@ _ABSENT: Table = {
         bool,
     ),
     "data_efficiency": AbsentFeature(
-        "sampling is part of your batches: choose the rows there, and take it out",
+        "no data sampler exists; select the rows in your batches, and remove this section",
         is_enabled_inside,
     ),
     "compression_training": AbsentFeature(
-        "compression is not supported; take it out", is_enabled_inside
+        "compression is not supported; remove the section", is_enabled_inside
     ),
-    "quantize_training": AbsentFeature("weights are not quantised; take it out", is_enabled_inside),
-    "weight_quantization": AbsentFeature("weights are not quantised; take it out", bool),
+    "quantize_training": AbsentFeature(
+        "quantized training is not supported; remove this key", is_enabled_inside
+    ),
+    "weight_quantization": AbsentFeature(
+        "weight quantization is not supported; remove this key", bool
+    ),
     "eigenvalue": AbsentFeature(
-        "only for quantize_training, which is not supported; take it out",
+        "only for quantize_training, which is not supported; remove this key",
         is_enabled,
         (
             "enabled",
@@ -356,7 +414,7 @@ _ABSENT: Table = {
         ),
     ),
     "hybrid_engine": AbsentFeature(
-        "there is no inference engine; take it out and use `zerojax.load_run`",
+        "there is no inference engine; remove this key and use `zerojax.load_run`",
         is_enabled,
         (
             "enabled",
@@ -369,7 +427,7 @@ _ABSENT: Table = {
         ),
     ),
     "nebula": AbsentFeature(
-        "checkpoints are saved in the background without it",
+        "no effect; checkpoints are always saved in the background",
         is_enabled,
         (
             "enabled",
@@ -386,14 +444,14 @@ _ABSENT: Table = {
 }
 
 _CURRICULUM: Table = {
-    "enabled": Key("bool", False, "honoured", "curriculum of the row length"),
+    "enabled": Key("bool", False, "honoured", "true: a curriculum of the row length is used"),
     "curriculum_type": Key(
         "text",
         "seqlen",
         "honoured",
-        "rows are shortened to their first tokens, without a change of the model",
+        "seqlen: rows are cut to their first tokens; the model is unchanged",
         ("seqlen",),
-        "only seqlen, the length of rows, has a meaning without a change of the model; use seqlen",
+        "only seqlen (the row length) works for any model; use seqlen",
     ),
     "min_difficulty": Key("int", None, "honoured", "CurriculumConfig.min_length, in tokens"),
     "max_difficulty": Key("int", None, "honoured", "CurriculumConfig.max_length, in tokens"),
@@ -403,7 +461,7 @@ _CURRICULUM: Table = {
         "honoured",
         "CurriculumConfig.schedule_type",
         ("fixed_linear", "fixed_root", "fixed_discrete"),
-        "custom calls a function of the script that a file cannot name; use fixed_linear, "
+        "custom needs a Python function, which a file cannot contain; use fixed_linear, "
         "fixed_root or fixed_discrete",
     ),
     "schedule_config": {
@@ -417,14 +475,14 @@ _CURRICULUM: Table = {
 
 _LAYER_DROP: Table = {
     "enabled": Key(
-        "bool", False, "honoured", "layers are dropped in the step, without a change of the model"
+        "bool", False, "honoured", "true: the step drops layers; the model is unchanged"
     ),
     "theta": Key("float", 1.0, "honoured", "LayerDropConfig.theta"),
     "gamma": Key("float", 0.001, "honoured", "LayerDropConfig.gamma"),
 }
 
 TABLE: Table = {
-    "train_batch_size": Key("int", None, "honoured", "rows of one step over all devices"),
+    "train_batch_size": Key("int", None, "honoured", "rows of one step, over all devices"),
     "train_micro_batch_size_per_gpu": Key(
         "int", None, "honoured", "rows of one microbatch on each data shard"
     ),
@@ -433,10 +491,9 @@ TABLE: Table = {
         "bool",
         True,
         "honoured",
-        "a step sums the gradients of its microbatches",
+        "true: a step sums the gradients of its microbatches",
         (True,),
-        "a step is always forward and backward pass of all microbatches and one update; set it "
-        "to true",
+        "a step always runs all microbatches and one update; set this key to true",
     ),
     "optimizer": {
         "type": Key("text", None, "honoured", "the update rule"),
@@ -444,9 +501,7 @@ TABLE: Table = {
         "legacy_fusion": Key("bool", False, "compiler", _MOMENTS),
     },
     "scheduler": {
-        "type": Key(
-            "text", None, "honoured", "the schedule of the learning rate, one step per update"
-        ),
+        "type": Key("text", None, "honoured", "learning-rate schedule, advanced once per update"),
         "params": Key("dict", None, "honoured", "parameters of the schedule"),
     },
     "gradient_clipping": Key(
@@ -458,12 +513,13 @@ TABLE: Table = {
     "bf16": _BF16,
     "torch_autocast": {
         "enabled": Key(
-            "bool", False, "mapped", "float32 master weights with the compute dtype in `dtype`"
+            "bool", False, "mapped", "true: float32 master weights, and `dtype` as compute dtype"
         ),
         "dtype": Key("text", None, "honoured", "compute and reduce dtype"),
         "lower_precision_safe_modules": AbsentFeature(
-            "names torch modules; here every layer computes in `dtype`, and norms and losses in "
-            "float32: take it out",
+            "names torch modules; in zerojax every layer computes in `dtype`, and norms and "
+            "losses in "
+            "float32: remove this key",
             bool,
         ),
     },
@@ -479,9 +535,13 @@ TABLE: Table = {
         "param_dtype": Key(
             "text", None, "honoured", "must match the sections fp16 and bf16", _DTYPES
         ),
-        "buffer_dtype": Key("text", None, "mapped", "a model's own state keeps its dtypes"),
+        "buffer_dtype": Key(
+            "text", None, "mapped", "no effect; non-parameter state keeps the model's dtypes"
+        ),
     },
-    "keep_in_fp32_modules": Key("any", "auto", "mapped", "a model's own state keeps its dtypes"),
+    "keep_in_fp32_modules": Key(
+        "any", "auto", "mapped", "no effect; non-parameter state keeps the model's dtypes"
+    ),
     "communication_data_type": Key(
         "text", None, "honoured", "reduce_dtype", _DTYPES, "use fp32, fp16 or bf16"
     ),
@@ -489,7 +549,7 @@ TABLE: Table = {
         "text",
         "fp32",
         "compiler",
-        "gradients of split sequences are summed in the dtype of the other gradients",
+        "no effect; sequence-parallel gradients are summed in the dtype of the other gradients",
         _DTYPES,
         "use fp32, fp16 or bf16",
     ),
@@ -499,7 +559,7 @@ TABLE: Table = {
         "text",
         "mean",
         "honoured",
-        "the mean over the batch",
+        "gradients are means over the batch",
         ("mean",),
         "gradients are means over all rows; use mean, and scale the learning rate instead",
     ),
@@ -510,9 +570,14 @@ TABLE: Table = {
         "true: mesh.lookup=owners, which sends rows of untied embeddings at stages 1 to 3",
     ),
     "zero_allow_untested_optimizer": Key(
-        "bool", False, "honoured", "every supported optimizer gives the results of one device"
+        "bool",
+        False,
+        "honoured",
+        "no effect; every supported optimizer gives the results of one device",
     ),
-    "zero_force_ds_cpu_optimizer": Key("bool", True, "compiler", "the update runs on the device"),
+    "zero_force_ds_cpu_optimizer": Key(
+        "bool", True, "compiler", "no effect; the update runs on the device"
+    ),
     "zero_optimization": ZERO,
     "allgather_size": Key("int", 500_000_000, "mapped", "old name of allgather_bucket_size"),
     "activation_checkpointing": _ACTIVATIONS,
@@ -526,7 +591,7 @@ TABLE: Table = {
     ),
     "data_parallel_size": Key("int", None, "honoured", "mesh.data"),
     "use_data_before_expert_parallelism": Key(
-        "bool", False, "compiler", "the mesh has a fixed order of axes"
+        "bool", False, "compiler", "no effect; the mesh has a fixed order of axes"
     ),
     "aio": {
         name: Key(kind, default, "compiler", _STORE)
@@ -545,12 +610,14 @@ TABLE: Table = {
     "steps_per_print": Key("int", None, "honoured", "log.every (inf: never)"),
     "wall_clock_breakdown": Key("bool", False, "mapped", _PROFILE),
     "memory_breakdown": Key("bool", False, "mapped", _IN_PLAN),
-    "dump_state": Key("bool", False, "mapped", "the run's folder always has the resolved settings"),
-    "log_level": Key("text", None, "mapped", "log.console=quiet for error and critical"),
+    "dump_state": Key(
+        "bool", False, "mapped", "no effect; the run folder always has the resolved settings"
+    ),
+    "log_level": Key("text", None, "mapped", "error and critical set log.console=quiet"),
     "flops_profiler": {
         "enabled": Key("bool", False, "mapped", _PROFILE),
         "recompute_fwd_factor": Key(
-            "float", 0.0, "mapped", "recomputed operations are always counted"
+            "float", 0.0, "mapped", "no effect; recomputed operations are always counted"
         ),
         "profile_step": Key("int", 1, "mapped", _PROFILE),
         "module_depth": Key("int", -1, "mapped", _PROFILE),
@@ -569,30 +636,41 @@ TABLE: Table = {
     "timers": {
         "throughput": {
             "enabled": Key("bool", True, "mapped", _ALWAYS),
-            "synchronized": Key("bool", True, "mapped", "only reports wait for the device"),
+            "synchronized": Key(
+                "bool", True, "mapped", "no effect; only reports wait for the device"
+            ),
         }
     },
     "elasticity": _ELASTICITY,
     "autotuning": {
         name: Key(
-            "any", None, "mapped", "`zerojax plan --search` finds the cheapest plan that fits"
+            "any",
+            None,
+            "mapped",
+            "no effect; `zerojax plan --search` finds the cheapest plan that fits",
         )
         for name in _AUTOTUNING.split()
     },
     "compile": {
-        name: Key("any", None, "compiler", "the whole step is one compiled program")
+        name: Key("any", None, "compiler", "no effect; the whole step is one compiled program")
         for name in _COMPILE.split()
     },
     "sparse_attention": _SPARSE_ATTENTION,
     "expert_parallel": _EXPERTS,
     **_ABSENT,
-    "disable_python_gc": Key("bool", False, "compiler", "a step creates hardly any Python objects"),
-    "dataloader_drop_last": Key(
-        "bool", False, "compiler", "a step needs whole batches; a shorter one is refused by name"
+    "disable_python_gc": Key(
+        "bool", False, "compiler", "no effect; a step creates hardly any Python objects"
     ),
-    "vocabulary_size": Key("int", None, "honoured", "warns if it is not divisible by 8"),
-    "graph_harvesting": Key("bool", False, "compiler", "the whole step is one compiled program"),
-    "disable_allgather": Key("bool", False, "honoured", "without effect, as in DeepSpeed"),
+    "dataloader_drop_last": Key(
+        "bool", False, "compiler", "no effect; a batch with fewer rows is refused with a message"
+    ),
+    "vocabulary_size": Key(
+        "int", None, "honoured", "used only for a warning if it is not divisible by 8"
+    ),
+    "graph_harvesting": Key(
+        "bool", False, "compiler", "no effect; the whole step is one compiled program"
+    ),
+    "disable_allgather": Key("bool", False, "honoured", "no effect, as in DeepSpeed"),
 }
 
 

@@ -66,19 +66,22 @@ def _buckets(file: File) -> dict[str, Any]:
     limit = f"{ZERO}.stage3_model_persistence_threshold"
     if file.optional(limit) == 0:
         fields["persistence_threshold"] = 0
-        file.notes.change(limit, "honoured", "mesh.persistence_threshold=0: nothing stays whole")
+        file.notes.change(
+            limit, "honoured", "mesh.persistence_threshold=0: all parameters are sharded"
+        )
     elif file.has(limit) and file[limit] < 2**31:
         file.notes.refuse(
             limit,
             file[limit],
-            "what stays whole is not limited in all; lower stage3_param_persistence_threshold, or "
-            "take this out",
+            "a limit on the sum of unsharded parameters is not supported; lower "
+            "stage3_param_persistence_threshold, or "
+            "remove this key",
         )
     if not file[f"{ZERO}.reduce_scatter"] and file[f"{ZERO}.stage"] >= 2:
         file.notes.refuse(
             f"{ZERO}.reduce_scatter",
             False,
-            "from stage 2 on gradients are never whole, so they are scattered; set it to true",
+            "from stage 2 on gradients are always reduce-scattered; set this key to true",
         )
     return fields
 
@@ -90,10 +93,14 @@ def _gradient_codes(file: File) -> dict[str, Any]:
     if not file[key]:
         return {}
     if file[f"{ZERO}.stage"] == 0:
-        file.notes.refuse(key, True, "gradients are scattered from stage 1 on; set it to false")
+        file.notes.refuse(
+            key,
+            True,
+            "needs stage 1, 2 or 3, which reduce-scatter gradients; set it to false",
+        )
         return {}
     file.notes.change(
-        key, "mapped", "wire.gradients=int8: of 8 bits, where DeepSpeed's are of 4 between nodes"
+        key, "mapped", "wire.gradients=int8: 8 bits, where DeepSpeed uses 4 bits between nodes"
     )
     return {"gradients": "int8"}
 
@@ -105,8 +112,10 @@ def _weight_codes(file: File) -> dict[str, Any]:
     if not file[key]:
         return {}
     if stage != 3:
-        what = f"works at stage 3, and stage is {stage}: weights are sent as they are"
-        file.notes.change(key, "ignored", f"{what}; wire.weights=int8 codes them at stages 1 and 2")
+        what = f"needs stage 3, but the stage is {stage}: weights are sent unquantized"
+        file.notes.change(
+            key, "ignored", f"{what}; wire.weights=int8 quantizes them at stages 1 and 2"
+        )
         file.notes.warnings.append(f"{key}=true {what}")
         return {}
     file.notes.change(key, "honoured", "wire.weights=int8")
@@ -120,7 +129,7 @@ def _node(file: File, num_devices: int | None) -> dict[str, Any]:
     if size <= 1:
         return {}
     if stage != 3:
-        what = f"works at stage 3, and stage is {stage}: no weight is gathered where it is read"
+        what = f"needs stage 3, but the stage is {stage}: no weights are gathered in the layers"
         file.notes.change(key, "ignored", what)
         file.notes.warnings.append(f"{key}={size} {what}")
         return {}
@@ -135,7 +144,8 @@ def _node(file: File, num_devices: int | None) -> dict[str, Any]:
     file.notes.change(
         key,
         "honoured",
-        f"wire.secondary=true and mesh.node={size}; a value of the step, not a second copy",
+        f"wire.secondary=true and mesh.node={size}; the node's shards exist only during a step, "
+        "not as a second stored copy",
     )
     return {"node": size}
 
@@ -148,7 +158,7 @@ def _partition(file: File) -> dict[str, Any]:
         file.notes.refuse(
             "pipeline.partition",
             name,
-            f"is not one of {', '.join(_PARTITIONS)}: layers of one stack are all of one type",
+            f"is not one of {', '.join(_PARTITIONS)}, because all layers of a stack have one type",
         )
         return {}
     file.notes.change("pipeline.partition", "mapped", f"mesh.partition={_PARTITIONS[name]}")
@@ -164,17 +174,20 @@ def _replicas(file: File, num_devices: int | None, fields: Mapping[str, Any]) ->
         file.notes.change(key, "honoured", "off: shards over all devices")
         return {}
     if fields["zero"] != 3:
-        file.notes.refuse(key, size, f"needs stage 3, and stage is {fields['zero']}; take it out")
+        file.notes.refuse(key, size, f"needs stage 3, but the stage is {fields['zero']}; remove it")
         return {}
     if num_devices is None:
-        file.notes.reasons.append(f"mesh.data={size}; mesh.replica is what the devices leave")
+        file.notes.reasons.append(
+            f"mesh.data={size}; mesh.replica = number of devices / mics_shard_size"
+        )
         return {"data": size}
     group = size * fields["model"] * fields["stage"] * fields["context"]
     if num_devices % group:
         file.notes.refuse(
             key,
             size,
-            f"{num_devices} devices are not a multiple of {group}; use a size for which they are",
+            f"{num_devices} devices are not a multiple of {group}; use a size that divides the "
+            "number of devices",
         )
         return {}
     return {"data": size, "replica": num_devices // group}
@@ -193,7 +206,8 @@ def _rules(file: File) -> tuple[tuple[str, tuple[str | None, ...]], ...] | None:
             file.notes.refuse(
                 key,
                 spec,
-                f"{names} cuts a torch weight that holds several; zerojax's models keep them apart",
+                f"{names} splits a fused torch weight; zerojax's models store these weights "
+                "separately",
             )
             return None
         if kind == "skip":
@@ -239,7 +253,9 @@ def _offload(file: File, stage: int) -> OffloadConfig:
     for section in (OPTIMIZER, PARAM):
         key = f"{section}.pin_memory"
         if file.optional(key) is False:
-            file.notes.warnings.append(f"{key}=false: host memory is pinned all the same")
+            file.notes.warnings.append(
+                f"{key}=false has no effect: offload always uses pinned host memory"
+            )
     return OffloadConfig(**fields)
 
 
@@ -252,10 +268,13 @@ def _state_of_pages(file: File, opt_state: Any) -> str:
         file.notes.refuse(
             f"{OPTIMIZER}.ratio",
             file[f"{OPTIMIZER}.ratio"],
-            "with offload_param.device=nvme all of the optimizer's state is in files; set it to 1",
+            "with offload_param.device=nvme all of the optimizer's state is in files; set ratio "
+            "to 1",
         )
         return NVME
-    why = "mesh.offload.opt_state=nvme, because layers in files are updated from files to files"
+    why = (
+        "mesh.offload.opt_state=nvme, because the update of layers in files reads and writes files"
+    )
     file.notes.change(key, "mapped", why)
     file.notes.warnings.append(f"{key}={what} with offload_param.device=nvme: {why}")
     return NVME
@@ -270,8 +289,8 @@ def _folder(file: File, optimizer: str, param: str) -> str | None:
         file.notes.refuse(
             f"{PARAM}.nvme_path",
             named[PARAM],
-            f"differs from offload_optimizer's {named[OPTIMIZER]}; weights and optimizer state "
-            "share one folder: use one path",
+            f"differs from offload_optimizer's {named[OPTIMIZER]}, but weights and optimizer state "
+            "share one folder; use the same path in both",
         )
     return next(iter(named.values()), None)
 
@@ -286,11 +305,13 @@ def _slice_of_tile(sub_group_size: int) -> tuple[int, str]:
     largest, smallest = SLICE_ELEMENTS, OffloadConfig.min_elements
     if sub_group_size < smallest:
         return largest, (
-            f"a size below {smallest} means one parameter per tile in DeepSpeed, which never cuts "
-            "one; a slice is a part of one parameter"
+            f"a size below {smallest} means one parameter per tile in DeepSpeed, which never "
+            "splits "
+            "a parameter; a slice of zerojax is a part of one parameter"
         )
     return min(sub_group_size, largest), (
-        "DeepSpeed's tile lies in host memory, the slice here on the device, so it is never above "
+        "DeepSpeed's tiles are in host memory, zerojax's slices on the device, so a slice has "
+        "at most "
         f"{largest}"
     )
 
@@ -304,7 +325,7 @@ def _device(file: File, section: str, old_name: str) -> str:
     file.notes.warnings.append(f'{old_name} is an old name: write "{name}": {{"device": "cpu"}}')
     if file.has(f"{section}.device"):
         file.notes.refuse(
-            f"{ZERO}.{old_name}", True, f"the file also has {name}; take this old name out"
+            f"{ZERO}.{old_name}", True, f"the file also has {name}; remove this old name"
         )
     return "cpu"
 
@@ -316,14 +337,16 @@ def _on_stage(file: File, optimizer: str, param: str, stage: int) -> tuple[str, 
     (`_configure_zero_optimizer` in `runtime/engine.py`); at other stages it silently ignores the
     section.
     """
-    stays = "stays on the device, as in DeepSpeed, which ignores this there"
+    stays = "stays on the device; DeepSpeed ignores this key in that case, too"
     if optimizer != "none" and stage == 0:
-        what = f"works at stage 1, 2 or 3, and stage is 0: the optimizer's state {stays}"
+        what = f"needs stage 1, 2 or 3, but the stage is 0: the optimizer's state {stays}"
         file.notes.change(f"{OPTIMIZER}.device", "ignored", what)
         file.notes.warnings.append(f"{OPTIMIZER}.device={optimizer} {what}")
         optimizer = "none"
     if param != "none" and stage != 3:
-        what = f"works at stage 3, and stage is {stage}: what forward and backward read {stays}"
+        what = (
+            f"needs stage 3, but the stage is {stage}: the weights of forward and backward {stays}"
+        )
         file.notes.change(f"{PARAM}.device", "ignored", what)
         file.notes.warnings.append(f"{PARAM}.device={param} {what}")
         param = "none"
@@ -341,7 +364,7 @@ def _shares(file: File, device: str, stage: int) -> Any:
         return DEVICE
     if ratio < 1 and stage != 3:
         file.notes.refuse(
-            key, ratio, f"needs stage 3, as in DeepSpeed, and stage is {stage}; set it to 1"
+            key, ratio, f"needs stage 3, as in DeepSpeed, but the stage is {stage}; set it to 1"
         )
     if ratio in (0, 1):
         return _TIERS[device] if ratio else DEVICE

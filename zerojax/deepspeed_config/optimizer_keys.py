@@ -35,19 +35,24 @@ from zerojax.optim import (
 from zerojax.optim.building import describe_numbers
 from zerojax.optim.schedules import as_schedule
 
-_EAGER = "for PyTorch's update; here the update is part of a compiled program"
+_EAGER = "no effect; an option of PyTorch's update, and here the update is compiled"
 _DECAY = "on every parameter, as in DeepSpeed (Hugging Face's Trainer leaves out biases and norms)"
 
 
 def _adam_table(**more: Key) -> Table:
     return {
-        "lr": Key("float", 1e-3, "honoured", "the learning rate, of which a scheduler may be made"),
+        "lr": Key("float", 1e-3, "honoured", "learning rate; a scheduler may use it as its peak"),
         "betas": Key("list", [0.9, 0.999], "honoured", "b1 and b2"),
         "eps": Key("float", 1e-8, "honoured", "added to the root of the second moment"),
         "weight_decay": Key("float", 0.0, "honoured", _DECAY),
-        "bias_correction": Key("bool", True, "honoured", "of the moments, which begin at 0"),
+        "bias_correction": Key("bool", True, "honoured", "bias correction of the moments"),
         "amsgrad": Key(
-            "bool", False, "honoured", "off", (False,), "no maximum of second moments is kept"
+            "bool",
+            False,
+            "honoured",
+            "only false is supported",
+            (False,),
+            "AMSGrad is not supported; set amsgrad to false",
         ),
         **{
             name: Key("any", None, "compiler", _EAGER)
@@ -76,7 +81,7 @@ _LION = {name: _ADAM[name] for name in ("lr", "betas", "weight_decay", "set_grad
 _LAMB = {
     **{name: _ADAM[name] for name in ("lr", "betas", "eps", "weight_decay", "amsgrad")},
     "bias_correction": Key(
-        "bool", True, "honoured", "applied to the learning rate, as in DeepSpeed"
+        "bool", True, "honoured", "multiplies the learning rate by the correction, as in DeepSpeed"
     ),
     "eps_inside_sqrt": Key("bool", False, "honoured", "as in DeepSpeed"),
     "max_coeff": Key("float", 10.0, "honoured", "upper bound of the ratio of norms"),
@@ -90,7 +95,12 @@ _SGD = {
         "float", 0.0, "honoured", "none", (0.0,), "dampening is not supported; set it to 0"
     ),
     "maximize": Key(
-        "bool", False, "honoured", "off", (False,), "the loss is always minimised; set it to false"
+        "bool",
+        False,
+        "honoured",
+        "only false is supported",
+        (False,),
+        "the loss is always minimized; set maximize to false",
     ),
 }
 _MUON = {
@@ -115,26 +125,29 @@ _MUON = {
         "text",
         "gram",
         "compiler",
-        "both methods compute the same function; here in float32",
+        "gram and standard compute the same function; here in float32",
         ("gram", "standard"),
         "use gram or standard",
     ),
     "per_head_muon": Key(
-        "bool", False, "honoured", "off", (False,), "heads are parts of one matrix; set it to false"
+        "bool",
+        False,
+        "honoured",
+        "only false is supported",
+        (False,),
+        "heads are not orthogonalized separately; set this key to false",
     ),
 }
-_SENT_BY_JAX = "XLA's collectives send the codes"
+_SENT_BY_JAX = "no effect; XLA's collectives send the quantized values"
 _ONE_BIT_ADAM = {
     **{name: _ADAM[name] for name in ("lr", "betas", "eps", "weight_decay", "amsgrad")},
     "freeze_step": Key(
         "int", 100000, "honoured", "warm-up steps with AdamW, before signs are sent"
     ),
     "bias_correction": Key(
-        "bool", True, "ignored", "DeepSpeed's 1-bit Adam does not correct moments"
+        "bool", True, "ignored", "DeepSpeed's 1-bit Adam has no bias correction"
     ),
-    "eps_inside_sqrt": Key(
-        "bool", False, "ignored", "DeepSpeed's 1-bit Adam does not read this key"
-    ),
+    "eps_inside_sqrt": Key("bool", False, "ignored", "DeepSpeed's 1-bit Adam ignores this key"),
     "cuda_aware": Key("bool", False, "compiler", _SENT_BY_JAX),
     "comm_backend_name": Key("text", "nccl", "compiler", _SENT_BY_JAX),
 }
@@ -151,11 +164,9 @@ _ONE_BIT_LAMB = {
         "float", 0.1, "honoured", "largest change of that factor in a step, as a fraction"
     ),
     "bias_correction": Key(
-        "bool", True, "ignored", "DeepSpeed's 1-bit LAMB does not correct moments"
+        "bool", True, "ignored", "DeepSpeed's 1-bit LAMB has no bias correction"
     ),
-    "eps_inside_sqrt": Key(
-        "bool", False, "ignored", "DeepSpeed's 1-bit LAMB does not read this key"
-    ),
+    "eps_inside_sqrt": Key("bool", False, "ignored", "DeepSpeed's 1-bit LAMB ignores this key"),
 }
 OPTIMIZERS: Mapping[str, Table] = {
     "adam": _ADAM,
@@ -169,13 +180,13 @@ OPTIMIZERS: Mapping[str, Table] = {
 }
 
 _OF_LAYERS = ("coeff_beta", "factor_max", "factor_min", "factor_threshold")
-_INSTEAD = "take the section out and pass optimizer="
+_INSTEAD = "remove the section and pass optimizer="
 _ABSENT = {
-    "adagrad": f"is not one of zerojax's; {_INSTEAD}optax.adagrad(lr)",
-    "zerooneadam": "skips sums of gradients between local steps, and is not built; use OneBitAdam",
-    "muadam": "comes from the package mup, of torch; use Adam with rates by parameter group",
-    "muadamw": "comes from the package mup, of torch; use AdamW with rates by parameter group",
-    "musgd": "comes from the package mup, of torch; use SGD with rates by parameter group",
+    "adagrad": f"is not implemented; {_INSTEAD}optax.adagrad(lr)",
+    "zerooneadam": "(0/1 Adam) is not implemented; use OneBitAdam",
+    "muadam": "is part of the torch package mup; use Adam with learning rates by parameter group",
+    "muadamw": "is part of the torch package mup; use AdamW with learning rates by parameter group",
+    "musgd": "is part of the torch package mup; use SGD with learning rates by parameter group",
 }
 _GROUPS = "max_grad_norm is not a parameter of an optimizer (DeepSpeed refuses it, too); write "
 
@@ -205,8 +216,8 @@ def update_of(file: File, given: CallerValues) -> Update:
         file.notes.refuse(
             "optimizer.type",
             kind,
-            "the file has an optimizer, and optimizer= is another (DeepSpeed would take the "
-            "caller's); take one of them out",
+            "both the file and the call (optimizer=) set an optimizer (DeepSpeed would use the "
+            "caller's); remove one of them",
         )
     params = _params(file, kind)
     if params is None:
@@ -232,14 +243,15 @@ def _clipping(file: File, given: CallerValues) -> float:
         return own or 0.0
     if not file.has("gradient_clipping"):
         file.notes.warnings.append(
-            "gradient_clipping is not in the file: 1.0 is taken, DeepSpeed's default since "
-            "June 2026 (before it was 0, no clipping); write the one you mean"
+            "gradient_clipping is not in the file: 1.0 is used, DeepSpeed's default since "
+            "June 2026 (before it was 0, no clipping); set gradient_clipping explicitly"
         )
     elif says and (own or 0.0) != clip:
         file.notes.refuse(
             "gradient_clipping",
             clip,
-            f"the optimizer's clip_norm is {own}: give it clip_norm={clip or None}",
+            f"the optimizer passed as optimizer= has clip_norm={own}: build it with "
+            f"clip_norm={clip or None}",
         )
     return clip
 
@@ -253,12 +265,15 @@ def _without_section(file: File, given: CallerValues, clip: float) -> Update:
             file.notes.refuse(
                 "scheduler.type",
                 file["scheduler.type"],
-                "an optimizer= brings its own learning rate; write an optimizer section, or take "
-                "the scheduler out",
+                "the optimizer passed as optimizer= has its own learning rate; write an "
+                "optimizer section, or remove "
+                "the scheduler section",
             )
         rate = caller.learning_rate if isinstance(caller, Optimizer) else None
         if clip and getattr(caller, "clip_norm", None) is None:
-            file.notes.reasons.append(f"gradients are clipped to {clip:g} before optimizer=")
+            file.notes.reasons.append(
+                f"gradients are clipped to {clip:g} before the update of optimizer="
+            )
             caller = _clipped(caller, clip)
         return Update(caller, rate, clip)
     config = dataclasses.replace(caller or OptimizerConfig(), clip_norm=clip or None)
@@ -347,7 +362,7 @@ def _schedule(file: File, learning_rate: float) -> DeepSpeedSchedule | None:
     kind = file.optional("scheduler.type")
     if kind is None:
         if file.has("scheduler.params"):
-            file.notes.refuse("scheduler.params", "", "has no scheduler.type beside it")
+            file.notes.refuse("scheduler.params", "", "needs scheduler.type")
         return None
     params = file.optional("scheduler.params") or {}
     for name, value in params.items():
@@ -404,7 +419,7 @@ def _build(
         tx = _clipped(lamb, clip)
     elif name == "adam" and not params["adam_w_mode"] and decay:
         key = "optimizer.params.adam_w_mode"
-        file.notes.change(key, "honoured", "false: decay is added to the gradient")
+        file.notes.change(key, "honoured", "false: weight decay is added to the gradient (L2)")
         adam = plain_adamw(rate, b1=b1, b2=b2, weight_decay=0.0, **_corrections(params))
         tx = _clipped(optax.chain(optax.add_decayed_weights(decay), adam), clip)
     elif not params["bias_correction"]:
@@ -436,7 +451,7 @@ def _muon(
         )
         others = built.learning_rate
     b1, b2 = params["betas"]
-    file.notes.change("optimizer.type", "honoured", "products of matrices are in float32")
+    file.notes.change("optimizer.type", "honoured", "its matrix products are computed in float32")
     return muon(
         rate,
         adam_learning_rate=others,

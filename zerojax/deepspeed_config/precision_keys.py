@@ -46,7 +46,10 @@ def precision_of(file: File, given: CallerValues) -> Precision:
         return Precision()
     if isinstance(given.precision, Precision) and given.precision != built:
         file.notes.refuse(
-            name, True, f"the file means {built.describe()}, precision={given.precision.describe()}"
+            name,
+            True,
+            f"the file sets {built.describe()}, but the call has precision="
+            f"{given.precision.describe()}; set it in one place",
         )
     return built
 
@@ -55,7 +58,7 @@ def _compute(file: File) -> str | None:
     """Returns the compute dtype that a ds_config sets; None if it sets none."""
     on = [name for name in ("fp16", "bf16") if file[f"{name}.enabled"]]
     if len(on) > 1:
-        file.notes.refuse("bf16.enabled", True, "fp16 is enabled as well; keep one")
+        file.notes.refuse("bf16.enabled", True, "fp16 is enabled as well; enable only one of them")
     autocast = _autocast(file) if file["torch_autocast.enabled"] else None
     if not on:
         spoken = any(file.has(f"{name}.enabled") for name in ("fp16", "bf16", "torch_autocast"))
@@ -64,12 +67,14 @@ def _compute(file: File) -> str | None:
         file.notes.refuse(
             "torch_autocast.dtype",
             file.optional("torch_autocast.dtype"),
-            f"means {autocast}, and {on[0]} is enabled as well; write the dtype of {on[0]}, or "
-            "take torch_autocast out",
+            f"sets {autocast}, but {on[0]} is enabled as well; write the dtype of {on[0]}, or "
+            "remove torch_autocast",
         )
     elif autocast is not None:
         file.notes.change(
-            "torch_autocast.enabled", "mapped", f"the compute dtype of {on[0]}, which is enabled"
+            "torch_autocast.enabled",
+            "mapped",
+            f"no effect: {on[0]} is enabled and sets the same dtype",
         )
     return on[0]
 
@@ -92,7 +97,7 @@ def _compare_compute(file: File, name: str | None, given: CallerValues) -> None:
     file.notes.refuse(
         key,
         name in ("fp16", "bf16"),
-        f"the file means {name}, and precision={wanted!r}: set it in one place",
+        f"the file sets {name}, but the call has precision={wanted!r}: set it in one place",
     )
 
 
@@ -103,9 +108,10 @@ def _loss_scale(file: File) -> LossScale | None:
             return LossScale(static=static)
         if file["zero_optimization.stage"] == 0:
             file.notes.reasons.append(
-                "loss scale by the rules of DeepSpeed's stages 1 to 3; its stage 0 knows no "
-                "hysteresis (fp16.hysteresis: 1 is that here) and goes on at min_loss_scale, where "
-                "a run ends here"
+                "the loss scale follows the rules of DeepSpeed's stages 1 to 3; its stage 0 has no "
+                "hysteresis (write fp16.hysteresis: 1 for that) and continues at "
+                "min_loss_scale, where "
+                "zerojax ends the run"
             )
         return LossScale(
             initial=2.0 ** file["fp16.initial_scale_power"],
@@ -127,8 +133,9 @@ def _bf16_masters(file: File, name: str) -> dict[str, Any]:
     file.notes.change(
         key,
         "mapped",
-        "param_dtype and accumulate_dtype bf16; updates are rounded at random, so that those far "
-        "below one unit in the last place still count (DeepSpeed rounds to nearest)",
+        "param_dtype and accumulate_dtype bf16; updates are rounded stochastically, so that "
+        "updates far "
+        "below one unit in the last place have an effect on average (DeepSpeed rounds to nearest)",
     )
     moments = {"moments_dtype": "bf16"} if file["bf16.bf16_optimizer_states"] else {}
     return {"param_dtype": "bf16", "accumulate_dtype": "bf16", **moments}
@@ -155,5 +162,5 @@ def _with_wire(
 def _agreed(file: File, key: str, wanted: str | None, keyword: str) -> str | None:
     found = file.optional(key)
     if found is not None and wanted is not None and found != wanted:
-        file.notes.refuse(key, found, f"{keyword} is {wanted!r}: set it in one place")
+        file.notes.refuse(key, found, f"the call has {keyword}={wanted!r}: set it in one place")
     return wanted if found is None else found

@@ -51,7 +51,7 @@ def translate(
 
     Args:
       source: a file of JSON or hjson, its text or base64, or a dict.
-      num_devices: of the run; None if not known: settings that depend on it stay open.
+      num_devices: of the run; None if not known: settings that depend on it are not resolved yet.
       given: the caller's values, which fill "auto" and must not contradict the file.
 
     Raises:
@@ -178,7 +178,8 @@ def _data_shards(file: File, mesh: MeshConfig, num_devices: int | None) -> int |
         file.notes.refuse(
             "data_parallel_size",
             mesh.data * mesh.expert,
-            f"{num_devices} devices and {axes} leave {shards}; set {shards}, or take the key out",
+            f"{num_devices} devices with {axes} have {shards} data shards; set {shards}, or "
+            "remove the key",
         )
     return shards
 
@@ -192,7 +193,7 @@ def _check_elastic_mesh(file: File, mesh: MeshConfig) -> None:
     nodes = "elasticity.num_gpus_per_node"
     if file["elasticity.version"] == 0.1 and (file[nodes] > 1 or file[key] > 1):
         file.notes.refuse(
-            "elasticity.version", 0.1, "knows neither nodes nor model parallelism; set 0.2"
+            "elasticity.version", 0.1, "supports neither nodes nor model parallelism; set 0.2"
         )
 
 
@@ -204,7 +205,7 @@ def _check_small_things(file: File, batch: Batch, mesh: MeshConfig) -> None:
     if size and size % 8:
         file.notes.warnings.append(
             f"vocabulary_size={size} is not divisible by 8, which slows its matrix products; "
-            f"{-(-size // 8) * 8} is"
+            f"use {-(-size // 8) * 8}"
         )
     if batch.train is not None and batch.micro is not None:
         file.notes.change(
@@ -288,7 +289,7 @@ def log_of(file: File, given: CallerValues) -> tuple[LogConfig, Path | None]:
                 file.notes.refuse(
                     f"wandb.{name}",
                     file[f"wandb.{name}"],
-                    f"is read from the environment: set {variable}, and take this key out",
+                    f"is set by the environment: set {variable}, and remove this key",
                 )
     level = file.optional("log_level")
     if level is not None and level not in _LEVELS:

@@ -28,8 +28,8 @@ Verdict = Literal["honoured", "mapped", "compiler", "ignored", "refused"]
 VERDICTS: dict[Verdict, str] = {
     "honoured": "has the same meaning as in DeepSpeed",
     "mapped": "supported through a different setting or mechanism",
-    "compiler": "nothing to set: XLA decides, or zerojax has no such part",
-    "ignored": "without effect in DeepSpeed and in zerojax; a warning is printed",
+    "compiler": "no effect: XLA decides this, or zerojax has no such mechanism",
+    "ignored": "no effect in DeepSpeed and in zerojax; a warning is printed",
     "refused": "not supported: the run would differ from what the file describes",
 }
 

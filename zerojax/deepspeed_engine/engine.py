@@ -48,26 +48,27 @@ from zerojax.training.step_runner import StepRunner
 from zerojax.training.train_arguments import LoopSettings
 
 _DEFAULT_EVERY = 10
-_AXES = "axes are in the configuration: tensor_parallel.autotp_size and pipeline.stages"
+_AXES = "set mesh axes in the configuration: tensor_parallel.autotp_size and pipeline.stages"
 _DATA = (
-    "hand each batch to engine.train_batch(batch), or micro-batches of a loader: "
+    "pass each batch to engine.train_batch(batch), or the micro-batches of a loader: "
     "engine.train_batch(data_iter=iter(loader))"
 )
 _OF_DEEPSPEED = {
     "model_parameters": "all parameters of the model are trained: leave it out; freeze='regex' "
-    "names those that stay as they are",
+    "names the parameters that are not trained",
     "training_data": _DATA,
     "collate_fn": _DATA,
-    "lr_scheduler": "a schedule is a part of the optimizer, optimizer=zerojax.adamw(schedule), or "
-    "of the configuration, scheduler",
+    "lr_scheduler": "pass optimizer=zerojax.adamw(schedule), or set the section "
+    "scheduler of the configuration",
     "mpu": _AXES,
     "mesh_param": _AXES,
-    "distributed_port": "processes find each other as their launcher says; leave it out",
+    "distributed_port": "the launcher's environment sets the address; leave it out",
 }
 """Keywords of DeepSpeed's `initialize` that are not supported: {name: replacement}."""
 _WHOLE = (
-    "a checkpoint is read whole; to begin anew with trained weights, initialize an engine with the "
-    "model that to_model() gave"
+    "a checkpoint is always loaded completely; to start anew from trained weights, initialize "
+    "an engine with the "
+    "result of to_model()"
 )
 _NO_STATE = "there is no state before the first batch"
 _OF_LOADING = dict.fromkeys(
@@ -303,10 +304,11 @@ class Engine(EngineQueries, AbsentMethods):
           ValueError: there is no state yet, or it is in durable files.
         """
         if self._runner is None or self.state is None:
-            raise ValueError(f"{_NO_STATE}; until then, change the configuration instead")
+            raise ValueError(f"{_NO_STATE}; before it, change the configuration instead")
         if (disk := self.state.get("disk")) and disk.store.is_durable:
             raise ValueError(
-                "the state is in durable files, which belong to one mesh; call save_checkpoint, "
+                "the state is in durable files (offload.durable), which are bound to one mesh; "
+                "call save_checkpoint, "
                 "initialize another engine with the new mesh, and call its load_checkpoint"
             )
         plan = self._runner.plan
@@ -340,7 +342,7 @@ class Engine(EngineQueries, AbsentMethods):
         wanted, micro, parts = self.get_batch_info()
         low, high = self.local_rows()
         raise ValueError(
-            f"the batch has {rows} rows over all processes, and train_batch_size is {wanted} "
+            f"the batch has {rows} rows over all processes, but train_batch_size is {wanted} "
             f"({micro} rows x {parts} micro-batches x {meshes.num_data_shards(self.mesh)} data "
             f"shards); pass {high - low} rows from each process"
         )
@@ -588,7 +590,7 @@ def _check_is_batch(batch: Any) -> None:
     gives = isinstance(batch, Iterator) or hasattr(batch, "__getitem__")
     if not is_tree and (gives or isinstance(batch, Iterable)):
         raise TypeError(
-            f"the batch is a {type(batch).__name__}, which yields batches; make an iterator "
+            f"the batch is a {type(batch).__name__}, not a batch; make an iterator "
             "before the loop, it = iter(loader), and pass data_iter=it"
         )
 

@@ -16,28 +16,32 @@ ONE_CALL = (
     "all gradient_accumulation_steps() micro-batches in one batch"
 )
 _ONE_RESULT = (
-    "zerojax.initialize returns the engine alone, which holds optimizer, schedule and step: write "
+    "zerojax.initialize returns only the engine, which has optimizer, schedule and step: write "
     "engine = zerojax.initialize(...) in place of engine, optimizer, loader, scheduler = ..."
 )
-_INSIDE = "gradients exist inside train_batch only; leave this out"
-_FIXED = "batch sizes are part of the compiled step; initialize another engine, and load into it"
-_COMPILED = "the whole step is compiled already; leave this out"
+_INSIDE = "gradients exist only inside train_batch; remove this call"
+_FIXED = (
+    "batch sizes are part of the compiled step; initialize another engine, and load a "
+    "checkpoint into it"
+)
+_COMPILED = "the whole step is always compiled; remove this call"
 _ON_DEVICE = (
-    "nothing is moved or cast by hand: train_batch takes numpy arrays and puts each row on its "
-    "device, and the configuration says the precision; leave this out"
+    "arrays are moved and cast automatically: train_batch takes numpy arrays and places each "
+    "row on its "
+    "device, and the configuration sets the precision; remove this call"
 )
 _WEIGHTS = "engine.to_model() is the trained model, and engine.state['params'] its arrays"
 _AXES = (
-    "a process may have many devices, so that no process has one place in a group: engine.mesh has "
+    "a process may have many devices, so it has no single rank in a group: engine.mesh has "
     "the axes, and engine.local_rows() the rows of each batch that this process passes"
 )
-_CONFIGURED = "it repeats the configuration: read engine.config, or engine.translation"
-_DATA = "hand each batch to train_batch, or a loader's micro-batches: train_batch(data_iter=...)"
-_TIMES = "reports have the times of a step (run_dir=...), and `zerojax profile` where they go"
-_NO_EXPERTS = "experts are spread by the mesh axis expert, with nothing to call; leave this out"
+_CONFIGURED = "read engine.config or engine.translation instead"
+_DATA = "pass each batch to train_batch, or a loader's micro-batches: train_batch(data_iter=...)"
+_TIMES = "reports have the step times (run_dir=...), and `zerojax profile` prints their parts"
+_NO_EXPERTS = "the mesh axis expert splits the experts automatically; remove this call"
 _WHOLE = (
-    "load_checkpoint reads parameters, optimizer state and counters together; to begin anew with "
-    "trained weights, initialize an engine with the model that to_model() gave"
+    "load_checkpoint reads parameters, optimizer state and counters together; to start anew from "
+    "trained weights, initialize an engine with the result of to_model()"
 )
 ABSENT: Mapping[str, str] = {
     "backward": ONE_CALL,
@@ -55,7 +59,7 @@ ABSENT: Mapping[str, str] = {
     "save_16bit_model": "zerojax.to_hugging_face(engine, folder); or save engine.to_model()",
     "optimizer": "the optimizer is a part of the compiled step; its state is in engine.state",
     "lr_scheduler": "the schedule is a part of the compiled step; engine.get_lr() is its value",
-    "get_mom": "betas are a part of the compiled step; they are what the configuration says",
+    "get_mom": "betas are a part of the compiled step; read them from engine.config",
     "training_dataloader": _DATA,
     "training_data": _DATA,
     "deepspeed_io": _DATA,
@@ -72,20 +76,20 @@ ABSENT: Mapping[str, str] = {
     "client_optimizer": "the optimizer is a part of the compiled step",
     "basic_optimizer": "the optimizer is a part of the compiled step",
     "client_lr_scheduler": "the schedule is a part of the compiled step; engine.get_lr()",
-    "empty_partition_cache": "gathered weights live inside the step only; leave this out",
-    "offload_states": "where the state lies is in the configuration: offload_optimizer",
-    "reload_states": "where the state lies is in the configuration: offload_optimizer",
-    "monitor": "reports go where the configuration's monitors say, or to run_dir=...",
-    "summary_events": "reports go where the configuration's monitors say, or to run_dir=...",
+    "empty_partition_cache": "gathered weights exist only inside the step; remove this call",
+    "offload_states": "the configuration sets the memory of the state: offload_optimizer",
+    "reload_states": "the configuration sets the memory of the state: offload_optimizer",
+    "monitor": "reports are written by the configuration's monitors, or to run_dir=...",
+    "summary_events": "reports are written by the configuration's monitors, or to run_dir=...",
     "losses": "train_batch returns the loss; engine.metrics has the numbers of the last step",
-    "loss_scale": "engine.metrics['loss_scale'] is that of the last step, in float16",
-    "scale": "train_batch scales the loss in float16 itself; leave this out",
-    "clip_fp32_gradients": "train_batch clips as gradient_clipping says; leave this out",
-    "checkpoint_engine": "checkpoints are saved by save_checkpoint alone",
+    "loss_scale": "engine.metrics['loss_scale'] is the loss scale of the last step (float16 only)",
+    "scale": "train_batch scales the loss in float16 automatically; remove this call",
+    "clip_fp32_gradients": "train_batch clips gradients by gradient_clipping; remove this call",
+    "checkpoint_engine": "only save_checkpoint saves checkpoints",
     "param_names": "engine.plan.users_placement.leaves has the names of the parameters",
     "flops": "engine.plan counts products; `zerojax profile` measures them",
     "get_type": "the optimizer's name is engine.optimizer_name()",
-    "get_pld_theta": "layers are not dropped; leave this out",
+    "get_pld_theta": "this value is not available; remove this call",
     "parameters": _WEIGHTS,
     "named_parameters": _WEIGHTS,
     "state_dict": f"save_checkpoint saves all of it; {_WEIGHTS}",
@@ -94,7 +98,7 @@ ABSENT: Mapping[str, str] = {
     "children": _WEIGHTS,
     "buffers": _WEIGHTS,
     "apply": _WEIGHTS,
-    "requires_grad_": "name the parameters that stay as they are: initialize(..., freeze='regex')",
+    "requires_grad_": "name the parameters that are not trained: initialize(..., freeze='regex')",
     "to": _ON_DEVICE,
     "cuda": _ON_DEVICE,
     "cpu": _ON_DEVICE,

@@ -24,7 +24,7 @@ from zerojax.config import WatchConfig
 from zerojax.runtime.distributed import PeerLostError, is_peer_loss
 from zerojax.runtime.watchdog import Watchdog
 
-_RESUME = "run the same command again; load_checkpoint goes on from the last save_checkpoint"
+_RESUME = "run the same command again; load_checkpoint continues from the last save_checkpoint"
 
 _known: weakref.WeakSet[Closable] = weakref.WeakSet()
 

@@ -39,8 +39,8 @@ class ConfigQueries:
         """
         if self._num_rows is None:
             raise ValueError(
-                "the configuration has no batch size, so the first batch decides it, and there "
-                "was no batch yet; set train_batch_size in the configuration, or call this "
+                "the configuration has no batch size, so the first batch determines it, but there "
+                "has been no batch yet; set train_batch_size in the configuration, or call this "
                 "method after the first batch"
             )
         return self._num_rows
@@ -183,7 +183,7 @@ class EngineQueries(ConfigQueries):
         if schedule is None:
             raise ValueError(
                 "the learning rate is inside the optax transformation that was passed to "
-                "initialize; call the schedule of which you made it"
+                "initialize; call your own schedule function"
             )
         return [float(schedule(self.global_steps - self.skipped_steps))]
 

@@ -40,8 +40,8 @@ def check_tag(tag: str) -> None:
     """
     if not tag or tag.startswith(".") or "/" in tag or os.sep in tag or tag == LATEST:
         raise ValueError(
-            f"tag={tag!r} has to be the name of a folder: not empty, without slashes, without a "
-            f"dot in front, and not {LATEST!r}; for example 'global_step100'"
+            f"tag={tag!r} must be a folder name: not empty, without slashes, without a "
+            f"leading dot, and not {LATEST!r}; for example 'global_step100'"
         )
 
 
@@ -159,18 +159,19 @@ def find_tag(folder: Path, tag: str | None) -> Path | None:
             tag = (folder / LATEST).read_text(encoding="utf-8").strip()
         except FileNotFoundError:
             warn_user(
-                f"nothing is loaded: there is no file {folder / LATEST}; the run starts anew "
-                "unless load_checkpoint gets a tag",
+                f"nothing is loaded: there is no file {folder / LATEST}; the run starts from "
+                "the beginning "
+                "unless load_checkpoint is called with a tag",
                 RuntimeWarning,
             )
             return None
     found = folder / tag
     if any(found.glob(_OF_DEEPSPEED)):
         raise CheckpointError(
-            f"{found} was written by DeepSpeed; make safetensors of it with DeepSpeed's own "
+            f"{found} was written by DeepSpeed; convert it to safetensors with DeepSpeed's own "
             f"`python {folder}/zero_to_fp32.py {folder} OUT --safe_serialization -t {tag}`, and "
-            "begin with these weights: model=zerojax.from_hugging_face(OUT). Its optimizer's "
-            "moments cannot be taken over"
+            "start from these weights: model=zerojax.from_hugging_face(OUT). Its optimizer's "
+            "moments cannot be converted"
         )
     if not found.is_dir() and _replaced(found).is_dir():
         return _replaced(found)

@@ -234,8 +234,9 @@ def _batches(batch: Any, devices: int, steps: int) -> tuple[list[Any], int, tupl
     rows = _rows(batches[0])
     if rows < 2 * MICROBATCHES:
         raise ValueError(
-            f"the batch has {rows} rows; a check needs at least {2 * MICROBATCHES}, for 2 devices "
-            f"with {MICROBATCHES} microbatches each, and better 16 or more"
+            f"the batch has {rows} rows; a check needs at least {2 * MICROBATCHES} rows, for 2 "
+            "devices "
+            f"with {MICROBATCHES} microbatches each; 16 or more are better"
         )
     notes = []
     fitting = max(n for n in range(2, devices + 1) if n * MICROBATCHES <= rows)

@@ -150,7 +150,7 @@ class _Check:
             if optimizer.warmup_steps != 0 or optimizer.schedule != "constant":
                 optimizer = dataclasses.replace(optimizer, warmup_steps=0, schedule="constant")
                 self.notes.append(
-                    "the optimizer ran at a constant learning rate: in a warm-up it would change "
+                    "the check used a constant learning rate: a warm-up would change "
                     "parameters too little for a comparison"
                 )
         built = optim.build_optimizer(optimizer, len(request.batches))
@@ -196,9 +196,7 @@ class _Check:
         self.noise = noise_of(self.plain, self.reference)
         if self.given.model.overwritten:
             self.noise = with_eight_bits(self.noise)
-            self.notes.append(
-                "tolerances are wider, since products in 8 bits round to values that are 6 % apart"
-            )
+            self.notes.append("tolerances are wider, since neighbouring 8-bit values are 6 % apart")
         if self.noise.chaotic:
             names = ", ".join(self.noise.chaotic[:3])
             self.notes.append(
@@ -264,9 +262,9 @@ class _Check:
                 Reason(
                     "refused" if deliberate else "failed",
                     f"{_sentence(error)} ({first.name}{f'; likewise {names}' if names else ''})",
-                    "do what the sentence says"
+                    "follow the message above"
                     if deliberate
-                    else "see the line; an error that plain JAX does not have is a defect here",
+                    else "see the line; if plain JAX does not raise it, it is a defect of zerojax",
                     line_of_error(error),
                 )
             )
@@ -293,9 +291,10 @@ class _Check:
             return
         for name, (whole, pieces) in experiments.metrics(train=False).items():
             self.notes.append(
-                f"the metric {name!r} is {whole:.6g} of the whole batch and {pieces:.6g} of "
-                f"{self.devices} pieces of it; training does not depend on it. Return it as a pair "
-                "(sum, weight), or make it of such means after the step"
+                f"the metric {name!r} is {whole:.6g} for the whole batch and {pieces:.6g} for "
+                f"{self.devices} parts of the batch; training does not depend on it. Return the "
+                "metric as a pair "
+                "(sum, weight), or compute it from means after the step"
             )
 
     def _explain(self, experiments: Experiments) -> None:
@@ -476,7 +475,7 @@ class _Check:
         """
         differing = [run for run in self.compared if not run.agrees and run.refusal is None]
         first = run or next(iter(differing), None)
-        most = "" if first is None or not first.worst else f", of its parameters {first.worst} most"
+        most = "" if first is None or not first.worst else f", most in the parameter {first.worst}"
         which = "" if first is None else f" A run that differs: {first.name}{most}"
         return Reason(
             "unknown",
@@ -496,7 +495,8 @@ def _not_finite(reference: RunOutcome) -> Reason:
     return Reason(
         "not_finite",
         f"loss or gradient is not finite at step {int(steps[0])} in plain JAX on one device",
-        "fix that first (a logarithm or a quotient of 0, a learning rate that is too large, token "
+        "fix this first (possible causes: a logarithm of 0 or a division by 0, a learning rate "
+        "that is too large, token "
         "ids outside of the embedding); nothing was compared",
     )
 

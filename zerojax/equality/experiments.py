@@ -32,7 +32,8 @@ RETURN_A_MEAN = (
     "weight, as zerojax.losses does"
 )
 RETURN_A_PAIR = (
-    "return the pair (sum, weight), here the two sides of that division: it is divided once, over "
+    "return the pair (sum, weight) = (dividend, divisor) of that division: zerojax divides "
+    "once, over "
     "all devices and microbatches"
 )
 PER_ROW = (
@@ -144,7 +145,7 @@ class Experiments:
         if abs(cut - expected) <= 2e-6 * max(1.0, abs(expected)):
             return None
         numbers = (
-            f"the loss is {expected:.6g} of the whole batch and {cut:.6g} of {len(parts)} pieces "
+            f"the loss is {expected:.6g} for the whole batch and {cut:.6g} for {len(parts)} parts "
             "of it"
         )
         loss = found.outputs[0]
@@ -210,9 +211,10 @@ class Experiments:
             "the backward pass is not linear: an eighth of the loss does not give an eighth of the "
             f"gradient of {names[bad[0]]}. A device computes with the gradient of its own rows, "
             f"which is larger than that of the mean over all rows.{rule}",
-            "let the custom backward pass be linear in the gradient that it is given, and clip or "
+            "make the custom backward pass linear in its incoming gradient, and clip or "
             "rescale in the optimizer (optax.clip, optax.clip_by_global_norm); or compute "
-            "the loss's weight from the batch alone, so that rules are given gradients of the mean",
+            "the loss's weight from the batch alone, so that custom rules get gradients of the "
+            "mean",
             where,
         )
 
@@ -257,7 +259,8 @@ def _of_pair(found: Comparison, numbers: str) -> Reason:
     if loss is Relation.SUM:
         return Reason(
             "sum",
-            "the first of the pair is a sum over rows and the second does not count them, so the "
+            "the first element of the pair is a sum over rows, but the second does not count "
+            "rows, so the "
             f"loss depends on how many devices and microbatches there are: {numbers}",
             RETURN_A_MEAN,
             found.origins[0],
@@ -265,9 +268,10 @@ def _of_pair(found: Comparison, numbers: str) -> Reason:
     if loss in (Relation.MEAN, Relation.SAME):
         return Reason(
             "sum",
-            "the first of the pair is a mean already and the second counts rows, so the loss is "
+            "the first element of the pair is already a mean and the second counts rows, so the "
+            "loss is "
             f"divided twice: {numbers}",
-            "return the mean alone, or the sum as the first of the pair",
+            "return only the mean, or the sum as the first element of the pair",
             found.origins[0],
         )
     return _of_break(found.breaks[0], numbers)
@@ -295,11 +299,12 @@ def _of_break(found: Break | None, numbers: str) -> Reason:
         kind, remedy = (
             "sum",
             (
-                "add what does not depend on rows to a mean, or multiply it by the weight of a "
+                "add a term that does not depend on rows to a mean, or multiply the term by the "
+                "weight of a "
                 "pair (sum, weight)"
             ),
         )
-        sentence = "a sum over rows and a term that is no such sum are added"
+        sentence = "the loss adds a sum over rows and a term that is not a sum over rows"
     elif found.primitive.startswith("psum") and statistics:
         remedy = "take zerojax.batch_mean of a mean, and zerojax.batch_sum of a sum over rows"
         sentence = (
@@ -310,7 +315,7 @@ def _of_break(found: Break | None, numbers: str) -> Reason:
         remedy = GROUPS
         sentence = "each row is compared with the other rows of the batch, as by a contrastive loss"
     elif found.has_rows:
-        sentence = "what is computed for a row depends on other rows of the batch"
+        sentence = "the result for a row depends on other rows of the batch"
     elif found.primitive == "div" and len(statistics) == 2:
         kind, remedy = "uneven_mean", RETURN_A_PAIR
         sentence = (
@@ -318,9 +323,13 @@ def _of_break(found: Break | None, numbers: str) -> Reason:
             "mean of the devices' means is another number"
         )
     elif found.primitive in _ONE_ROW and Relation.ROWS in given:
-        sentence = "a single row of the batch decides for all; each device has another one"
+        sentence = (
+            "a single row of the batch determines all results; each device has a different row"
+        )
     elif found.primitive in _EXTREMES:
-        sentence = f"`{found.primitive}` goes over the rows of the batch; each device has its own"
+        sentence = (
+            f"`{found.primitive}` combines the rows of the batch; each device has different rows"
+        )
     elif found.primitive in _STATISTICS and statistics:
         kind = "auxiliary_loss"
         remedy = (
@@ -328,14 +337,14 @@ def _of_break(found: Break | None, numbers: str) -> Reason:
             "or accept that they are taken over each device's rows, and check without the term"
         )
         sentence = (
-            "a term of the loss is a product of means over the batch (such as a mixture's "
-            "balancing loss), which is another number for each device's rows"
+            "a term of the loss is a product of means over the batch (such as a mixture-of-experts "
+            "balancing loss), whose value differs for each device's rows"
         )
     else:
         remedy = (
             f"take `{found.primitive}` of each row, or of the statistic of the whole batch, "
             "zerojax.batch_mean(statistic) where it is a mean; or minimise the mean itself and log "
-            "what is made of it"
+            "the function of it"
         )
         sentence = f"`{found.primitive}` is taken of a statistic of the whole batch"
     return Reason(kind, f"{sentence}: {numbers}", remedy, found.where)
@@ -356,23 +365,23 @@ def reason_of_state(name: str, relation: Relation, value: Any, place: str | None
         return Reason(
             "integers",
             f"the integers {name} in the model's state depend on the data: each device counts its "
-            "own rows, and their values are not those of one device",
+            "own rows, so the values differ from those on one device",
             "return such a count as an own metric of the loss, or keep it in float32 as a mean",
             place,
         )
     if relation is Relation.SUM:
         return Reason(
             "counter",
-            f"{name} in the model's state is a sum over rows; zerojax takes the mean of the "
+            f"{name} in the model's state is a sum over rows; zerojax averages the "
             "devices' changes, which is smaller by the number of devices",
             "keep a mean over rows in the state, or return the count as an own metric of the loss",
             place,
         )
     return Reason(
         "batch_statistics",
-        f"{name} in the model's state is a statistic of the rows that it is computed from; each "
-        "device has its own rows, and the state becomes the mean of theirs",
-        "nothing, where each device may normalise by its own rows, as usual in data-parallel "
+        f"{name} in the model's state is a statistic of rows; each "
+        "device computes it from its own rows, and zerojax averages the results",
+        "none, if each device may normalise by its own rows, as is usual in data-parallel "
         "training; otherwise take mean and mean square over the whole batch with "
         "zerojax.batch_mean, or use a norm over features (LayerNorm, GroupNorm)",
         place,
@@ -391,8 +400,9 @@ def dropout_reason(*, quiet: bool) -> Reason:
     )
     if not quiet:
         checked = (
-            "The stages were checked against each other on the same devices. There is noise in "
-            "evaluation mode, too, so that the rest was not checked: draw none there (an nnx "
+            "The stages were checked against each other on the same devices. The loss is random in "
+            "evaluation mode, too, so nothing else was checked: draw no random numbers in "
+            "evaluation (an nnx "
             "module does so where its attribute `deterministic` is True, a linen module where an "
             "argument `train` is False or `deterministic` True), or make the noise an array of the "
             "batch"
@@ -401,7 +411,7 @@ def dropout_reason(*, quiet: bool) -> Reason:
         "dropout",
         "the loss is random (dropout or noise): each device and microbatch draws its own, so that "
         "losses differ from those of one device by chance",
-        f"nothing: this is right. {checked}",
+        f"none: this is expected. {checked}",
     )
 
 
@@ -414,9 +424,10 @@ def passes_reason(names: Sequence[str]) -> Reason:
     shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
     return Reason(
         "passes",
-        f"each pass changes {shown} in the model's state and reads it again, whatever its rows "
-        "are. Each microbatch is a pass, so that two of them change it twice in a step",
-        "nothing, where it may; plain JAX that takes the same microbatches one after the other "
+        f"each forward pass changes {shown} in the model's state and reads it again, "
+        "independently of its rows"
+        ". Each microbatch is a forward pass, so two microbatches change it twice in a step",
+        "none, if this is intended: plain JAX that computes the same microbatches in sequence "
         "agrees. Otherwise use num_microbatches=1",
     )
 
@@ -426,7 +437,8 @@ def optimizer_reason(names: Sequence[str], worst: float, origin: str) -> Reason:
     shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
     return Reason(
         "optimizer",
-        f"gradients agree, but the optimizer's update of {shown} differs by {worst:.1e} of itself "
+        f"gradients agree, but the optimizer's update of {shown} has a relative difference of "
+        f"{worst:.1e} "
         f"where parameters are split over devices and padded to a multiple of them ({origin})",
         "use an optimizer that works element by element or by sums (zerojax.adamw, lion, lamb, "
         "sgd), raise persistence_threshold above the size of these parameters, or use zero=0",

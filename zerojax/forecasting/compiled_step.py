@@ -65,7 +65,8 @@ FACTS_VERSION = 10
 cached results expire."""
 
 _STREAMED = (
-    "with offload.params=nvme a step is a loop over several programs; compiled and counted is the "
+    "with offload.params=nvme a step runs several compiled programs in a loop; these numbers "
+    "are of the "
     "one program that streams the same layers from host memory"
 )
 
@@ -161,7 +162,9 @@ def _reads_pages(plan: Plan) -> bool:
 
 
 def _over_axes(plan: Plan, mesh: Any) -> Plan:
-    """Returns the plan over the axes of its mesh, with the choices made for its devices."""
+    """Returns the plan on an abstract mesh with the same axes, including the choices for its
+    devices.
+    """
     remade = plan.remake(mesh.abstract_mesh)
     changes = {"program": plan.program, "reasons": plan.reasons, "ladder": plan.ladder}
     return dataclasses.replace(remade, **changes)
@@ -311,7 +314,7 @@ def _nodes(devices: Mesh | AbstractMesh | Sequence[Any]) -> list[int]:
     """Returns the node of each device, in the order of the mesh."""
     if isinstance(devices, AbstractMesh):
         raise TypeError(
-            "an abstract mesh is compiled for devices=; pass "
+            "the mesh has no devices to compile for; pass devices="
             "zerojax.hardware.compile_client.gpu_devices(gpu, count)"
         )
     every = devices.devices.flat if isinstance(devices, Mesh) else devices
@@ -322,7 +325,7 @@ def _nodes(devices: Mesh | AbstractMesh | Sequence[Any]) -> list[int]:
 
 
 class _Work(NamedTuple):
-    """The work of a traced step on one device.
+    """FLOPs and bytes of a traced step on one device.
 
     FLOPs, the share of them in 8-bit floats, and the bytes that attention sends.
     """
@@ -395,7 +398,7 @@ def _of_curriculum(plan: Plan) -> Iterator[str]:
     """Yields remarks on the lengths of rows in a curriculum."""
     if plan.ladder is not None:
         yield from plan.ladder.describe()
-        yield "curriculum: the figures of this page are those of a step with whole rows"
+        yield "curriculum: the numbers of this page are for a step with rows of full length"
 
 
 def _of_wide_products(plan: Plan) -> Iterator[str]:
@@ -403,7 +406,7 @@ def _of_wide_products(plan: Plan) -> Iterator[str]:
     computed = np.dtype(plan.precision.compute_dtype).name
     for reason in plan.reasons:
         if reason.startswith(WIDE_PRODUCTS):
-            yield f"{reason}. TIME counts them at {computed}'s rate"
+            yield f"{reason}. TIME assumes the rate of {computed} for them"
 
 
 def _of_eight_bits(plan: Plan, gpu: Gpu) -> Iterator[str]:
@@ -412,8 +415,9 @@ def _of_eight_bits(plan: Plan, gpu: Gpu) -> Iterator[str]:
     yield from said
     if said and gpu.fp8_flops is None:
         yield (
-            f"{gpu.title} has no units for 8-bit floats with published rates: such products count "
-            "as others do, and their operands are first cast to a wider dtype"
+            f"{gpu.title} has no units for 8-bit floats with published rates: TIME counts such "
+            "products "
+            "like others, and their operands are first cast to a wider dtype"
         )
     saved = wire_bytes_saved(plan)
     if saved:
@@ -424,7 +428,7 @@ def _of_eight_bits(plan: Plan, gpu: Gpu) -> Iterator[str]:
 
 
 def _unmeasured(plan: Plan, gpu: Gpu) -> tuple[str, ...]:
-    """Returns a remark if the disk's rate is unknown, so that times are lower bounds."""
+    """Returns a remark if the disk's rate is unknown, in which case times are lower bounds."""
     found = None if plan.offload is None else hiding(plan, gpu)
     if found is None or found.disk_seconds is not None:
         return ()
@@ -438,18 +442,23 @@ def _remarks(facts: Facts) -> Iterator[str]:
     """Yields remarks on differences between the compiled program and a run on GPUs."""
     if facts["by_cublas"]:
         yield (
-            "products are compiled for cuBLAS, because Triton has no kernel for one of them; the "
-            "GPU tries both for each, and its peak may differ by some percent"
+            "all products are compiled for cuBLAS, because Triton has no kernel for one of "
+            "them; the "
+            "GPU itself measures both for each product, and its peak memory may differ by some "
+            "percent"
         )
     else:
         yield (
-            "the GPU tries Triton and cuBLAS for each product and keeps the faster; here Triton "
-            "computes all that it can, and the GPU's peak may differ by some percent"
+            "the GPU measures Triton and cuBLAS for each product and uses the faster one; here "
+            "Triton "
+            "computes all products that it supports, so the GPU's peak memory may differ by "
+            "some percent"
         )
     if facts["calls_cudnn"]:
         yield (
-            "attention by cuDNN: its products and bytes are counted, its workspace is not; only "
-            "the GPU's library knows it"
+            "attention by cuDNN: its FLOPs and bytes are counted, but not its workspace, whose "
+            "size only "
+            "the GPU's library knows"
         )
     loops = facts["unknown_loops"]
     if loops:

@@ -69,9 +69,9 @@ def load(key: str) -> dict[str, Any] | None:
     except (OSError, ValueError) as error:
         return _ignore(path, str(error))
     if not isinstance(entry, dict) or not isinstance(entry.get("value"), dict):
-        return _ignore(path, "it is not an entry")
+        return _ignore(path, "it is not a cache entry")
     if entry.get("key") != key or entry.get("digest") != _digest(entry["value"]):
-        return _ignore(path, "its content is not what was stored")
+        return _ignore(path, "its content differs from what was stored")
     with contextlib.suppress(OSError):
         os.utime(path)  # the least recently used entry is removed first
     return entry["value"]
@@ -109,7 +109,9 @@ def _digest(value: Any) -> str:
 
 
 def _shrink(folder: Path, keep: Path) -> None:
-    """Deletes the least recently used entries above `MAX_BYTES`, and files of crashed writers."""
+    """Deletes the least recently used entries until `MAX_BYTES` is met, and files that crashed
+    writers left.
+    """
     found = []
     for path in folder.iterdir():
         if path.suffix in (".json", ".partial"):

@@ -19,7 +19,7 @@ MEMORY_FRACTION = 0.75
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoleBytes:
-    """Bytes per device of one role at the moment of the peak.
+    """Bytes per device of one role (such as activations) at the moment of peak memory.
 
     Attributes:
       role: "master weights", "optimizer state", "gathered weights", "gradients", "activations", ...
@@ -137,7 +137,7 @@ class Traffic:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Offload:
-    """State outside device memory, and the bytes that move for it; of one device, per step.
+    """Offloaded state, and the bytes transferred for it; per device and step.
 
     Attributes:
       tiers: {role: {"device", "host" or "nvme": bytes}}, by formula.
@@ -163,7 +163,8 @@ class Offload:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """The roofline: the best time that published peaks allow. Not a measurement, and never reached.
+    """Roofline estimate: the shortest time that published peak rates allow. Not measured; real
+    steps take longer.
 
     Attributes:
       flops: matrix products of one device per step, recomputation included.
@@ -198,7 +199,7 @@ class Estimate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """The answer whether the step fits on the card.
+    """Result of the check whether the step fits into the GPU's memory.
 
     Attributes:
       fits: None if only formulas are known and they do not decide it.

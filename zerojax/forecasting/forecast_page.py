@@ -92,7 +92,7 @@ def _pipeline(pipeline: dict[str, Any] | None) -> list[str]:
     if larger is not None:
         words += f" ({larger:.1%} with {2 * pipeline['num_microbatches']} microbatches)"
     return _wrap(
-        f"{words}, ticks {pipeline['balance']:.2f} times the mean stage, "
+        f"{words}, each tick takes {pipeline['balance']:.2f} times the mean stage, "
         f"{format_bytes(pipeline['message_bytes'])} to neighbours"
     )
 
@@ -162,7 +162,7 @@ def _memory(memory: Memory) -> list[str]:
 
 
 def _compiler_count(memory: Memory, scale: float, digits: int) -> list[str]:
-    """Returns a line with the compiler's terms of the peak."""
+    """Returns a line with the terms from which the compiler computes the peak."""
     if memory.peak is None:
         return []
     parts = [memory.arguments, memory.outputs, -(memory.aliased or 0), memory.temporary]
@@ -181,8 +181,8 @@ def _memory_remarks(memory: Memory) -> list[str]:
     return [
         f"  between steps: state {format_bytes(memory.state)}, batch {format_bytes(memory.batch)}; "
         f"host memory: {host}",
-        "  formulas leave out activations and all that the compiler adds",
-        *["  pipeline buffers are among the compiled activations"] * buffered,
+        "  formulas exclude activations and buffers of the compiler",
+        *["  the compiled activations include the pipeline buffers"] * buffered,
     ]
 
 
@@ -255,7 +255,7 @@ def _traffic_remarks(traffic: Traffic) -> list[str]:
         ratio = traffic.attention_wire_bytes / traffic.attention_traced_bytes
         lines.append(f"  attention along context sends {ratio:.1%} of the formula")
     if traffic.network_bytes:
-        lines.append("  between nodes: the bytes that a device sends through its network card")
+        lines.append("  between nodes: bytes that one device sends by its network card")
     if traffic.exchange_wire_bytes is not None and traffic.exchange_formula_bytes:
         ratio = traffic.exchange_wire_bytes / traffic.exchange_formula_bytes
         lines.append(f"  all-to-alls along expert send {ratio:.1%} of the formula")
@@ -267,7 +267,8 @@ def _traffic_remarks(traffic: Traffic) -> list[str]:
         )
     if traffic.rows:
         lines += [
-            "  hidden: share of its time covered by products scheduled beside it, at peak rates"
+            "  hidden: share of the transfer time covered by concurrent matrix products, at "
+            "peak rates"
         ]
     return lines
 
@@ -281,7 +282,7 @@ def _experts(costs: dict[str, Any] | None) -> list[str]:
 
 def _time(forecast: ForecastNumbers) -> list[str]:
     estimate, gpu = forecast.estimate, forecast.gpu
-    title = "TIME, an estimate: the roofline of published peaks. Not measured; no run reaches it"
+    title = "TIME, an estimate by the roofline of published peaks; not measured, and a lower bound"
     times = [estimate.compute_seconds, estimate.memory_seconds, estimate.wire_seconds]
     unit, scale, digits = _unit(max((t for t in times if t), default=1e-6), TIME_UNITS)
 
@@ -302,18 +303,20 @@ def _time(forecast: ForecastNumbers) -> list[str]:
 
 
 def _repeated(forecast: ForecastNumbers) -> str:
-    """Returns words about the share of computation beyond the model's own, if any."""
+    """Returns a phrase for the share of FLOPs beyond the model's own (recomputation, idle slots);
+    "" if none.
+    """
     estimate = forecast.estimate
     again = 1 - estimate.model_flops / estimate.flops if estimate.flops else 0.0
     if not estimate.model_flops or again <= 0.005:
         return ""
     if forecast.plan["pipeline"] is None:
-        return f", {again:.0%} of it computed again"
-    return f", {again:.0%} of it beyond the model's, idle slots included"
+        return f", {again:.0%} of it recomputed"
+    return f", {again:.0%} of it recomputation and idle slots"
 
 
 def _in_eight_bits(forecast: ForecastNumbers) -> str:
-    """Returns words about the share of computation in 8-bit floats, if any."""
+    """Returns a phrase for the share of FLOPs in 8-bit floats; "" if none."""
     share = forecast.estimate.eight_bits
     if not share:
         return ""
@@ -323,22 +326,26 @@ def _in_eight_bits(forecast: ForecastNumbers) -> str:
 
 def _step_rows(estimate: Estimate, scale: float, digits: int) -> Rows:
     if estimate.step_seconds is None:
-        return [["step", "-", "the card has no published peak for this dtype"]]
+        return [["step", "-", "the GPU has no published peak for this dtype"]]
     exposed, offload_seconds = estimate.exposed_wire_seconds, estimate.offload_seconds
     busy = estimate.step_seconds - exposed - offload_seconds
     shown = round_to_sum([busy / scale, exposed / scale, offload_seconds / scale], digits)
     total = f"{sum(shown):,.{digits}f}"
     longer = "matrix products" if estimate.bound_by == "compute" else "device memory"
     if estimate.bound_by in ("wire", "link", "disk"):
-        longer = "the longer of the first two" if estimate.memory_seconds else "matrix products"
-    beside = "longer than the matrix products that the schedule puts beside it"
+        longer = (
+            "the longer of products and device memory"
+            if estimate.memory_seconds
+            else "matrix products"
+        )
+    beside = "transfer time beyond the concurrent matrix products"
     if estimate.hbm_bytes is None:
-        beside = "assumed: all of it is hidden for as long as the matrix products last"
+        beside = "assumption: transfers are hidden as long as matrix products run"
     offload: Rows = []
     plus = ""
     if estimate.offload_seconds:
         plus = " + offload"
-        words = "the update's link or disk, and transfers that last longer than products"
+        words = "transfers of the update, and others that take longer than products"
         offload = [["offload", f"{shown[2]:,.{digits}f}", words]]
     return [
         ["wire not hidden", f"{shown[1]:,.{digits}f}", beside],
@@ -375,11 +382,14 @@ def _notes(forecast: ForecastNumbers) -> list[str]:
     has_files = forecast.offload is not None and forecast.offload.machine_disk > 0
     assumed = [x for x in gpu.assumptions if has_files or not x.startswith("disk_gb_per_s:")]
     notes += [f"assumed: {assumption}" for assumption in assumed]
-    notes += [f"option {name} left out: {why}" for name, why in forecast.options_dropped.items()]
+    notes += [
+        f"compiler option {name} not used: {why}" for name, why in forecast.options_dropped.items()
+    ]
     if forecast.num_devices > gpu.node_devices:
         notes.append(
-            "between nodes a ring uses the network cards of all its GPUs of a node at once, as "
-            "NCCL; an all-to-all sends each GPU of another node its part directly"
+            "between nodes, ring collectives use the network cards of all GPUs of a node at "
+            "once, as in "
+            "NCCL; all-to-alls send directly to each GPU of another node"
         )
     lines = ["NOTES"] if notes else []
     for note in notes:
@@ -420,7 +430,9 @@ def _wrap(text: str, first: str = "", other: str = "  ") -> list[str]:
 
 
 def offload_section(forecast: ForecastNumbers) -> list[str]:
-    """Returns bytes by tier, moved bytes by formula and as compiled, their hiding; [] if none."""
+    """Returns the offload section: bytes by tier, transferred bytes (formula and compiled), and
+    overlap; [] without offload.
+    """
     offload = forecast.offload
     if offload is None:
         return []
@@ -435,7 +447,9 @@ def offload_section(forecast: ForecastNumbers) -> list[str]:
 
 
 def _per_node(forecast: ForecastNumbers, offload: Offload) -> list[str]:
-    """Returns a line with the needs of a machine with several of these GPUs."""
+    """Returns a line with the host memory and disk space that a machine with several of these GPUs
+    needs.
+    """
     number = min(forecast.num_devices, forecast.gpu.node_devices)
     sizes = {"host memory": offload.machine_host, "disk": offload.machine_disk}
     needed = [f"{format_bytes(size)} of {words}" for words, size in sizes.items() if size]
@@ -444,7 +458,7 @@ def _per_node(forecast: ForecastNumbers, offload: Offload) -> list[str]:
 
 
 def _compiled(offload: Offload) -> list[str]:
-    """Returns lines about the copies of the compiled program."""
+    """Returns lines about host-device copies in the compiled program."""
     if offload.compiled_to_device is None or offload.compiled_to_host is None:
         return []
     sizes = (offload.compiled_to_device, offload.compiled_to_host)
@@ -452,10 +466,10 @@ def _compiled(offload: Offload) -> list[str]:
     lines = [f"  {'compiled':<{ROLE}}{cells}"]
     if offload.by_kernels:
         sentence = (
-            f"{format_bytes(offload.by_kernels)} of it are copied by kernels, with the processors "
-            "that products need"
+            f"{format_bytes(offload.by_kernels)} of these are copied by kernels, on the processors "
+            "that also compute products"
         )
         lines += textwrap.wrap(sentence, INNER_WIDTH, initial_indent="  ", subsequent_indent="    ")
     if any(part.read for part in offload.moved):
-        lines.append("  files are read and written outside of the compiled program")
+        lines.append("  files are read and written outside the compiled program")
     return lines

@@ -79,7 +79,7 @@ def explaining_memory(now: RunNow, folder: Path | None) -> Iterator[None]:
 
 
 def explain(error: BaseException, asked: MemoryRequest, now: RunNow, folder: Path | None) -> Page:
-    """Collects the content of the page about an out-of-memory error."""
+    """Collects the contents of the page about an out-of-memory error."""
     plan, state, num_steps, step = now()
     activity = find_activity(error, asked)
     sizes, source = sizes_by_role(plan, asked, None if activity == COMPILING else step, activity)
@@ -131,9 +131,15 @@ def sizes_by_role(
         return sizes, "by formula, without activations"
     temporary = _compiled_temporary(plan, step)
     if temporary is not None:
-        rest, source = temporary - passing, "the compiler's report, the rest by formula"
+        rest, source = (
+            temporary - passing,
+            "temporary memory from the compiler's report, other roles by formula",
+        )
     elif asked.size is not None:
-        rest, source = asked.size - passing, "the failed request, the rest by formula"
+        rest, source = (
+            asked.size - passing,
+            "temporary memory from the failed request, other roles by formula",
+        )
     else:
         return sizes, "by formula, without activations"
     return (sizes | {ACTIVATIONS: rest}, source) if rest > 0 else (sizes, source)
@@ -210,7 +216,7 @@ def draw(page: Page) -> str:
     ordered = sorted(page.sizes.items(), key=lambda item: item[1], reverse=True)
     lines += [f"            {format_bytes(size):>10}  {role}" for role, size in ordered]
     if page.living:
-        lines += _row("lives now", "the largest arrays, on each device:")
+        lines += _row("in use now", "the largest arrays, on each device:")
     for one in page.living:
         several = f" ({one.count} of them)" if one.count > 1 else ""
         lines.append(f"            {format_bytes(one.size):>10}  {one.name}{several}")
@@ -229,7 +235,7 @@ def _asked(asked: MemoryRequest) -> str:
         return asked.text
     if asked.by_compiler:
         return f"the compiled step needs {format_bytes(asked.size)}"
-    return f"{format_bytes(asked.size)} ({asked.size:,} bytes) were requested in one piece"
+    return f"{format_bytes(asked.size)} ({asked.size:,} bytes) were requested at once"
 
 
 def _device(device: DeviceMemory) -> str:
@@ -245,9 +251,10 @@ def _device(device: DeviceMemory) -> str:
 def _remedies(page: Page) -> list[str]:
     if not page.remedies:
         return [
-            "No setting of this plan takes notably less: use more devices, or ones with more memory"
+            "No setting of this plan saves much memory: use more devices, or devices with more "
+            "memory"
         ]
-    lines = ["The cheapest settings that take less (savings by formula, for each device):"]
+    lines = ["The cheapest settings that save memory (by formula, for each device):"]
     for remedy in page.remedies:
         assert remedy.saving is not None
         assert remedy.price is not None

@@ -42,11 +42,11 @@ STATE = (MASTERS, OPTIMIZER, AVERAGE, "optimizer temporaries")
 MOST_FRACTION = 0.95
 """Largest share of a card for JAX: CUDA, NCCL and libraries take some 0.5 to 2 GiB in addition."""
 PRICES = {
-    0: "nothing: as much work and traffic as before",
-    1: "little: more and smaller products",
-    2: "traffic: half as much of it again",
-    3: "traffic or waiting in every layer",
-    4: "up to a third more products",
+    0: "no time: the same work and traffic",
+    1: "little time: more and smaller products",
+    2: "50 % more traffic",
+    3: "traffic or idle time in every layer",
+    4: "up to a third more FLOPs",
     5: "copies between host and device in every step",
 }
 """Cost of a remedy in time, the least first."""
@@ -83,7 +83,7 @@ def largest_role(memory: Memory, needed: int) -> str:
     """Describes in one line which role takes the most bytes, and its share of `needed`."""
     sizes = role_sizes(memory)
     if not sizes:
-        return "the roles of these bytes are not known"
+        return "the use of these bytes is not known"
     role = max(sizes, key=lambda name: sizes[name])
     return f"most of it: {role}, {format_bytes(sizes[role])} ({sizes[role] / needed:.0%})"
 
@@ -123,10 +123,10 @@ def find_remedies(
         share = min(math.ceil(wanted * 100 + 1) / 100, MOST_FRACTION)
         lines.append(
             f"try XLA_CLIENT_MEM_FRACTION={share:g} in the environment of the run ({enough}): "
-            f"JAX then takes that share of the card, not {fraction:g}"
+            f"JAX then uses that share of the GPU's memory, not {fraction:g}"
         )
     if not lines:
-        lines.append("no setting of this plan makes it fit: take a card with more memory")
+        lines.append("no setting of this plan makes it fit: use a GPU with more memory")
     return lines
 
 
@@ -149,12 +149,14 @@ def all_remedies(plan: Plan, gpu: Gpu | None, sizes: dict[str, int]) -> Iterator
 
 
 def rows_at_once(plan: Plan) -> int:
-    """Returns the rows of the batch whose activations one data shard holds."""
+    """Returns the rows of one microbatch on one data shard."""
     return plan.global_batch_size // (num_data_shards(plan.mesh) * plan.num_microbatches)
 
 
 def remat_of(plan: Plan) -> str | None:
-    """Returns `remat` of a reference model; for others "none", or None if it has checkpoints."""
+    """Returns `remat` of a reference model; for other models "none", or None if they have
+    checkpoints.
+    """
     own = getattr(bound_attribute(plan.model, "config"), "remat", None)
     if own is not None:
         return own
@@ -170,7 +172,7 @@ def _has_checkpoint(program: Any) -> bool:
 
 
 def _keeps_inputs_alone(program: Any) -> bool:
-    """Returns whether a checkpoint of the program has no policy that keeps more."""
+    """Returns whether the program has a checkpoint that saves only its inputs."""
     return any(
         (jaxpr.is_checkpoint(equation) and equation.params.get("policy") is None)
         or any(_keeps_inputs_alone(inner) for inner in jaxpr.inner_programs(equation.params))
@@ -219,7 +221,7 @@ def _microbatches(plan: Plan, sizes: dict[str, int]) -> Iterator[Remedy]:
     for factor in factors:
         yield Remedy(
             f"{MICROBATCHES}{plan.num_microbatches * factor}",
-            f"{rows // factor} instead of {rows} rows at once{also}",
+            f"{rows // factor} instead of {rows} rows per microbatch{also}",
             activations * (1 - 1 / factor) - extra,
             1,
         )
@@ -246,7 +248,7 @@ def accumulation_bytes(plan: Plan) -> int:
 
 
 def _pipeline(plan: Plan) -> Iterator[Remedy]:
-    """Yields remedies by which the stages of a pipeline store less for the backward pass."""
+    """Yields remedies that reduce what pipeline stages store for the backward pass."""
     layout = plan.pipeline
     if layout is None:
         return
@@ -255,17 +257,17 @@ def _pipeline(plan: Plan) -> Iterator[Remedy]:
         sizes = {"stages": schedule.num_stages, "microbatches": schedule.num_microbatches}
         table = lower(make_schedule("1f1b", **sizes), stash=layout.table.stash)
         fewer = total_buffer_bytes(dataclasses.replace(layout, table=table))
-        why = "a stage then keeps fewer microbatches at once; the bubble is the same"
+        why = "a stage then stores fewer microbatches at the same time; the bubble is the same"
         yield Remedy("mesh.pipeline_schedule=1f1b", why, now - fewer, 0)
     if layout.table.stash == "residuals":
         table = lower(schedule, stash="input")
         inputs = dataclasses.replace(layout, table=table, stash_bytes=activation_bytes(layout))
-        why = "stages keep only their inputs and repeat the forward pass: up to a third more FLOPs"
+        why = "stages store only their inputs and repeat the forward pass: up to a third more FLOPs"
         yield Remedy("mesh.stash=input", why, now - total_buffer_bytes(inputs), 4)
 
 
 def _more_stages(plan: Plan, sizes: dict[str, int]) -> Iterator[Remedy]:
-    """Yields twice the stages: half of the layers on each device, twice the rows."""
+    """Yields the remedy of twice as many stages: half the layers and twice the rows per device."""
     stages, layers = 2 * plan.mesh.shape[STAGE], num_layers(plan)
     leaves = plan.placement.leaves.values()
     if plan.mesh.shape[DATA] % 2 or layers % stages or plan.num_microbatches < stages:
@@ -284,14 +286,14 @@ def _remat(plan: Plan, sizes: dict[str, int]) -> Iterator[Remedy]:
     if activations < SMALL * sum(sizes.values()):
         return
     if now is None and plan.stacks and not _keeps_inputs_alone(plan.traced.forward.jaxpr):
-        why = "layers keep only their input; up to a third more FLOPs"
+        why = "layers store only their input; up to a third more FLOPs"
         yield Remedy("mesh.roll_remat=full", why, None, 4)
     if now in (None, "full"):
         return
     known = hasattr(bound_attribute(plan.model, "config"), "remat")
     own = "mesh.roll_remat=full" if plan.stacks else "nnx.remat (jax.checkpoint) around each block"
     words = "model.remat=full" if known else own
-    why = "blocks keep only their input; a third more FLOPs"
+    why = "blocks store only their input; a third more FLOPs"
     layers = num_layers(plan)
     # A transformer block keeps at least 34 bytes per token and channel; its input is 2 of them
     # (Korthikanti et al. 2022, arXiv:2205.05198, section 4.1); one block at a time is kept whole.
@@ -314,8 +316,9 @@ def _offload(plan: Plan, gpu: Gpu, sizes: dict[str, int]) -> Iterator[Remedy]:
         seconds = link_seconds(rates, state, state)
         yield Remedy(
             "mesh.offload.opt_state=host",
-            f"{format_bytes(state)} are kept in host memory for each device (or nvme: in files); "
-            f"the update takes {seconds:.2g} s more at best, by the link {rates.link}",
+            f"{format_bytes(state)} move to host memory for each device (with nvme: to files); "
+            f"the update takes {seconds:.2g} s longer at least, at the rate of the link "
+            f"{rates.link}",
             state - kept,
             5,
         )
@@ -323,7 +326,7 @@ def _offload(plan: Plan, gpu: Gpu, sizes: dict[str, int]) -> Iterator[Remedy]:
         return
     kept_inputs = kept_activation_bytes(plan) or 0
     if config.activations == DEVICE and remat_of(plan) == "full":
-        why = "the input of each layer is kept in host memory"
+        why = "the input of each layer is stored in host memory"
         waiting = min(kept_inputs, _sum(sizes, ACTIVATIONS))
         yield Remedy("mesh.offload.activations=host", why, waiting * (1 - 2 / num_layers(plan)), 5)
     if config.params == DEVICE and in_slices and config.moves_opt_state:

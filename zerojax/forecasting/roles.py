@@ -120,7 +120,7 @@ def unescape(op_name: str) -> str:
 
 
 class _Origin(enum.Flag):
-    """The kinds of arguments from which a value's numbers were moved, without a computation."""
+    """Kinds of arguments from which a value was copied without computation."""
 
     NONE = 0
     PARAMETER = enum.auto()
@@ -175,7 +175,9 @@ class Roles:
         self._update = self._find_update()
 
     def of(self, value: Value) -> str:
-        """Returns one of `ROLES`; "other" for a tuple's table and for values without a name."""
+        """Returns the role of a value, one of `ROLES`; "other" for tuple tables and unnamed
+        values.
+        """
         if self._flow.array(value) is None:
             return OTHER
         origin = self._origin[value]
@@ -210,7 +212,7 @@ class Roles:
         return GRADIENTS if _Origin.COMPUTED in origin else OTHER
 
     def _first_with_origin(self, value: Value) -> Value:
-        """Follows `value` to the first value with a known origin that it becomes.
+        """Follows the uses of `value` to the first value whose origin is known.
 
         A constant, such as the start of an accumulator, has the role of that value.
         """
@@ -253,12 +255,12 @@ class Roles:
         return origins
 
     def _computes(self, value: Value) -> bool:
-        """Returns whether a value's numbers are computed, not moved from its inputs."""
+        """Returns whether a value is computed rather than copied from inputs."""
         links = [link for _, link in self._flow.sources(value)]
         return bool(links) and Edge.SAME not in links
 
     def _find_model(self) -> set[Value]:
-        """Finds the values that forward and backward compute, not those they only move or add."""
+        """Finds the values that forward and backward pass compute, excluding copies and sums."""
         flow = self._flow
         named = {name for name, i in flow.instructions.items() if "jvp(" in i.op_name}
         nameless = {name for name, i in flow.instructions.items() if not i.op_name}
@@ -281,7 +283,7 @@ class Roles:
         return found
 
     def _find_update(self) -> set[Value]:
-        """Finds values computed from the optimizer's state or, outside the model, from weights."""
+        """Finds values computed from optimizer state or, outside of the model, from weights."""
         flow, read = self._flow, self._read
         starts = [value for value in flow.values if self._origin[value] is _Origin.STATE]
         for value in flow.values:

@@ -83,7 +83,7 @@ def link_bandwidth(gpu: Gpu, mesh: Mapping[str, int], row: TrafficRow) -> float:
 
 
 def with_network_bytes(gpu: Gpu, mesh: Mapping[str, int], row: TrafficRow) -> TrafficRow:
-    """Returns the row with the bytes that it sends between nodes."""
+    """Returns the row with the number of bytes that are sent between nodes filled in."""
     sent = round(row.wire_bytes * network_share(gpu, mesh, row))
     return dataclasses.replace(row, network_bytes=sent)
 
@@ -193,7 +193,7 @@ def _formula_rows(
     exchange_bytes: int,
     matrix_bytes: Mapping[str, int],
 ) -> list[TrafficRow]:
-    """Returns traffic by formula.
+    """Returns the rows of communication by formula.
 
     ZeRO's rings over the data axes, a pipeline's messages to neighbours, attention along a split
     sequence, rows to experts and back, and matrices to their owners.
@@ -235,7 +235,9 @@ def _formula_rows(
 
 
 def _span(mesh: Mapping[str, int], axis: str) -> int:
-    """Returns the devices from the first to the last of a group over axes like "data+context"."""
+    """Returns the number of devices from the first to the last of a group over axes such as
+    "data+context".
+    """
     names = [*mesh]
     return math.prod(mesh[name] for name in names[min(map(names.index, axis.split("+"))) :])
 
@@ -283,7 +285,7 @@ def memory_limit(gpu: Gpu) -> tuple[int, str]:
     fraction, source = memory_fraction()
     limit = int(gpu.memory_bytes * fraction)
     return limit, (
-        f"JAX may take {format_bytes(limit)}: {fraction:g} of the card's "
+        f"JAX may use {format_bytes(limit)}: {fraction:g} of the card's "
         f"{format_bytes(gpu.memory_bytes)} ({source})"
     )
 
@@ -310,13 +312,13 @@ def verdict(plan: Plan, gpu: Gpu, memory: Memory) -> Verdict:
     elif memory.peak is None:
         fits = None
         reasons = [
-            f"{format_bytes(headroom)} are left for activations, which formulas leave out: "
+            f"{format_bytes(headroom)} are left for activations, which formulas exclude: "
             "compile to decide",
             share,
         ]
     else:
         fits = True
-        reasons = [f"{format_bytes(headroom)} to spare", share]
+        reasons = [f"{format_bytes(headroom)} free", share]
         if headroom < TIGHT * limit:
             reasons.insert(
                 1,

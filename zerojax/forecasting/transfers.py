@@ -127,7 +127,9 @@ def _sent_by(equation: Any, devices: int) -> float:
 def _rows(
     collectives: Sequence[Facts], gpu: Gpu, mesh: Mapping[str, int], dtype: str
 ) -> tuple[TrafficRow, ...]:
-    """Returns one row per kind, axis, dtype, loop depth and kind of group; the largest first."""
+    """Returns one row per kind, axis, dtype, loop depth and kind of group; the row with most bytes
+    first.
+    """
     grouped: dict[tuple[Any, ...], list[Facts]] = defaultdict(list)
     for one in collectives:
         one = {**one, "group": tuple(one["group"])}  # a list, if facts come from JSON
@@ -147,7 +149,9 @@ def _rows(
 
 
 def _hidden(members: Sequence[Facts], gpu: Gpu, dtype: str, bandwidth: float) -> float:
-    """Returns the share of wire time covered by products between start and end, at peak rates."""
+    """Returns the share of a collective's time that is covered by products between its start and
+    end, at peak rates.
+    """
     wire = hidden = 0.0
     for one in members:
         seconds = one["wire_bytes"] / bandwidth

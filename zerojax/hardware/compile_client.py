@@ -137,7 +137,9 @@ class CompiledProgram:
 
 
 def missing() -> str | None:
-    """Returns the reason why no program can be compiled for GPUs here, with a remedy; else None."""
+    """Returns why programs cannot be compiled for GPUs on this machine, with a remedy; None if they
+    can.
+    """
     plugin = _plugin()
     if plugin is None:
         return (
@@ -193,7 +195,8 @@ def gpu_devices(gpu: gpus.Gpu, count: int) -> Sequence[Any]:
     if count % in_node:
         below, above = count - count % in_node, count + in_node - count % in_node
         raise ValueError(
-            f"devices={count} does not fill nodes of {in_node} {gpu.title}; use {below} or {above}"
+            f"devices={count} is not a multiple of the node size {in_node} {gpu.title}; use "
+            f"{below} or {above}"
         )
     try:
         description = topologies.get_topology_desc(
@@ -375,7 +378,9 @@ _REMEDIES = (
 
 
 def first_cause(error: BaseException) -> str:
-    """Returns the first informative line of the first error of a chain, with a remedy if known."""
+    """Returns the first informative line of the root cause in a chain of errors, with a remedy if
+    known.
+    """
     while error.__cause__ is not None:
         error = error.__cause__
     text = str(error).strip() or type(error).__name__
@@ -396,7 +401,9 @@ def _version(package: str) -> str | None:
 
 
 def _cuda_folder() -> str | None:
-    """Returns the folder of NVIDIA's packages with the assembler; None: the compiler searches."""
+    """Returns the folder of NVIDIA's packages that has the assembler; None lets the compiler
+    search.
+    """
     for package in ("nvidia.cu13", "nvidia.cuda_nvcc"):
         try:
             found = importlib.util.find_spec(package)

@@ -55,7 +55,7 @@ def as_model(model: ModelLike) -> Model:
             "(lambda key: params, apply)"
         )
     raise TypeError(
-        f"cannot train a {type(model).__name__}: pass a flax nnx.Module, a callable "
+        f"cannot train a {type(model).__name__}; pass a flax nnx.Module, a callable "
         "rngs -> nnx.Module, a flax linen.Module, or a pair of functions (init, apply)"
     )
 

@@ -1,4 +1,4 @@
-"""Weight of a whole batch, computed before the forward pass if it does not depend on the model.
+"""Computes the weight of a whole batch before the forward pass, if it does not depend on the model.
 
 An ordinary backward pass is linear, so the gradient may be divided by the weight before or after
 it. A `jax.custom_vjp` of the model may be nonlinear, for example clip its cotangent. Dividing
@@ -39,7 +39,8 @@ class BatchWeight:
         return bool(self.leaves)
 
     def __call__(self, batch: Any, num_pieces: int) -> jax.Array:
-        """Returns the sum of the weights of all pieces, float32 []; called inside a traced program.
+        """Returns the sum of the weights of all parts of the batch, float32 []; call it inside a
+        traced program.
 
         Args:
           batch: {key: [global batch, ...]}.
@@ -56,7 +57,7 @@ class BatchWeight:
 
 
 def find_batch_weight(trace: ModelTrace, num_before: int) -> BatchWeight | None:
-    """Returns the weight of a batch, extracted from the traced loss of one piece.
+    """Extracts the weight of a batch from the traced loss of one part of the batch.
 
     Args:
       trace: trace of the loss.
@@ -76,7 +77,9 @@ def find_batch_weight(trace: ModelTrace, num_before: int) -> BatchWeight | None:
 
 
 def _draws(program: Any) -> bool:
-    """Returns whether a program draws random numbers, which differ in each step and piece."""
+    """Returns whether a program draws random numbers, which differ in each step and part of the
+    batch.
+    """
     atoms = [*program.constvars, *(atom for eqn in program.eqns for atom in eqn.invars)]
     if any(jax.dtypes.issubdtype(atom.aval.dtype, jax.dtypes.prng_key) for atom in atoms):
         return True

@@ -47,7 +47,7 @@ def _method_of_value(name: str) -> Callable[..., Any]:
 
 @jax.tree_util.register_pytree_node_class
 class _ReadBox(meta.AxisMetadata):
-    """Linen metadata box that reads its parameter in `unbox`, which linen calls at each use.
+    """Linen metadata box whose `unbox`, called by linen at each use, reads the parameter.
 
     A model that computes with `module.variables["params"]["kernel"]` holds the box itself.
     Therefore the box forwards attributes, methods, operators and `jnp` functions to the array that
@@ -64,7 +64,7 @@ class _ReadBox(meta.AxisMetadata):
         return self.read(self.value)
 
     def as_array(self) -> jax.Array:
-        """Returns `unbox()` and records that the model used the box directly."""
+        """Returns `unbox()`, and records that the model used the box without unboxing it."""
         self._note_handed()
         return self.unbox()
 
@@ -141,7 +141,9 @@ class BoundLinen:
         return {name: jax.random.fold_in(self._key, index) for index, name in enumerate(names)}
 
     def _switches(self, args: Any, kwargs: Mapping[str, Any], method: Any) -> dict[str, bool]:
-        """Returns the mode as the arguments that the method has and the call does not pass."""
+        """Returns the mode as keyword arguments that the method accepts and the call does not
+        pass.
+        """
         kind = type(self._module)
         function = method if callable(method) else getattr(kind, method or "__call__", None)
         try:

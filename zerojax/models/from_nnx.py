@@ -29,7 +29,7 @@ def _key_impl(dtype: Any) -> str:
     for name in names:
         if jax.eval_shape(functools.partial(jax.random.key, 0, impl=name)).dtype == dtype:
             return name
-    raise ValueError(f"a random stream of the model has keys of {dtype}; use one of {names}")
+    raise ValueError(f"a random stream of the model has keys of dtype {dtype}; use one of {names}")
 
 
 def _fold_key(key_data: jax.Array, like: Any, bits: jax.Array) -> jax.Array:
@@ -42,7 +42,7 @@ def _fold_key(key_data: jax.Array, like: Any, bits: jax.Array) -> jax.Array:
 
 
 class _TracedStream(nnx.RngStream):
-    """Random stream for traced constructors; it gives the same keys as `nnx.RngStream`.
+    """Random stream for traced constructors; yields the same keys as `nnx.RngStream`.
 
     `nnx.RngStream` writes its count by item assignment, which reads the sharding of the traced
     count. JAX 0.10 then raises an error whose text visits everything traced before. That took 95 of
@@ -58,7 +58,7 @@ class _TracedStream(nnx.RngStream):
 
 
 class _ReadThrough:
-    """Mixin for a Variable class whose value is `on_read(stored value)`.
+    """Mixin for Variable classes whose value is `on_read(stored value)`.
 
     The empty `__slots__` keeps the object layout, which permits assigning `__class__` of a
     Variable.
@@ -91,7 +91,7 @@ class _ReadThrough:
 
 
 def _opened(variable: Any) -> nnx.Variable:
-    """Returns a variable of the user's own class that holds the value as the model reads it.
+    """Returns a variable of the user's class that holds the value after `on_read`.
 
     A `get_value` or a hook of that class therefore still applies, to the whole value.
     """
@@ -112,7 +112,7 @@ def _reading_class(variable_class: type) -> type:
 
 
 def _value_of(leaf: Any) -> Any:
-    """Returns the array of a leaf of a module's state: a Variable's raw value, or the leaf."""
+    """Returns the array of a leaf: the raw value of a Variable, or the leaf itself."""
     return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
 
 
@@ -173,7 +173,7 @@ class NnxModel:
         return find_step_rules(self._templates, self._extra_paths)
 
     def _make(self, key: jax.Array) -> nnx.Module:
-        """Returns a new module from the factory, with traced arrays."""
+        """Calls the factory and returns the new module, with traced arrays."""
         assert not isinstance(self.source, nnx.Module), "an instance: use initial_arrays()"
         rngs = nnx.Rngs(key)
         for _, stream in rngs.items():
@@ -220,7 +220,9 @@ class NnxModel:
         return params, extras
 
     def _reading_graphdef(self, on_read: OnRead) -> tuple[Any, dict]:
-        """Returns (graphdef, templates) whose read variables have a reading class; cached."""
+        """Returns (graphdef, templates) in which the read variables use a `_ReadThrough` class;
+        cached.
+        """
         cache_key = frozenset(on_read.items())
         if cache_key not in self._graphdefs:
             names = {path: name for name, path in self._param_paths.items()}
@@ -301,7 +303,8 @@ def _paths_by_name(flat: dict[Any, Any]) -> tuple[dict[str, Any], dict[str, Any]
             )
         if name in params or name in extras:
             raise ValueError(
-                f"two variables are named {name!r}: a key contains {trees.SEPARATOR!r}; rename it"
+                f"two variables are named {name!r}: a key contains {trees.SEPARATOR!r}; rename "
+                "this key"
             )
         (params if isinstance(leaf, nnx.Param) else extras)[name] = path
     return params, extras

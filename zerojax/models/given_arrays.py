@@ -1,4 +1,4 @@
-"""Conversion of users' arrays, such as the leaves of a batch, to arrays that JAX accepts.
+"""Converts users' arrays, such as the leaves of a batch, to arrays that JAX accepts.
 
 Tensors of other libraries become NumPy arrays; leaves that are not numeric arrays are refused. The
 library is recognized by the module name of the type, so that none has to be imported.
@@ -52,7 +52,7 @@ def _as_array(path: Sequence[Any], leaf: Any) -> Any:
 
 
 def _of_torch(where: str, tensor: Any) -> np.ndarray:
-    """Returns a torch tensor as a NumPy array of the same dtype.
+    """Converts a torch tensor to a NumPy array of the same dtype.
 
     Args:
       where: Python expression of the tensor, for messages.
@@ -142,7 +142,7 @@ def _path_of_list(tree: Any, path: Sequence[Any]) -> Sequence[Any] | None:
 
 
 def typed(path: Sequence[Any]) -> str:
-    """Returns the Python expression of a part of a batch."""
+    """Returns the Python expression for a part of a batch, such as batch['x']."""
     keys = (getattr(part, "key", getattr(part, "idx", None)) for part in path)
     names = (getattr(part, "name", None) for part in path)
     pairs = zip(keys, names, strict=True)

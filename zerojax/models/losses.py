@@ -69,7 +69,7 @@ BUILT_IN_PREFIXES = ("memory_", "spent_")
 
 
 class LossParts(NamedTuple):
-    """What a loss returned, in its parts.
+    """Result of a loss, split into loss or sum, weight, and metrics.
 
     Attributes:
       loss: the sum, or the mean if there is no weight.
@@ -92,7 +92,8 @@ def split_result(result: Any) -> LossParts:
 
 
 def as_sums(result: Any) -> dict[str, Any]:
-    """Converts a loss's result for one piece of a batch to float32 sums that can be added up.
+    """Converts a loss's result for one part of a batch to float32 sums that can be added over
+    parts.
 
     A loss without a weight is a mean of its piece; its weight is 1, since pieces have equally many
     rows. A metric without its own weight is averaged with the weights of the loss; it does not
@@ -110,7 +111,9 @@ def as_sums(result: Any) -> dict[str, Any]:
 
 
 def no_sums(metrics: Sequence[str]) -> dict[str, Any]:
-    """Returns sums of 0 to start adding the results of `as_sums`, with metrics of these names."""
+    """Returns sums of 0 as the start for adding results of `as_sums`, with metrics of these
+    names.
+    """
     sums: dict[str, Any] = {"loss": jnp.float32(0), "weight": jnp.float32(0)}
     if metrics:
         zero = {"sum": jnp.float32(0), "weight": jnp.float32(0)}
@@ -119,7 +122,9 @@ def no_sums(metrics: Sequence[str]) -> dict[str, Any]:
 
 
 def own_means(sums: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns {name: mean} of the loss's metrics from sums over all pieces; NaN at weight 0."""
+    """Returns {name: mean} of the loss's metrics from their sums over all parts; NaN at weight
+    0.
+    """
     return {name: x["sum"] / x["weight"] for name, x in sums.get("metrics", {}).items()}
 
 

@@ -92,20 +92,22 @@ class Call:
         stored = f"{self.queries} x {self.keys} scores of each head"
         if self.tile is not None:
             queries, keys = self.tile
-            does = f"holds {queries} x {keys} of the {stored} at a time"
+            does = f"stores {queries} x {keys} of the {stored} at a time"
         elif self.implementation == "mosaic_gpu":
             does = f"stores none of the {stored}; not measured on a GPU yet"
         elif self.implementation == "cudnn":
             does = f"stores none of the {stored}; cuDNN's workspace is not counted"
         else:
-            does = f"holds all {stored}"
+            does = f"stores all {stored}"
         return f"attention {self.implementation} ({self.why}): {does}{self._shares()}"
 
     def _shares(self) -> str:
-        parts = [] if self.computed is None else [f"computes {self.computed:.1%} of them"]
+        parts = [] if self.computed is None else [f"computes {self.computed:.1%} of these scores"]
         if self.layout is not None:
             name, size = self.layout.name, self.layout.block
-            parts.append(f"layout {name}, blocks of {size}, shows {self.layout.share:.1%}")
+            parts.append(
+                f"layout {name}, blocks of {size}, makes {self.layout.share:.1%} of them visible"
+            )
         return "".join(f"; {part}" for part in parts)
 
 
@@ -272,7 +274,7 @@ def attend_with(
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     split = current_split()
     if split is not None:  # a plan has refused layouts
-        assert sinks is None, "a plan has refused sinks"
+        assert sinks is None, "planning refuses sinks"
         attend = functools.partial(attend_with, implementation=implementation)
         options: dict[str, Any] = {"causal": causal, "scale": scale, "softcap": softcap}
         options |= {"segments": where[0], "positions": where[1]}
@@ -401,7 +403,9 @@ def _in_order(
 
 
 def _branch(call: Call, where: str) -> Branch:
-    """Returns the branch that computes a layer with this call beside layers with other calls."""
+    """Returns the `Branch` that computes this call for a layer, when other layers make other
+    calls.
+    """
     if call.implementation == "xla":  # all scores as one tile
         return Branch("chunked", call.window, max(call.queries, call.keys), call.layers)
     if where == "plan" or call.implementation == "chunked":
@@ -414,7 +418,7 @@ def _branch(call: Call, where: str) -> Branch:
 def _planned_block(
     implementation: Implementation, keys: int, table: BlockTable | None
 ) -> int | None:
-    """Returns the block size of "chunked" as a stand-in for a library call in a plan's trace.
+    """Returns the block size for tracing a plan, where "chunked" takes the place of a library call.
 
     Its matrix products then equal those of the library call to within 1/64 for causal attention.
     None: the default block size.
@@ -486,7 +490,7 @@ def check_implementation(option: str, name: str) -> None:
 def _in_float32_on_cpus(
     run: Callable[..., jax.Array], query: jax.Array, key: jax.Array, value: jax.Array
 ) -> jax.Array:
-    """Runs `run` on float16 inputs in float32 on CPUs, else as it is.
+    """Runs `run` in float32 for float16 inputs on CPUs; otherwise without a change.
 
     XLA:CPU does not compile float16 products with float32 accumulation, which "xla" and "chunked"
     use; seen with jax 0.10.2 and 0.12.

@@ -32,7 +32,7 @@ Rows = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Branch:
-    """Way to compute the attention of some layers.
+    """Static options of the attention of some layers, one case of a data-dependent branch.
 
     Attributes:
       implementation: the implementation that computes it.
@@ -231,7 +231,7 @@ def _slopes(
 def _switch(
     options: _Options, index: jax.Array | None, runs: list[Callable[..., Any]], *operands: Any
 ) -> Any:
-    """Runs the selected branch; the scope of each branch records its fraction of the layers."""
+    """Runs the selected branch; each branch's scope records the fraction of layers that take it."""
     if index is None:
         return runs[0](*operands)
 

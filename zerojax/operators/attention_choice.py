@@ -54,7 +54,9 @@ class Device:
         """Returns the reason why GPU code cannot run there; None if it can or may."""
         if self.platform is None or self.is_gpu:
             return None
-        return f"it needs an NVIDIA GPU, but these devices are {self.platform.upper()}s"
+        return (
+            f"this implementation needs an NVIDIA GPU, but the devices are {self.platform.upper()}s"
+        )
 
     @property
     def capability(self) -> float:
@@ -103,7 +105,8 @@ _MEASURED = contextvars.ContextVar("measured", default=None)
 
 @contextlib.contextmanager
 def attention_measured(choices: Mapping[str, str]) -> Iterator[None]:
-    """Sets the implementations that "auto" takes for kinds of calls inside this context.
+    """Sets, inside this context, the measured implementations that "auto" uses for calls of given
+    kinds.
 
     Args:
       choices: {kind of a call (`kind_of`): implementation}; other keys have no effect.
@@ -126,7 +129,7 @@ def measured_choice(kind: str | None) -> Implementation | None:
 def kind_of(
     query: jax.Array, key: jax.Array, visibility: Visibility, given: Collection[str]
 ) -> str | None:
-    """Returns a description of the sizes of a call, the key for its measured time.
+    """Returns a text with the sizes of a call, used as key of measured times.
 
     None if the time depends on data.
 
@@ -150,7 +153,7 @@ def _card(kind: str | None) -> Gpu | None:
 
 
 def device_here() -> Device:
-    """Returns the planned device, else that of the current mesh, else the default device."""
+    """Returns the planned device, else the device of the current mesh, else the default device."""
     planned = _PLANNED.get()
     if planned is not None:
         return planned
@@ -169,7 +172,7 @@ def _device_of(mesh: AbstractMesh, split: int, where: Literal["step", "plan"]) -
 
 
 def _left_to_compiler(mesh: AbstractMesh) -> dict[str, int]:
-    """Returns {axis: size} of the axes over which the compiler partitions arrays."""
+    """Returns {axis: size} of the mesh axes over which the compiler partitions arrays."""
     named = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
     return {name: size for name, size, kind in named if kind != AxisType.Manual and size > 1}
 

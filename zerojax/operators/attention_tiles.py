@@ -42,7 +42,8 @@ class Extent:
     groups: int
 
     def may_see(self, size: int) -> np.ndarray:
-        """Returns the mask by blocks of `size` tokens that follows from the indices alone.
+        """Returns the block mask that follows from token indices alone, for blocks of `size`
+        tokens.
 
         Returns:
           Bool [query blocks, key blocks], False if no query of the block sees any key of the other.
@@ -126,7 +127,7 @@ def tiles_of(extent: Extent) -> Tiles:
 
 
 def _sizes(most: int, useful: int) -> list[int]:
-    """Returns the powers of two up to min(most, useful), and this number itself."""
+    """Returns the powers of two below min(most, useful), and this minimum."""
     last = max(min(most, useful), 1)
     return sorted({last, *(2**n for n in range(last.bit_length()))})
 
@@ -141,12 +142,12 @@ def _by_tile(seen: np.ndarray, parts: int) -> np.ndarray:
 
 
 def _listed(seen: np.ndarray) -> np.ndarray:
-    """Returns bool [heads, tiles, key blocks]: the blocks that any query of a tile sees."""
+    """Returns bool [heads, tiles, key blocks]: True for blocks that any query of a tile sees."""
     return np.asarray(np.any(seen, axis=(1, 3)))
 
 
 def _gathered(seen: np.ndarray, size: int, blocks: int) -> Tiles:
-    """Returns tiles with `blocks` blocks of keys each; `seen` is the result of `_by_tile`."""
+    """Returns tiles with `blocks` key blocks each; `seen` is the result of `_by_tile`."""
     heads, groups, tiles, parts, beyond = seen.shape
     listed = _listed(seen)
     places, shown = [], []

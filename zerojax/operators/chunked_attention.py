@@ -290,7 +290,7 @@ def _in_blocks(array: jax.Array, block: int) -> jax.Array:
 
 
 def _both_in_blocks(cut: _Cut, pair: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Splits integers [batch, tokens] of queries and of keys -> [blocks, batch, 1, block] each."""
+    """Splits integers of queries and of keys: [batch, tokens] -> [blocks, batch, 1, block] each."""
     query, key = (x.astype(jnp.int32)[:, :, None, None] for x in pair)
     tiles = cut.tiles
     return _in_blocks(query, tiles.query_block)[..., 0], _in_blocks(key, tiles.key_block)[..., 0]
@@ -432,7 +432,9 @@ def _scores(
 
 
 def _bend(softcap: float, capped: jax.Array) -> jax.Array:
-    """Returns the derivative of capped scores with respect to the scores; 0 for masked keys."""
+    """Returns the derivative of soft-capped scores with respect to the raw scores; 0 for masked
+    keys.
+    """
     flat = jnp.where(capped == -jnp.inf, softcap, capped) / softcap
     return 1 - flat * flat
 
@@ -523,7 +525,7 @@ def _at(array: jax.Array, places: jax.Array) -> jax.Array:
 
 
 def _added(cut: _Cut, tile: _Tile) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Returns a function that adds to a tile's blocks of keys: the transpose of `_taken`.
+    """Returns a function that adds to a tile's key blocks: the transpose of `_taken`.
 
     It adds [batch, kv_heads, keys, ...] to the tile's blocks of keys.
     """
@@ -542,7 +544,9 @@ def _added(cut: _Cut, tile: _Tile) -> Callable[[jax.Array, jax.Array], jax.Array
 
 
 def _plus(sums: jax.Array, places: jax.Array, more: jax.Array) -> jax.Array:
-    """Adds to the blocks at `places`, which are distinct; drops places beyond the last block."""
+    """Adds to the blocks at the distinct indices `places`; ignores indices beyond the last
+    block.
+    """
     return sums.at[places].add(more, mode="drop", unique_indices=True)
 
 

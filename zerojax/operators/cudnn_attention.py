@@ -52,20 +52,22 @@ def obstacle(
       split: number of devices over which the heads are split.
     """
     if capability < MIN_CAPABILITY:
-        return f"it needs compute capability {MIN_CAPABILITY} or newer, not {capability}"
+        return (
+            f"cuDNN attention needs compute capability {MIN_CAPABILITY} or newer, not {capability}"
+        )
     if query.dtype not in _DTYPES:
-        return f"it supports bfloat16 and float16, not {query.dtype}"
+        return f"cuDNN attention supports bfloat16 and float16, not {query.dtype}"
     head_dim, widest = query.shape[-1], _widest_head(capability)
     if head_dim % 8 or head_dim > widest:
         return f"head_dim must be a multiple of 8 and at most {widest}, not {head_dim}"
     if key.shape[2] % split:
-        return f"its {key.shape[2]} key/value heads cannot be split over {split} devices"
+        return f"the {key.shape[2]} key/value heads cannot be split over {split} devices"
     if given:
-        return f"it does not support {' or '.join(sorted(given))}"
+        return f"cuDNN attention does not support {' or '.join(sorted(given))}"
     if visibility.causal and query.shape[1] != key.shape[1]:
-        return "its causal mask needs as many queries as keys"
+        return "cuDNN's causal mask needs as many queries as keys"
     if visibility.window is not None and not visibility.causal:
-        return "it supports a window only with causal=True"
+        return "cuDNN attention supports a window only with causal=True"
     return None
 
 

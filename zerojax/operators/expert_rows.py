@@ -18,7 +18,7 @@ from zerojax.operators.marks import LINEAR_RULE
 
 
 class Routes(NamedTuple):
-    """Routing of all choices, sorted by expert. Choice j of token t has the number t * k + j.
+    """All choices of experts, sorted by expert. Choice j of token t has number t * k + j.
 
     Attributes:
       choices: int32 [T * k], numbers of the choices, sorted by expert.
@@ -132,7 +132,7 @@ def _spread(rows: jax.Array, slots: Slots) -> jax.Array:
 
 
 def _gathered(values: jax.Array, slots: Slots, dtype: Any) -> jax.Array:
-    """Sums the values of the choices of each row by k gathers in sequence, without [T, k, D]."""
+    """Sums the k choices of each row by k successive gathers, without an array [T, k, D]."""
     shape = (slots.slot.shape[0],) + (1,) * (values.ndim - 1)
     total = None
     for column in range(slots.slot.shape[1]):

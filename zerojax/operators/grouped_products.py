@@ -42,7 +42,7 @@ class GroupedProducts:
 
     @classmethod
     def here(cls, products: Products) -> GroupedProducts | None:
-        """Returns the settings for the current devices; None for "batched".
+        """Returns the settings for the current devices; None if the method is "batched".
 
         Raises:
           ValueError: the devices of the step, or this JAX, cannot run the kernel.
@@ -53,7 +53,9 @@ class GroupedProducts:
         if products == "grouped":
             why = device.why_no_gpu() or kernels.missing()
         if why is None and device.split > 1:
-            why = f"it cannot be split over the {device.split} devices of tensor parallelism"
+            why = (
+                f"the kernel cannot be split over the {device.split} devices of tensor parallelism"
+            )
         if why is not None:
             raise _refusal(products, why)
         capability = device.capability if device.is_gpu else None
@@ -83,7 +85,7 @@ def _refusal(products: str, why: str) -> ValueError:
 
 
 def stand_in(rows: jax.Array, matrices: jax.Array) -> jax.Array:
-    """Computes a product of the same shape and FLOPs, for traces that never run."""
+    """Computes a product of equal shape and FLOPs, for programs that are only traced."""
     return jnp.matmul(rows, matrices[0])
 
 

@@ -42,7 +42,7 @@ def obstacle(
     if (reason := kernels.why_not(query, key, capability=capability)) is not None:
         return reason
     if key.shape[2] % split:
-        return f"their {key.shape[2]} key/value heads cannot be split over {split} devices"
+        return f"the {key.shape[2]} key/value heads cannot be split over {split} devices"
     if table is None:
         return None
     if table.block % KERNEL_BLOCK:

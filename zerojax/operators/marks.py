@@ -1,4 +1,5 @@
-"""Marks in traced programs (jaxprs): operators and adapters write them, `tracing` reads them.
+"""Defines marks (named identity operations) in traced programs: operators write them, `tracing`
+reads them.
 
 A mark is the name of a value (`checkpoint_name`) or of a scope (`jax.named_scope`). It has no
 effect on the computation.
@@ -57,7 +58,7 @@ def reads_eight_bits(equation: Any) -> bool:
 
 
 def mark_batch_call(value: jax.Array, kind: BatchCall) -> jax.Array:
-    """Marks `value` in the traced program, and returns it: a step reduces it over the batch."""
+    """Marks `value` as to be reduced over the batch, and returns it."""
     return checkpoint_name(value, f"zerojax.over_batch:{kind}")
 
 
@@ -72,7 +73,7 @@ def takes_over_batch(program: Jaxpr) -> bool:
 
 
 def _has(program: Jaxpr, predicate: Callable[[Any], bool]) -> bool:
-    """Returns whether any equation of a program satisfies the predicate, at any depth."""
+    """Returns whether any equation of a program, at any depth, satisfies the predicate."""
     return any(
         predicate(equation)
         or any(_has(inner, predicate) for inner in inner_programs(equation.params))
@@ -81,7 +82,7 @@ def _has(program: Jaxpr, predicate: Callable[[Any], bool]) -> bool:
 
 
 def mark_whole_sequences(value: jax.Array, why: str) -> jax.Array:
-    """Marks `value` in the traced program, and returns it: it mixes tokens of a sequence.
+    """Marks `value` as mixing the tokens of a sequence, and returns it.
 
     Args:
       why: the option or call that mixes tokens; an error about split sequences names it.
@@ -106,7 +107,7 @@ def what_takes_whole_sequences(program: Jaxpr) -> str | None:
 
 
 def mark_expert_weights(value: jax.Array) -> jax.Array:
-    """Marks `value` in the traced program, and returns it: weights with one row for each expert."""
+    """Marks `value` as expert weights (one row per expert), and returns it."""
     return checkpoint_name(value, f"{_EXPERT_WEIGHTS}{value.ndim}")
 
 
@@ -122,12 +123,12 @@ def expert_weights_ndim(equation: Any) -> int | None:
 
 
 def mark_expert_call(gates: jax.Array, *numbers: int) -> jax.Array:
-    """Marks `gates` in the traced program, and returns them: a call of experts, with its sizes."""
+    """Marks `gates` as those of a call of experts, with its sizes, and returns them."""
     return checkpoint_name(gates, _EXPERT_CALL + "x".join(map(str, (gates.size, *numbers))))
 
 
 def expert_call(equation: Any) -> tuple[int, ...] | None:
-    """Returns the numbers of a `mark_expert_call`, the gates of one call first; else None.
+    """Returns the sizes that `mark_expert_call` recorded, the gates of one call first; else None.
 
     Under `jax.vmap` the value in the program has more gates.
     """

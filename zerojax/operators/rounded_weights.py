@@ -43,8 +43,8 @@ def check_inputs(name: str, num_inputs: int) -> None:
     group = FORMATS[name].group
     if group is not None and num_inputs % group:
         raise ValueError(
-            f"{name} codes share a scale between {group} inputs, but a kernel has {num_inputs} "
-            f"inputs; use sizes that {group} divides, or int8"
+            f"{name} stores one scale per {group} inputs, but a kernel has {num_inputs} "
+            f"inputs; use sizes that are divisible by {group}, or int8"
         )
 
 
@@ -70,7 +70,7 @@ def codes_and_scales(xp: Any, weights: Any, name: str) -> tuple[Any, Any]:
 
 
 def _nearest(xp: Any, values: Any, scales: Any, largest: int) -> Any:
-    """Returns the nearest codes, the smaller magnitude in a tie, by comparisons with products.
+    """Returns the nearest codes by comparing products; a tie gives the smaller magnitude.
 
     A quotient has other bits where a compiler multiplies by the inverse; so it is only a guess.
     """
@@ -90,7 +90,7 @@ def rounded(xp: Any, weights: Any, name: str) -> Any:
 
 
 def _exact(xp: Any, values: Any) -> Any:
-    """Casts to float32; XLA must not leave out an earlier rounding of `values`."""
+    """Casts to float32 such that XLA cannot remove the earlier rounding of `values`."""
     return _rounded(xp, values.astype(np.float32), values.dtype)
 
 

@@ -235,7 +235,7 @@ class _Call:
 
     @property
     def takes_all(self) -> bool:
-        """Whether there is a single round, with a slot for each choice."""
+        """Whether one round has a slot for every choice, so that no further round is needed."""
         return self.grouped is not None and self.axis is None
 
     def segments(self, routes: Routes, begin: Any) -> Segments:
@@ -279,7 +279,7 @@ _CHEAP = frozenset(_ELEMENT_BY_ELEMENT.split())
 
 
 def _is_kept(primitive: Any, *_: Any, **params: Any) -> bool:
-    """Returns whether a checkpoint in a round saves the results of a primitive.
+    """Returns whether a checkpoint around a round saves the results of a primitive.
 
     Results of products, kernels and exchanges are saved for the backward pass; rows in their slots
     and element-wise results are recomputed.
@@ -296,7 +296,7 @@ def _is_kept(primitive: Any, *_: Any, **params: Any) -> bool:
 def _one_round(
     call: _Call, routes: Routes, begin: Any, rows: jax.Array, gates: jax.Array, weights: Any
 ) -> jax.Array:
-    """Returns what one round adds to the outputs of `experts`, [T, D_out] in `call.wide`.
+    """Returns the contribution of one round to the output of `experts`, [T, D_out] in `call.wide`.
 
     A round takes `call.capacity` rows of each expert, from rank `begin` on.
     """
@@ -321,13 +321,15 @@ def _one_round(
 
 
 def _fullest(call: _Call, routes: Routes) -> jax.Array:
-    """Returns int32 []: the maximum of the rows per expert, over the devices that exchange rows."""
+    """Returns the largest number of rows of any expert over all devices that exchange rows, int32
+    [].
+    """
     most = jnp.max(routes.count)
     return most if call.axis is None else lax.pmax(most, call.axis)
 
 
 def _further(call: _Call, routes: Routes, add: Callable[[_Call, Any, Any], Any], first: Any) -> Any:
-    """Runs `add(call, begin, total)` over the rounds after the first, which are smaller.
+    """Runs `add(call, begin, total)` for each round after the first; these rounds have fewer slots.
 
     Args:
       call: call of `experts`, with the capacity of the first round.
@@ -392,7 +394,7 @@ _in_rounds.defvjp(_forward, _backward)
 
 
 def _widened(x: jax.Array) -> jax.Array:
-    """Casts to at least float32, in which rounds are summed."""
+    """Casts to float32 or wider, the dtype in which rounds are summed."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 

@@ -27,8 +27,9 @@ from zerojax.operators.marks import BatchCall, mark_batch_call
 
 IN_TURN = (
     "is not available with deterministic='mesh': virtual shards are computed one after the other, "
-    "so none of them holds the whole batch; leave deterministic out, or compute each row from that "
-    "row alone"
+    "so the whole batch is never available at once; leave deterministic out, or compute each "
+    "row from that "
+    "row only"
 )
 """Reason why sums over the batch are refused while its pieces are computed one after the other."""
 _AXES: contextvars.ContextVar[tuple[str, ...] | None] = contextvars.ContextVar(
@@ -139,8 +140,9 @@ def _check_dtype(x: jax.Array, kind: BatchCall) -> None:
         return
     remedy = "x.astype(jnp.float32)" if kind == "batch_mean" else "jnp.sum(x, axis=0)"
     raise TypeError(
-        f"zerojax.{kind} cannot take {x.dtype.name}{list(x.shape)}: its result has the dtype of "
-        f"its argument; use {remedy}"
+        f"zerojax.{kind} does not support {x.dtype.name}{list(x.shape)}: the result has the "
+        "dtype of "
+        f"the argument; use {remedy}"
     )
 
 

@@ -130,7 +130,7 @@ def _not_taken(optimizer: Any) -> str:
     if isinstance(getattr(optimizer, "tx", None), optax.GradientTransformation):
         kind = type(optimizer)  # of Flax: nnx.Optimizer, TrainState
         return (
-            f"optimizer is a {kind.__module__.partition('.')[0]} {kind.__name__}, which holds its "
+            f"optimizer is a {kind.__module__.partition('.')[0]} {kind.__name__}, which stores its "
             "own state; pass its transformation, optimizer.tx"
         )
     name = getattr(optimizer, "__name__", None)
@@ -160,7 +160,8 @@ def fit_optimizer(
     if not isinstance(tx, Optimizer):
         name = "moments_dtype" if precision.has_masters else "param_dtype"
         raise ValueError(
-            f"Precision.{name}=bfloat16 needs an optimizer with stochastic rounding, and this one "
+            f"Precision.{name}=bfloat16 needs an optimizer with stochastic rounding, but this "
+            "optimizer "
             "is a plain optax transformation, which would lose small updates; use zerojax.adamw, "
             "lion, lamb or sgd (not inside optax.chain), or float32"
         )

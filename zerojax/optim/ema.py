@@ -44,7 +44,7 @@ class Ema:
         number = isinstance(self.decay, int | float) and not isinstance(self.decay, bool)
         if not number or not 0 <= self.decay < 1:
             raise ValueError(
-                f"ema decay={self.decay!r} has to be a number in [0, 1); 0.999 is usual, which "
+                f"ema decay={self.decay!r} must be in [0, 1); 0.999 is usual, which "
                 "averages over about 1 / (1 - decay) updates"
             )
 
@@ -119,7 +119,7 @@ def is_average(weights: Weights, opt_state: Tree) -> bool:
     check_weights(weights)
     if weights == "ema" and not isinstance(opt_state, EmaState):
         raise ValueError(
-            "weights='ema', but the run keeps no average of its weights; set optimizer.ema_decay "
+            "weights='ema', but the run stores no average of its weights; set optimizer.ema_decay "
             "(0.999 is usual) or pass optimizer=zerojax.with_ema(OPTIMIZER) before training, or "
             "use weights='trained'"
         )

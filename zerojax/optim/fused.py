@@ -119,11 +119,13 @@ class Numbers:
         return update_trees(leaf, updated, read, {name: name for name in self.scalars})
 
     def _rounds(self, updated: tuple[Arrays, ...], name: str) -> bool:
-        """Returns True if a leaf is rounded stochastically."""
+        """Returns True if the updated values of a leaf are rounded stochastically."""
         return self.stochastic and any(tree[name].dtype == jnp.bfloat16 for tree in updated)
 
     def _is_for_one_kernel(self, names: Sequence[str]) -> bool:
-        """Returns True if one kernel is to update all leaves: faster than a kernel for each."""
+        """Returns True if one kernel launch should update all leaves, which is faster than one
+        launch per leaf.
+        """
         context = self.context
         return context.choice.implementation != "xla" and context.piece is None and len(names) > 1
 
@@ -157,7 +159,7 @@ class Numbers:
 
 
 def _by_name(sums: jax.Array, rows: Mapping[str, int]) -> Arrays:
-    """Splits the joined sums of leaves: {name: float32 [] where `rows` is 0, else [rows]}."""
+    """Splits concatenated sums of leaves: {name: float32 [] if `rows` is 0, else [rows]}."""
     ends = itertools.accumulate(max(1, count) for count in rows.values())
     return {
         name: sums[end - count : end] if count else sums[end - 1]

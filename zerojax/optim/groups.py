@@ -69,7 +69,7 @@ class Decay:
 
     @property
     def stored_mask(self) -> Any:
-        """Mask of weight decay for stored parameters, where layers are stacks."""
+        """Weight-decay mask for stored parameters, in which layers are stacked."""
         if not self.stacks or self.mask is None:
             return self.mask
         return lambda params: _of_stored(params, self._decaying(self._as_rows(params)), self.stacks)
@@ -126,7 +126,7 @@ class Decay:
         except (ValueError, KeyError):
             wanted, given = [*trees.flatten_names(params)], [*trees.flatten_names(mask)]
             raise ValueError(
-                f"mask: its entries ({', '.join(given[:4])}) match neither the parameters "
+                f"mask: its entries ({', '.join(given[:4])}) match neither the parameter names "
                 f"({', '.join(wanted[:4])}) nor a prefix of their tree; pass a function of the "
                 "parameters, such as zerojax.optim.decay_mask, or None for all"
             ) from None
@@ -135,7 +135,9 @@ class Decay:
 def _of_stored(
     params: Mapping[str, Any], of_rows: Mapping[str, Any], stacks: Mapping[str, tuple[str, ...]]
 ) -> dict[str, Any]:
-    """Converts values by row to values by stored name, sorted; a stack has its first row's."""
+    """Converts values per row to values per stored name, sorted; a stack takes the value of its
+    first row.
+    """
     return {name: of_rows[stacks.get(name, (name,))[0]] for name in sorted(params)}
 
 
@@ -173,14 +175,15 @@ def assign_groups(names: Iterable[str], patterns: Iterable[str]) -> dict[str, st
         if not matched:
             near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3]
             raise ValueError(
-                f"groups: {pattern!r} matches none of the {len(names)} trained parameters; near "
+                f"groups: {pattern!r} matches none of the {len(names)} trained parameters; similar "
                 f"names are {', '.join(near)}; correct the pattern or remove it"
             )
         left = [name for name in matched if name not in pattern_of]
         if not left:
             raise ValueError(
-                f"groups: the {len(matched)} parameters that {pattern!r} matches belong to earlier "
-                f"groups ({matched[0]!r} to {pattern_of[matched[0]]!r}); put it before them"
+                f"groups: the {len(matched)} parameters that {pattern!r} matches already belong "
+                "to earlier "
+                f"groups ({matched[0]!r} to {pattern_of[matched[0]]!r}); put this group before them"
             )
         pattern_of |= dict.fromkeys(left, pattern)
     return pattern_of

@@ -329,9 +329,9 @@ def _options(
 ) -> Options:
     if callable(weight_decay):
         raise TypeError(
-            f"{kernel}: weight_decay is a function and has to be a number; for a schedule of the "
-            "decay use a chain of optax's own parts (optax.add_decayed_weights takes it), which "
-            "the step supports as well"
+            f"{kernel}: weight_decay must be a number, not a function; for a schedule of the "
+            "decay use an optax.chain with optax.add_decayed_weights(schedule), which "
+            "zerojax supports as well"
         )
     if impl not in get_args(Impl):
         choose(impl, kernel=kernel)  # raises and lists the valid values
@@ -373,4 +373,4 @@ def check_numbers(**numbers: Any) -> None:
             continue
         is_known = math.isfinite(value) or (name == "clip_norm" and value > 0)
         if not (is_known and holds(value)):
-            raise ValueError(f"{name}={value!r} has to be {limit}")
+            raise ValueError(f"{name}={value!r} must be {limit}")

@@ -244,7 +244,9 @@ def _plain(options: _Options) -> Any:
 
 
 def _apart(options: _Options) -> optax.GradientTransformation:
-    """Combines two of optax's Muons with different settings: for matrices, and for the rest."""
+    """Combines two of optax's Muon transformations with different settings: for matrices, and for
+    other parameters.
+    """
     of_matrices = _as_optax_has_it(options, options.ns_eps, options.nesterov)
     of_others = _as_optax_has_it(options, options.eps, options.adam_nesterov)
 
@@ -266,7 +268,7 @@ def _with_counts(state: Tree, count_of: Callable[[jax.Array], Any]) -> Tree:
 
 
 def _numbers(options: _Options, params: Tree) -> Tree:
-    """Returns the tree with `MuonDimensionNumbers` for matrices and None for other parameters."""
+    """Returns a tree with `MuonDimensionNumbers` for matrices and None for other parameters."""
     if options.dimensions is not None:
         return options.dimensions(params)
     return jax.tree.map(lambda x: MuonDimensionNumbers() if x.ndim == 2 else None, params)

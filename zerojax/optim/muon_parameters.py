@@ -273,15 +273,15 @@ def _describe_doubts(
     matrices = [name for name in left if uses[name].role == "matrix"]
     if matrices:
         lines.append(
-            f"muon leaves {_short(matrices)} to Adam, which the loss multiplies as matrices; to "
+            f"muon leaves {_short(matrices)} to Adam, although the loss uses them as matrices; to "
             "orthogonalize them pass kernels= of zerojax.optim.muon_dimensions, or dimensions="
         )
     unclear = [n for n in left if uses[n].role == "other" and uses[n].products and n not in stated]
     unclear = [n for n in unclear if all(map(all, uses[n].products))]
     if unclear:
         lines.append(
-            f"muon leaves {_short(unclear)} to Adam, since the loss uses them in several ways and "
-            "not as one matrix each; to orthogonalize them pass dimensions="
+            f"muon leaves {_short(unclear)} to Adam, since the loss does not use them "
+            "consistently as one matrix each; to orthogonalize them pass dimensions="
         )
     other = [n for n, use in uses.items() if n in stated and not _agree(use, stated[n])]
     if other:
@@ -289,16 +289,17 @@ def _describe_doubts(
         product = uses[min(other)].product
         assert product is not None
         lines.append(
-            f"muon takes {_short(other)} with rows {first.reduction_axis} and columns "
-            f"{first.output_axis}, where the loss multiplies rows {product.rows} and columns "
-            f"{product.columns}: other dimensions count matrices; correct dimensions="
+            f"muon treats {_short(other)} as matrices with rows {first.reduction_axis} and columns "
+            f"{first.output_axis}, but the loss uses rows {product.rows} and columns "
+            f"{product.columns}(all other dimensions are stacks); correct dimensions="
         )
     roles = ("other", "expert")
     unseen = [n for n in taken & stated.keys() if uses[n].product is None and uses[n].role in roles]
     if unseen:
         lines.append(
-            f"muon takes the dimensions of {_short(unseen)} from names and shapes: no single "
-            "product in the loss shows them"
+            f"muon chooses the dimensions of {_short(unseen)} by names and shapes, because no "
+            "single "
+            "product in the loss determines them"
         )
     return lines
 
@@ -322,7 +323,7 @@ def _describe_mixtures(taken: Collection[str], uses: Uses) -> list[str]:
 
 
 def _agree(use: ParameterUse, stated: MuonDimensionNumbers) -> bool:
-    """Returns whether the product in the loss has the stated matrices, or their transposes."""
+    """Returns whether the product in the loss uses the stated matrices or their transposes."""
     if use.product is None:
         return True
     axes = (stated.reduction_axis, stated.output_axis)
@@ -333,7 +334,7 @@ def _agree(use: ParameterUse, stated: MuonDimensionNumbers) -> bool:
 
 
 def _short(names: Iterable[str], uses: Uses | None = None) -> str:
-    """Returns names in order, with `*` for numbers of layers, and a role that explains them."""
+    """Returns names in order, with layer numbers replaced by `*` and with the role, if any."""
     found: dict[str, None] = {}
     for name in sorted(names):
         role = uses[name].role if uses is not None else "other"

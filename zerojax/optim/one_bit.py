@@ -82,7 +82,7 @@ def decode_signs(message: jax.Array, elements: int) -> jax.Array:
 
 
 def _places(shape: tuple[int, ...]) -> jax.Array:
-    """Returns the position of each bit in its byte, uint8 [..., 8]."""
+    """Returns the shift of each bit in its byte, uint8 [..., 8]."""
     return lax.broadcasted_iota(jnp.uint8, shape, len(shape) - 1)
 
 
@@ -173,8 +173,7 @@ class OneBit:
         context: UpdateContext,
         layers: Mapping[str, Arrays] | None,
     ) -> tuple[Arrays, dict[str, Arrays]]:
-        """Returns (parameters after an update with their momentum, the changed entries of
-        `layers`).
+        """Returns (updated parameters for these momenta, changed entries of `layers`).
 
         Args:
           arrays: (parameters, all-reduced momentum, the previous momentum, frozen second moments).
@@ -216,7 +215,7 @@ class OneBit:
 
 
 def unless(skip: jax.Array, new: Arrays, old: Arrays) -> Arrays:
-    """Selects the new arrays, or the old ones if the step is skipped."""
+    """Returns the new arrays, or the old ones if the step is skipped."""
     return {name: jnp.where(skip, old[name], x) for name, x in new.items()}
 
 
@@ -243,11 +242,11 @@ def check_one_bit_numbers(maker: str, *, freeze_step: Any, b1: Any) -> None:
         raise TypeError(f"freeze_step={freeze_step!r} is not an integer; pass a number of steps")
     if freeze_step < 1:
         raise ValueError(
-            f"freeze_step={freeze_step} has to be at least 1: without a warm-up there is no second "
+            f"freeze_step={freeze_step} must be at least 1: without a warm-up there is no second "
             "moment to divide by; a few times 1 / (1 - b2) is usual"
         )
     if callable(b1):
-        raise TypeError(f"{maker}: b1 is a function and has to be a number, such as 0.9")
+        raise TypeError(f"{maker}: b1 must be a number, such as 0.9, not a function")
 
 
 def scalars_with(corrected: Callable[..., Any], bias_correction: bool) -> Callable[..., Any]:

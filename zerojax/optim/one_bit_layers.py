@@ -225,7 +225,8 @@ def _step(
 def _united(
     squares: Arrays, whole: Mapping[str, jax.ShapeDtypeStruct], context: UpdateContext
 ) -> Arrays:
-    """Returns {name: factor that scales each layer's momentum RMS to the mean RMS of all layers}.
+    """Returns {name: factor that makes each layer's momentum RMS equal to the mean RMS of all
+    layers}.
 
     Args:
       squares: sums over this shard; whole: shapes of whole parameters.
@@ -247,7 +248,7 @@ def _united(
 
 
 def _split_alike(names: Mapping[str, Any], context: UpdateContext) -> dict[tuple[str, ...], list]:
-    """Groups names by the mesh axes that split them, to use one collective for each group."""
+    """Groups names that are split over the same mesh axes, to use one collective per group."""
     found: dict[tuple[str, ...], list[str]] = {}
     for name in names:
         found.setdefault(tuple(context.axes[name]), []).append(name)
@@ -259,7 +260,7 @@ def _joined(arrays: Arrays, names: list[str]) -> jax.Array:
 
 
 def _apart(joined: jax.Array, names: list[str], like: Arrays) -> Arrays:
-    """Splits an array from `_joined` into {name: array with the shape of `like[name]`}."""
+    """Splits an array made by `_joined` into {name: array with the shape of `like[name]`}."""
     found, start = {}, 0
     for name in names:
         end = start + like[name].size
@@ -268,7 +269,9 @@ def _apart(joined: jax.Array, names: list[str], like: Arrays) -> Arrays:
 
 
 def _bounded(ratios: Arrays, bounds: tuple[float, float]) -> Arrays:
-    """Clips trust ratios to bounds, except ratios of 1 (an array or update of zeros)."""
+    """Clips trust ratios to the bounds, except ratios that are 1 because an array or update is
+    zero.
+    """
     return {name: jnp.where(x == 1, x, jnp.clip(x, *bounds)) for name, x in ratios.items()}
 
 
@@ -336,9 +339,9 @@ def one_bit_lamb(
     check_numbers(weight_decay=weight_decay, clip_norm=clip_norm)
     check_one_bit_numbers("one_bit_lamb", freeze_step=freeze_step, b1=b1)
     if not 0 <= coeff_beta < 1:
-        raise ValueError(f"coeff_beta={coeff_beta!r} has to be in [0, 1); 0.9 is usual")
+        raise ValueError(f"coeff_beta={coeff_beta!r} must be in [0, 1); 0.9 is usual")
     if not 0 < factor_threshold < 1:
-        raise ValueError(f"factor_threshold={factor_threshold!r} has to be in (0, 1); 0.1 is usual")
+        raise ValueError(f"factor_threshold={factor_threshold!r} must be in (0, 1); 0.1 is usual")
     _check_bounds(min_coeff=min_coeff, max_coeff=max_coeff)
     _check_bounds(factor_min=factor_min, factor_max=factor_max)
     if impl not in get_args(Impl):

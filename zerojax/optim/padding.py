@@ -47,7 +47,7 @@ class NotProven(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class _Value:
-    """Known facts about one array of a program.
+    """Facts that are known about one array of a program.
 
     Attributes:
       dims: for each dimension `UNIFORM`, `PLAIN`, or (name, dimension) of a padded one.
@@ -81,7 +81,7 @@ def why_padding_shows(
     stays_zero: bool = False,
     traced: ClosedJaxpr | None = None,
 ) -> str | None:
-    """Returns why an optimizer's update may depend on padding; None if it provably does not.
+    """Returns why an optimizer's update may depend on padding; None if it is proven not to.
 
     Args:
       tx: the optimizer.
@@ -136,8 +136,9 @@ class _Proof:
         return _Value(dims, _ZERO if padded else None)
 
     def run(self, *, stays_zero: bool) -> None:
-        """Assumes zeros in all padding, and drops the assumption where it fails, until the rest
-        holds."""
+        """Assumes that all padding is zero, and drops assumptions that fail, until the remaining
+        ones hold.
+        """
         num_params, expected = len(self._params), [*self._params, *self._state]
         zero = [True] * len(expected)
         born = _walk(self._inits, self._params)
@@ -312,7 +313,7 @@ def _of_cond(one: Any, other: Any, operands: list[_Value]) -> list[_Value]:
 
 
 def _choose(values: list[_Value]) -> _Value:
-    """Returns the facts that hold for each of several values, of which a branch returns one."""
+    """Returns the facts that are true of all values from which a branch returns one."""
     dims = _join([value.dims for value in values])
     known = [value.padding for value in values]
     same = all(x is not None and x == known[0] for x in known)
@@ -320,7 +321,7 @@ def _choose(values: list[_Value]) -> _Value:
 
 
 def _join(dims: list[tuple[Any, ...]]) -> tuple[Any, ...]:
-    """Returns the dimensions of arrays combined elementwise; scalars combine with any array."""
+    """Returns the dimensions of an elementwise combination of arrays; scalars fit any array."""
     longest = max(map(len, dims), default=0)
     result = []
     for each in zip(*(d for d in dims if len(d) == longest), strict=True):

@@ -146,7 +146,7 @@ def _nester(nested: Tree, tree: ParameterTree) -> Callable[[Tree], Tree]:
 
 
 def _children(node: Any) -> tuple[list[Any], Any]:
-    """Returns the children of a tree's node and its structure; none for a leaf."""
+    """Returns the children and the structure of one tree node; no children for a leaf."""
     children, structure = jax.tree.flatten(node, is_leaf=lambda part: part is not node)
     is_leaf = len(children) == 1 and children[0] is node
     return ([], None) if is_leaf else (children, structure)
@@ -210,7 +210,7 @@ def _values(tree: Any, node: Any) -> Iterator[tuple[str, Any]]:
             yield from _values(*pair)
     elif isinstance(tree, Mapping | list | tuple) and not hasattr(tree, "_fields"):
         raise ValueError(
-            f"{tree!r:.100} is not a part of the tree of the parameters {node!r:.100}; give it the "
+            f"{tree!r:.100} is not a part of the tree of the parameters {node!r:.100}; use the "
             "same containers and keys, or one value in place of a whole subtree"
         )
     else:

@@ -62,8 +62,8 @@ class Precision:
             dtype = getattr(self, name)
             if dtype not in STORED:
                 raise ValueError(
-                    f"Precision.{name}={dtype.name} loses small values for good: use float32 or "
-                    "bfloat16 for what is stored or accumulated; lower precision belongs in "
+                    f"Precision.{name}={dtype.name} loses small values permanently; use float32 or "
+                    "bfloat16 for stored or accumulated values; lower precision is possible in "
                     "compute_dtype"
                 )
         if self.freeze_dtype not in (None, *STORED, self.compute_dtype):

@@ -152,7 +152,7 @@ class OneCycle:
             if stairs * size >= 2**31:
                 given = name if getattr(self, name) is not None else names[0]
                 raise ConfigError(
-                    f"{stairs} stairs times {size} updates have to stay below 2**31; use {given}=0 "
+                    f"{stairs} stairs times {size} updates must be below 2**31; use {given}=0 "
                     "for a rate that changes at every update",
                     (given,),
                 )
@@ -178,7 +178,7 @@ class OneCycle:
         return jnp.where(count <= first, rising, falling)
 
     def _passed(self, count: jax.Array) -> jax.Array:
-        """Returns the number of decay intervals since the end of the cycle."""
+        """Returns the number of decay intervals after the end of the cycle."""
         return (count - sum(self._halves)) / self.decay_step_size
 
     def rate(self, count: jax.Array) -> jax.Array:
@@ -370,7 +370,7 @@ def _single(name: str, value: Any) -> Any:
     if len(value) == 1:
         return value[0]
     raise ConfigError(
-        f"{list(value)!r} has a value for each torch parameter group, but zerojax has one group; "
+        f"{list(value)!r} has one value per torch parameter group, but zerojax has a single group; "
         "give one number; for different rates take the sections scheduler and optimizer out of the "
         "file and pass optimizer=zerojax.adamw(schedule, "
         "groups={'regex': {'learning_rate_factor': 0.1}})",
@@ -408,7 +408,7 @@ def _notes(settings: _Settings) -> list[str]:
 
 
 def _climb(passed: jax.Array, size: int, stairs: int) -> jax.Array:
-    """Returns the completed fraction of `size` updates, in stair steps if `stairs` is positive."""
+    """Returns the completed fraction of `size` updates; in stair steps if `stairs` is above 0."""
     if stairs > 0:
         return jnp.clip(passed, 0, size) * stairs // size / stairs
     return passed / size

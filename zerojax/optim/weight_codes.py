@@ -247,8 +247,9 @@ def _nearest_int8(xp: Any, blocks: Any, scale: Any, axis: int) -> Any:
 
 
 def _rounded(values: jax.Array, dtype: Any) -> jax.Array:
-    """Casts so that the compiler keeps the rounding: XLA may remove a cast to 16 bits and back, and
-    then compute with more digits than the stored values have."""
+    """Casts such that the compiler keeps the rounding; XLA may remove a cast to 16 bits and back,
+    and then compute with more precision than the stored values have.
+    """
     kind = jnp.finfo(dtype)
     if kind.bits < 32:
         values = lax.reduce_precision(values, kind.nexp, kind.nmant)

@@ -141,7 +141,7 @@ class LeafCollectives:
         return fp8.in_bits(shard, history)
 
     def decode(self, sent: jax.Array) -> jax.Array:
-        """Returns received values in `compute_dtype`; 8-bit values stay in units of their scale."""
+        """Decodes received values to `compute_dtype`; 8-bit values keep the unit of their scale."""
         if self.codes is not None:
             return self.codes.decode(sent, self.compute_dtype)
         return fp8.from_bits(sent, self.compute_dtype) if self.eight_bits else sent
@@ -192,7 +192,7 @@ class LeafCollectives:
         return lax.psum_scatter(rows, self.over, scatter_dimension=0, axis_index_groups=self.groups)
 
     def keep_apart(self, value: Any) -> Any:
-        """Returns the value unchanged, inside fusion barriers where `barrier` is set."""
+        """Returns the value unchanged; adds fusion barriers around it if `barrier` is set."""
         if self.barrier is None:
             return value
         return values_in_barriers(self.barrier, jax.tree.leaves(value)[0], value)
@@ -220,7 +220,9 @@ class LeafCollectives:
         return jnp.moveaxis(pieces, dim + 1, 0).reshape(self.num_shards, -1)
 
     def piece(self, whole: jax.Array, index: jax.Array) -> jax.Array:
-        """Returns shard number `index` of a whole value; only for `runs` = 1."""
+        """Returns part number `index` (one device's shard) of an unsharded value; only for `runs` =
+        1.
+        """
         assert self.runs == 1
         dim = whole.ndim + self.zero_dim
         padded = pad_dim(whole, dim, self.padded_size)

@@ -53,7 +53,7 @@ class ParameterPieces:
         """Number of pieces on each device."""
 
     def split(self, arrays: Mapping[str, Any]) -> tuple[Arrays, Arrays]:
-        """Returns (arrays that are cut into pieces, arrays that every device holds whole)."""
+        """Separates arrays into (those divided into pieces, those replicated on every device)."""
         cut = {name: x for name, x in arrays.items() if name in self.dims}
         return cut, {name: x for name, x in arrays.items() if name not in self.dims}
 
@@ -67,7 +67,7 @@ class ParameterPieces:
         }
 
     def put(self, shards: Arrays, pieces: Arrays, number: jax.Array) -> Arrays:
-        """Returns the shards with piece `number` replaced."""
+        """Returns the shards, with piece `number` replaced in each."""
         return {
             name: lax.dynamic_update_slice_in_dim(
                 x, pieces[name], number * self.sizes[name], x.ndim + self.dims[name]

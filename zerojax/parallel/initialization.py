@@ -86,7 +86,7 @@ def init_state(plan: Plan, seed: int = 0) -> TrainState:
 
 
 def _init_around(plan: Plan, key_data: np.ndarray, disk: DiskState | None) -> TrainState:
-    """Creates a new state around `disk`, whose files already hold their slices."""
+    """Creates a new state that uses the existing files of `disk`."""
     # If master weights are in files, the weights are made from these slice by slice, not at once.
     made_later = disk.leaves if disk is not None and plan.precision.has_masters else ()
     given = plan.model.initial_arrays()
@@ -221,7 +221,7 @@ def _kept(plan: Plan, name: str, value: jax.Array, stored: jax.ShapeDtypeStruct)
 
 
 def _given(plan: Plan, name: str, value: Any) -> Any:
-    """Returns a parameter that the user's model brings, encoded if the state stores codes.
+    """Returns an initial parameter of the user's model, encoded if the state stores codes.
 
     Its value is an array, or in a file and not read here.
     """
@@ -234,7 +234,7 @@ def _given(plan: Plan, name: str, value: Any) -> Any:
 
 
 def _drawn_on_one_device(plan: Plan, key_data: np.ndarray) -> tuple[dict, dict]:
-    """Returns whole initial parameters and extras, computed by one device of each process.
+    """Returns unsharded initial parameters and extras, computed by one device of each process.
 
     The compiler computes a part of an array in other code than the whole array (vectors and the
     remaining elements, for example), and the last bits of random numbers differ.
@@ -341,7 +341,7 @@ def _read_initial(plan: Plan, key_data: np.ndarray, *, without: Collection[str])
 def _make_missing(
     plan: Plan, params: dict[str, Any], extras: dict[str, Any], key_data: np.ndarray
 ) -> tuple[dict[str, jax.Array], dict[str, Any]]:
-    """Initializes the parameters and the model's own state that are missing in its files.
+    """Initializes the parameters and non-parameter arrays that the weight files do not contain.
 
     Returns:
       ({name: stored form of a parameter that is in no file}, the model's whole own state).
@@ -416,7 +416,8 @@ def _rows_of_params(plan: Plan) -> dict[str, StageRows | None]:
 def place(
     value: np.ndarray | LazyArray, stored: jax.ShapeDtypeStruct, rows: StageRows | None
 ) -> jax.Array:
-    """Puts an array on the devices in its stored form: cast, padded, each device its own shard.
+    """Places an array on the devices in its stored form: cast and padded, with each device getting
+    its shard.
 
     Args:
       value: array of the true shape.
@@ -463,7 +464,7 @@ def _devices_of_shards(stored: jax.ShapeDtypeStruct) -> Mapping[Ranges, list[Any
 def _blocks(
     value: LazyArray, shard: Ranges, rows: StageRows | None
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Yields (row within the shard, values from that row on), without padding."""
+    """Yields (row in the shard, values from that row on), without padding."""
     inside = [
         (start, min(stop, size)) for (start, stop), size in zip(shard, value.shape, strict=True)
     ]

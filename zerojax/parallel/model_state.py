@@ -1,4 +1,4 @@
-"""Combines the model's own state (extras) over microbatches and shards of the batch.
+"""Combines extras (the model's non-parameter arrays) over microbatches and shards of the batch.
 
 Most extras are written by the forward pass (batch statistics). Three kinds:
 
@@ -33,7 +33,8 @@ Arrays = dict[str, Any]
 
 
 def value_and_grad(loss_of: Callable[..., Any], overwritten: Set[str]) -> Callable[..., Any]:
-    """Returns `jax.value_and_grad` of a loss that also updates overwritten extras.
+    """Returns `jax.value_and_grad` of a loss that also updates extras that are overwritten by their
+    gradient.
 
     Args:
       loss_of: `(inputs, extras, *rest) -> (loss, (anything, extras afterwards))`.
@@ -57,18 +58,22 @@ def value_and_grad(loss_of: Callable[..., Any], overwritten: Set[str]) -> Callab
 
 
 def pick(extras: Arrays, names: Set[str]) -> Arrays:
-    """Returns the extras with these names."""
+    """Returns the extras (non-parameter arrays) with these names."""
     return {name: value for name, value in extras.items() if name in names}
 
 
 def before_microbatches(extras: Arrays, overwritten: Set[str]) -> Arrays:
-    """Returns the extras before the first microbatch; overwritten ones are minus infinity."""
+    """Returns the extras before the first microbatch; extras that are overwritten start at minus
+    infinity.
+    """
     chosen = pick(extras, overwritten)
     return {**extras, **{name: jnp.full_like(x, -jnp.inf) for name, x in chosen.items()}}
 
 
 def after_microbatch(earlier: Arrays, later: Arrays, overwritten: Set[str]) -> Arrays:
-    """Combines extras over microbatches: `later`, or for overwritten ones the larger elements."""
+    """Combines extras of two microbatches: keeps `later`, or for overwritten extras the elementwise
+    maximum.
+    """
     chosen = pick(later, overwritten)
     return {**later, **{name: jnp.maximum(earlier[name], x) for name, x in chosen.items()}}
 
@@ -81,7 +86,8 @@ def agree(
     *,
     overwritten_over: tuple[str, ...] = PASS_AXES,
 ) -> Arrays:
-    """Combines the extras of all data shards, so that each shard has the same.
+    """Combines the extras (non-parameter arrays) of all data shards, so that all shards have equal
+    values.
 
     Overwritten extras become the maximum over all shards; counted ones change by the sum of the
     shards' changes; other floating-point values by the mean of the shards' changes.
@@ -99,12 +105,14 @@ def agree(
 
 
 def is_averaged(name: str, value: Any, overwritten: Set[str]) -> bool:
-    """Returns whether data shards average an extra, or add its changes if it is counted."""
+    """Returns True if the changes of an extra are averaged over data shards, False if they are
+    summed (counts).
+    """
     return name not in overwritten and jnp.issubdtype(value.dtype, jnp.floating)
 
 
 def changes(before: Arrays, after: Arrays, overwritten: Set[str]) -> Arrays:
-    """Returns {name: float32 change} of the extras that are averaged."""
+    """Returns {name: float32 change} of the extras whose changes are averaged over data shards."""
     found = {}
     for name, new in after.items():
         if is_averaged(name, new, overwritten):
@@ -115,7 +123,7 @@ def changes(before: Arrays, after: Arrays, overwritten: Set[str]) -> Arrays:
 
 
 def added(before: Arrays, after: Arrays, counted: Set[str]) -> Arrays:
-    """Returns {name: change in its own dtype} of integer extras that are counted."""
+    """Returns {name: change, in its own dtype} of the integer extras that are counts."""
     chosen = pick(after, counted).items()
     return {n: x - before[n] for n, x in chosen if not jnp.issubdtype(x.dtype, jnp.floating)}
 

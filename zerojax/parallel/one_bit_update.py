@@ -80,7 +80,9 @@ class _Parts:
         return rows.reshape(-1)[: trees.num_elements(self.shape)].reshape(self.shape)
 
     def row_of(self, stored: jax.Array) -> jax.Array | None:
-        """Returns [row] if this device stores a shard; None if it stores the whole array."""
+        """Returns the reduced row [row] if this device stores a shard; None if it stores the
+        unsharded array.
+        """
         return None if self._sharded is None else stored.reshape(-1)
 
 
@@ -163,7 +165,9 @@ def build_signed_update(plan: Plan) -> Callable[..., dict[str, Any]]:
 
 
 def _scaled(x: jax.Array, scales: jax.Array | None) -> jax.Array:
-    """Scales the momentum or gradient of a whole parameter before its signs are taken."""
+    """Multiplies the momentum or gradient of an unsharded parameter by its scale, before signs are
+    taken.
+    """
     return x if scales is None else over_layers(jnp.multiply, x, scales)
 
 
@@ -173,7 +177,7 @@ def _unscaled(x: jax.Array, scales: jax.Array | None) -> jax.Array:
 
 
 def _layers_of(one_bit: OneBit, kept: dict[str, Any], key: str) -> dict[str, Any] | None:
-    """Returns the scales and coefficients of each layer (1-bit LAMB); None for other optimizers."""
+    """Returns scales and coefficients per layer for 1-bit LAMB; None for other optimizers."""
     return {**kept[key], **kept[layers_key(kept)]} if one_bit.per_layer else None
 
 
@@ -227,7 +231,7 @@ def build_averaging_update(plan: Plan) -> Callable[..., dict[str, Any]]:
 def _agree(
     made: Arrays, left_before: Arrays, parts: Mapping[str, _Parts], limit: int
 ) -> tuple[Arrays, Arrays, Arrays, Arrays]:
-    """Averages momentum over devices, which send its signs.
+    """Averages the momentum over devices by exchanging its signs.
 
     Args:
       made: {name: float32 [devices, row]} of this device.
@@ -258,7 +262,7 @@ def _agree(
 
 
 def _in_one(messages: Arrays, collective: Callable[[jax.Array], jax.Array]) -> Arrays:
-    """Runs one collective on several messages, uint8 [..., bytes]."""
+    """Concatenates several messages, uint8 [..., bytes], and runs one collective on them."""
     joined = collective(jnp.concatenate(list(messages.values()), axis=-1))
     found, start = {}, 0
     for name, message in messages.items():

@@ -87,13 +87,13 @@ def _check_key(plan: Plan, state: TrainState) -> None:
     own, planned = state["rng"].shape, plan.abstract_portable["rng"].shape
     if own != planned:
         raise ValueError(
-            f"state['rng'] has {own[0]} numbers and keys of the plan have {planned[0]}: "
-            "jax_default_prng_impl has changed; set it before you make the plan"
+            f"state['rng'] has {own[0]} numbers, but keys of the plan have {planned[0]}: "
+            "jax_default_prng_impl was changed; set it before you make the plan"
         )
 
 
 def _apart(state: TrainState) -> tuple[TrainState, dict[str, Any] | None]:
-    """Splits a state into parts that differ between stored and portable form, and the rest.
+    """Splits a state into (parts whose stored and portable forms differ, all other parts).
 
     The second element holds the errors of momentum sent as signs and the copies of weights; None if
     there are none.
@@ -264,7 +264,7 @@ def from_portable_state(
 def _begun(
     plan: Plan, state: TrainState, wanted: dict[str, Any], given: dict[str, Any]
 ) -> dict[str, Any]:
-    """Fits 1-bit errors and weight copies of a checkpoint to a plan, or begins them anew.
+    """Adapts 1-bit errors and weight copies of a checkpoint to a plan, or initializes them.
 
     Missing errors become 0, missing copies the masters in the compute dtype.
 
@@ -288,7 +288,7 @@ def _are_arrays(tree: Any) -> bool:
 
 
 def _fitting(wanted: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Converts the given parts to the wanted form, with zeros for missing parts.
+    """Converts the given parts of a state to the wanted form; missing parts become zeros.
 
     Args:
       wanted: {name: `ShapeDtypeStruct`s}.
@@ -318,7 +318,7 @@ def decoded_opt_state(plan: Plan) -> Any:
 
 
 def _recoded(plan: Plan, state: TrainState, *, decode: bool) -> TrainState:
-    """Returns the state with its moments decoded or encoded, each shard on its own device."""
+    """Returns the state with moments decoded or encoded; each device converts its own shards."""
     coding = coding_of(plan.tx)
     if coding is None:
         return state
@@ -370,7 +370,7 @@ def reshard_state(
     """
     if old.fingerprint != new.fingerprint:
         raise ValueError(
-            f"the plans describe different states (fingerprints {old.fingerprint} and "
+            f"the two plans describe different states (fingerprints {old.fingerprint} and "
             f"{new.fingerprint}): use the same model, optimizer, stored dtypes and freeze= in both"
         )
     portable, kept = _apart(to_portable_state(old, state))
@@ -381,7 +381,7 @@ def reshard_state(
 
 
 def convert(tree: Any, abstract: Any, rows: Any = None, *, to_rows: bool = False) -> Any:
-    """Returns `tree` with `abstract`'s shapes (cut, or padded with zeros) and shardings.
+    """Returns `tree` with the shapes (truncated or zero-padded) and shardings of `abstract`.
 
     All arrays on one set of devices are converted by one program: on CPU several programs whose
     collectives do not wait for each other can deadlock. Stacks are joined or separated one after

@@ -183,7 +183,8 @@ def _jitted_step(plan: Plan, gradients: Any, read_norm: Any, update: Any) -> Liv
 
 
 class _OneProgram:
-    """The program of a step that streams the same layers from host memory, for counting.
+    """A single program that streams the same layers from host memory; used to count FLOPs and
+    bytes.
 
     A step with pages is several programs and a loop in Python, so it has no program of its own.
     """
@@ -243,7 +244,7 @@ class LiveStateOnly:
 
 
 def _first_array(tree: Any) -> jax.Array | None:
-    """Returns one array of a tree, without flattening the whole tree; None if there is none."""
+    """Returns any array of a tree, without flattening it; None for a tree without arrays."""
     if isinstance(tree, dict | tuple | list):
         for child in tree.values() if isinstance(tree, dict) else tree:
             found = _first_array(child)
@@ -255,7 +256,7 @@ def _first_array(tree: Any) -> jax.Array | None:
 
 
 def _build_factor(plan: Plan) -> Callable[[TrainState, Any], jax.Array | None]:
-    """Builds the traced `(state, batch) -> factor` by which a step multiplies its loss.
+    """Builds the traced `(state, batch) -> factor` that multiplies the loss before differentiation.
 
     The factor is float32 [], or None where the loss is not multiplied.
     """

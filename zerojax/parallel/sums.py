@@ -72,7 +72,7 @@ def tree_total(
     like: Any,
     carried: Any,
 ) -> tuple[Any, Any]:
-    """Sums `count` values that are computed one after the other, in the fixed order.
+    """Sums `count` values that are computed in sequence, in the order of a fixed binary tree.
 
     Nested loops of two iterations: the program holds one `value_of`, and beside the value that is
     being computed there are at most log2(count) partial sums in memory.
@@ -160,7 +160,7 @@ def sum_in_codes(
     members, nodes = codes.in_node, devices // codes.in_node
 
     def exchanged(parts: jax.Array, groups: Groups | None) -> jax.Array:
-        """Sends parts [n, ...] within each group; returns the sum of the n received parts."""
+        """Exchanges parts [n, ...] within each group; returns the sum of the n received parts."""
         sent = codes.encode(parts)
         got = lax.all_to_all(sent, over, 0, 0, axis_index_groups=groups)
         return jnp.sum(codes.decode(got, elements), axis=0)
@@ -323,7 +323,7 @@ def barrier_kind(mesh: Mesh | AbstractMesh) -> BarrierKind:
 
 
 def zero_at_run_time(witness: jax.Array) -> jax.Array:
-    """Returns int32 [] 0 that the compiler cannot fold: the second bit of a square is never set.
+    """Returns int32 [] 0 that the compiler cannot constant-fold: bit 1 of a square is always 0.
 
     Args:
       witness: any array that is known only at run time, of at least one element.
@@ -368,7 +368,7 @@ def run_in_barriers(
 
 
 def _as_vectors(tree: Any) -> Any:
-    """Returns the tree with each array of two and more dimensions as a vector."""
+    """Reshapes arrays of two or more dimensions in a tree to vectors."""
     return jax.tree.map(lambda x: x if jnp.ndim(x) < 2 else x.reshape(-1), tree)
 
 
@@ -399,7 +399,7 @@ def _with_divisions(program: Jaxpr) -> Jaxpr:
 
 
 def _with_inner(value: Any) -> Any:
-    """Returns a parameter of an equation; the programs in it have their divisions fixed."""
+    """Returns an equation's parameter, with divisions fixed in the programs that it contains."""
     if isinstance(value, ClosedJaxpr):
         return fix_divisions(value)
     if isinstance(value, Jaxpr):
@@ -418,7 +418,7 @@ def _divides_by_array(equation: Any) -> bool:
 
 
 def _opaque_division(equation: Any) -> list[Any]:
-    """Returns equations for the same division, by a selection that always takes the divisor."""
+    """Returns equations for the same division whose divisor the compiler cannot see as constant."""
 
     shape = equation.outvars[0].aval.shape
 

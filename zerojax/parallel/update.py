@@ -127,7 +127,7 @@ def build_norm(
 
 
 def _summed(squares: Arrays, over: tuple[str, ...]) -> tuple[Arrays, jax.Array]:
-    """Returns (float32 sums over mesh axes, the sum of all).
+    """Returns (float32 sums over mesh axes, total over all of them).
 
     Args:
       squares: float32, [] of a parameter or [rows] of a stack.
@@ -183,7 +183,9 @@ def leaf_names(plan: Plan) -> list[str]:
 
 
 def _named_rows(plan: Plan) -> dict[str, tuple[str, ...]]:
-    """Returns {stack: the user's name of each stored row}, of stacks that are read by rows."""
+    """Returns {stack: the user's names of its rows}, for stacks whose rows are reported
+    separately.
+    """
     if not plan.stacks or plan.settings.deterministic is not None:
         return {}
     if plan.program.kernels["statistics"].implementation != "xla":
@@ -276,7 +278,7 @@ def _build_in_place(plan: Plan, tx: Optimizer) -> Callable[..., tuple[Arrays, An
 def map_update(
     plan: Plan, tx: Optimizer, local: Callable[..., tuple[Arrays, Any]]
 ) -> Callable[..., tuple[Arrays, Any]]:
-    """Maps an update of one device over the mesh, each device on its shards.
+    """Maps an update of one device's shards over the mesh.
 
     Args:
       local: `(gradients, optimizer state, parameters, scale, skip, key_data) -> (parameters,

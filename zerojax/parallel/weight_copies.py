@@ -70,7 +70,7 @@ def build_following(plan: Plan) -> Callable[[Any], Arrays] | None:
 
 
 def _rounded(master: jax.Array, dtype: Any) -> jax.Array:
-    """Rounds to the precision of `dtype`; returns float32."""
+    """Rounds values to the precision of `dtype`; returns float32."""
     if dtype == jnp.bfloat16:
         # XLA may remove a cast that is undone at once (xla_allow_excess_precision).
         return lax.reduce_precision(master.astype(jnp.float32), exponent_bits=8, mantissa_bits=7)

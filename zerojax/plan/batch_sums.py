@@ -40,7 +40,7 @@ def check_batch_sums(
     for one in sums:
         if one.kind == "batch_sum" and one.of_model and not one.of_batch:
             raise ValueError(
-                "zerojax.batch_sum got a value that is computed from the model and not from the "
+                "zerojax.batch_sum got a value that depends on the model but not on the "
                 f"batch: it is the same on each of {devices} devices, and its sum would be "
                 f"{devices} times too large; use the value itself"
             )
@@ -60,11 +60,13 @@ def describe_batch_sums(
     line = f"{names}: {count} {'value is' if count == 1 else 'values are'} taken over {rows}"
     devices = num_parts(mesh)
     if devices == 1:
-        return [f"{line}, which one device has whole"]
+        return [f"{line}, all on one device"]
     sent = bytes_sent(sums, mesh, num_microbatches)
     return [
-        f"{line} of {devices} devices, by all-reduces in float32, again in the backward pass: at "
-        f"most {format_bytes(sent)} sent by each device in a step, besides weights and gradients"
+        f"{line} of {devices} devices, by all-reduces in float32, which are repeated in the "
+        "backward pass: at "
+        f"most {format_bytes(sent)} sent by each device per step, in addition to weights and "
+        "gradients"
     ]
 
 

@@ -99,10 +99,10 @@ def choose_options(
         why = "loops over tiles gather the next tile by themselves (offload.tile_bytes)"
         dropped |= dict.fromkeys(PREFETCH_OPTIONS, why)
     elif regather and unrolled:
-        why = "layers outside of loops would all be gathered for the next microbatch as well"
+        why = "layers outside of loops would all be gathered for the next microbatch, too"
         dropped |= dict.fromkeys(PREFETCH_OPTIONS, why)
     if deterministic and not are_here(mesh):
-        why = "the compile-only client cannot compile products without autotuning; GPUs get it"
+        why = "the compile-only client cannot disable autotuning; on GPUs the option is set"
         dropped |= dict.fromkeys(FIXED_KERNELS_OPTIONS, why)
     return known, dropped
 

@@ -53,9 +53,9 @@ def check_context(settings: MeshConfig, mesh: Mesh | AbstractMesh, model: Model,
         )
     if not _says_so(model):
         raise ValueError(
-            f"{asked} splits sequences, and the class of the {model.kind} has no method "
-            "before_cut(batch) of its own, which declares that the loss may get a part of each "
-            "row; use context=1, or a reference decoder (zerojax.zoo.Llama, GPT2)"
+            f"{asked} splits sequences, but the class of the {model.kind} has no method "
+            "before_cut(batch) of its own, which declares that the loss supports parts of "
+            "rows; use context=1, or a reference decoder (zerojax.zoo.Llama, GPT2)"
         )
     if loss is not None:
         raise ValueError(
@@ -65,7 +65,8 @@ def check_context(settings: MeshConfig, mesh: Mesh | AbstractMesh, model: Model,
 
 
 def _says_so(model: Model) -> bool:
-    """Returns whether the model's own class defines `before_cut`, or is a zerojax class that does.
+    """Returns whether the model's class itself defines `before_cut`, or is a zerojax class that
+    defines it.
 
     A subclass may mix tokens where its parent does not, so it has to define the method itself.
     """
@@ -97,12 +98,12 @@ def plan_context(
     mixes = what_takes_whole_sequences(trace.jaxpr.jaxpr)
     if mixes is not None:
         raise ValueError(
-            f"context={devices} splits sequences, but {mixes} needs whole ones; leave {mixes} "
+            f"context={devices} splits sequences, but {mixes} needs whole sequences; leave {mixes} "
             "out, or use context=1"
         )
     if not trace.attention_calls:
         raise ValueError(
-            f"context={devices} splits sequences, and the model never calls zerojax.attention, the "
+            f"context={devices} splits sequences, but the model never calls zerojax.attention, the "
             "only attention that reads the rest of a sequence from other devices; use context=1"
         )
     by_heads = all(call.heads % model == call.kv_heads % model == 0 for call in _of(trace))
@@ -112,7 +113,7 @@ def plan_context(
     for call in _of(trace):
         if (call.queries, call.keys) != (tokens, tokens):
             raise ValueError(
-                f"context={devices} splits sequences of {tokens} tokens, and attention is called "
+                f"context={devices} splits sequences of {tokens} tokens, but attention is called "
                 f"with {call.queries} queries and {call.keys} keys; use context=1"
             )
         sizes = Sizes(
@@ -133,7 +134,7 @@ def plan_context(
         choice = choice or found
     assert choice is not None
     split = ContextSplit(CONTEXT, devices, choice.way, heads_axis)
-    parts = f"each device has {tokens // devices} of {tokens} tokens of a sequence"
+    parts = f"each device has {tokens // devices} of {tokens} tokens of each sequence"
     return split, [f"context={devices}: {parts}, {choice.order}", choice.reason]
 
 
@@ -150,7 +151,7 @@ def _shape_of(microbatch: Any) -> tuple[int, int]:
     shapes = {leaf.shape for leaf in jax.tree.leaves(microbatch)}
     if len(shapes) != 1 or len(next(iter(shapes))) != 2:
         raise ValueError(
-            f"a batch has arrays of the shapes {sorted(shapes)}; with context > 1 all must be "
+            f"the batch has arrays of shapes {sorted(shapes)}; with context > 1 all must be "
             "[rows, tokens] of one length; use context=1"
         )
     rows, tokens = next(iter(shapes))
@@ -168,10 +169,11 @@ def _check_implementation(choice: Choice, call: Call) -> None:
     if call.has_sinks:
         raise ValueError(
             "context > 1 together with attention sinks is not supported, since each device would "
-            "need those of its own heads alone; use context=1"
+            "need the sinks of its own heads only; use context=1"
         )
     if choice.way == "ring" and is_asked:
         raise ValueError(
-            f"attention={call.implementation!r} with context_parallel='ring', which computes in "
+            f"attention={call.implementation!r} cannot be combined with "
+            "context_parallel='ring', which computes in "
             "chunks; use attention='chunked' or 'auto', or context_parallel='ulysses'"
         )

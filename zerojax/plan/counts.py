@@ -100,7 +100,9 @@ def state_tiers(plan: Decisions) -> dict[str, Tiers]:
 
 
 def _without_average(opt_state: Any) -> tuple[Any, Any]:
-    """Returns (an optimizer's state without the average of the weights, that average or None)."""
+    """Splits an optimizer's state into (state without the average of the weights, the average or
+    None).
+    """
     if not isinstance(opt_state, EmaState):
         return opt_state, None
     return (opt_state.inner, opt_state.count), opt_state.ema
@@ -176,9 +178,10 @@ def describe_constants(forward: ClosedJaxpr) -> list[str]:
     if not size:
         return []
     return [
-        f"constants: the loss closes over arrays of {trees.format_bytes(size)}, which are "
-        "replicated on every device at any ZeRO stage. Make them parameters of the model and name "
-        "them in freeze=: zero=3 splits them; or pass them with the batch"
+        f"constants: the loss closes over constant arrays of {trees.format_bytes(size)}, which are "
+        "replicated on every device at any ZeRO stage. To shard them with zero=3, make them "
+        "parameters of the model and name "
+        "them in freeze=; or pass them with the batch"
     ]
 
 
@@ -243,7 +246,7 @@ def _stacked_bytes(loop: Any) -> int:
 
 
 def whole_elements(placement: Placement, leaf: LeafPlacement) -> int:
-    """Returns the elements of a parameter on one device after ZeRO's shards have been gathered.
+    """Returns the elements of a parameter on one device after ZeRO's gather.
 
     Axes other than ZeRO's still divide it: the device has its pipeline stage's rows of a stack
     (padding rows included), its own experts, and its tensor-parallel part.
@@ -265,7 +268,7 @@ def padded_elements(placement: Placement, leaf: LeafPlacement) -> int:
 
 
 def coded_bytes(placement: Placement, leaf: LeafPlacement) -> int:
-    """Returns the bytes of the codes of a gathered parameter on one device."""
+    """Returns the bytes of a gathered parameter's codes on one device."""
     assert leaf.codes is not None
     return round(whole_elements(placement, leaf) * bytes_per_parameter(leaf.codes.kind))
 
@@ -278,7 +281,8 @@ def layers_of(plan: Decisions, leaf: LeafPlacement) -> int:
 
 
 def _formula_tiers(plan: Decisions) -> tuple[Tiers, Tiers]:
-    """Returns (weights that forward and backward hold, their gradients), bytes per device.
+    """Returns bytes per device of (weights used by forward and backward, their gradients), by
+    memory tier.
 
     With a pipeline gradients are always accumulated, and one microbatch adds those of one chunk. Of
     streamed layers (`offload.by_layer`) a device holds two, gathered, and the gradients of one; all
@@ -387,12 +391,12 @@ def gradient_bytes(plan: Decisions, leaf: LeafPlacement) -> int:
 
 
 def _adds_up(plan: Decisions) -> bool:
-    """Returns whether gradients of several microbatches are summed."""
+    """Returns whether gradients are accumulated over several microbatches."""
     return plan.num_microbatches > 1 or plan.pipeline is not None
 
 
 def _scattered_itemsize(plan: Decisions) -> int:
-    """Returns the bytes of an element of a scattered gradient."""
+    """Returns the bytes per element of a reduce-scattered gradient."""
     precision = plan.precision
     dtype = precision.accumulate_dtype if _adds_up(plan) else precision.reduce_dtype
     return jnp.dtype(dtype).itemsize
@@ -410,7 +414,7 @@ def _is_read_as_stored(plan: Decisions, leaf: LeafPlacement) -> bool:
 
 
 def _waiting_gradients(by_layer: Mapping[str | None, Sequence[tuple[int, int]]]) -> int:
-    """Returns the bytes of gradients that are alive at the same time with one microbatch.
+    """Returns the bytes of gradients that exist at the same time with one microbatch.
 
     Args:
       by_layer: {layer: (elements, bytes) of each of its arrays}.

@@ -118,7 +118,7 @@ def resolve_axis_sizes(config: MeshConfig, num_devices: int) -> dict[str, int]:
 
 
 def _on_fewer(config: MeshConfig, sizes: Mapping[str, int]) -> str:
-    """Returns the remedy for a mesh that needs fewer devices: make it of some of them."""
+    """Returns the remedy for too many devices: a mesh of some of the devices."""
     axes = ", ".join(f'"{axis}": {size}' for axis, size in sizes.items() if size > 1)
     mesh = f"zerojax.make_mesh({{{axes}}}, devices=jax.devices()[:{math.prod(sizes.values())}])"
     with_stage = (
@@ -174,8 +174,9 @@ def make_abstract_mesh(
     if num_devices is None:
         if config.data == -1:
             raise ValueError(
-                "data=-1 takes all devices, and a mesh without devices does not know how many: "
-                'give data a size, {"data": 8}, or the number, make_abstract_mesh(config, 8)'
+                "data=-1 means all devices, but for a mesh without devices their number is "
+                "unknown: "
+                'set data, as in {"data": 8}, or pass the number: make_abstract_mesh(config, 8)'
             )
         num_devices = math.prod(getattr(config, axis) for axis in AXES)
     sizes = resolve_axis_sizes(config, num_devices)
@@ -250,7 +251,9 @@ def describe_mesh(mesh: Mesh | AbstractMesh) -> str:
 
 
 def are_here(mesh: Mesh | AbstractMesh) -> bool:
-    """Returns whether the mesh's devices can run programs, rather than only be compiled for."""
+    """Returns whether the mesh's devices can run programs; False for devices that exist only for
+    compiling.
+    """
     return isinstance(mesh, Mesh) and mesh.devices.flat[0] in jax.devices()
 
 

@@ -68,12 +68,13 @@ def describe_eight_bits(program: ClosedJaxpr, precision: Precision) -> list[str]
     if kept:
         lines.append(
             f"inputs of 8-bit products saved for the backward pass take {trees.format_bytes(kept)} "
-            f"in place of {trees.format_bytes(kept * wide.itemsize)} in {wide.name}, of all layers "
+            f"instead of {trees.format_bytes(kept * wide.itemsize)} in {wide.name}, for all layers "
             "and one microbatch of a data shard"
         )
     elif again:
         lines.append(
-            "no input of an 8-bit product is saved for the backward pass, which recomputes layers "
+            "inputs of 8-bit products are not saved for the backward pass, because it "
+            "recomputes layers "
             "(remat), so 8 bits save no memory there"
         )
     return lines
@@ -99,7 +100,7 @@ def describe_wire(
             "them in 8 bits, with bitwise equal results"
         ]
     if not could:
-        return ["wire.weights=fp8 changes nothing: no parameter in 8 bits is gathered for each use"]
+        return ["wire.weights=fp8 has no effect: no parameter used in 8 bits is gathered on use"]
     return [
         f"wire.weights=fp8: {len(could)} of {len(on_use)} parameters that are gathered on use "
         f"({elements:,} elements) are rounded to 8 bits before they are sent instead of after; "

@@ -34,8 +34,9 @@ def check_expert_axis(settings: MeshConfig, mesh: Mesh | AbstractMesh, precision
     for axis in AXES:
         if axis not in (*DATA_AXES, MODEL) and mesh.shape[axis] > 1:
             raise ValueError(
-                f"{asked} with {axis}={mesh.shape[axis]} is not supported; use {axis}=1, with "
-                "`data`, `replica` and `model` beside `expert`, or expert=1"
+                f"{asked} with {axis}={mesh.shape[axis]} is not supported; use {axis}=1 "
+                "(supported are "
+                "`data`, `replica` and `model` with `expert`), or expert=1"
             )
     codes = getattr(precision, "freeze_codes", None)
     others = {
@@ -73,7 +74,7 @@ def plan_experts(
     calls = find_expert_calls(program, sorted(shapes))
     if not calls.count:
         raise ValueError(
-            f"{asked} splits experts, and the loss calls no zerojax.experts; use expert=1, or "
+            f"{asked} splits experts, but the loss never calls zerojax.experts; use expert=1, or "
             "compute the experts with zerojax.experts"
         )
     declared = _declared(model, shapes, stacks, asked)
@@ -93,11 +94,11 @@ def _declared(
     stacks: Mapping[str, tuple[str, ...]],
     asked: str,
 ) -> frozenset[str]:
-    """Returns the names of stored parameters that the model declares as experts."""
+    """Returns the names of stored parameters that the model declares as expert parameters."""
     patterns = bound_attribute(model, ATTRIBUTE)
     if not patterns:
         raise ValueError(
-            f"{asked} splits experts, and the {model.kind} has no attribute {ATTRIBUTE}, which "
+            f"{asked} splits experts, but the {model.kind} has no attribute {ATTRIBUTE}, which "
             "names its expert parameters: regular expressions on names, such as "
             "(r'experts/(gate|up|down)$',); add it to the class, or use expert=1"
         )
@@ -123,12 +124,13 @@ def check_expert_calls(calls: ExpertCalls, declared: Iterable[str], asked: str) 
             )
         if name not in calls.dims:
             raise ValueError(
-                f"{asked}: {name} is declared in {ATTRIBUTE} and does not reach zerojax.experts as "
+                f"{asked}: {name} is declared in {ATTRIBUTE}, but is not passed to "
+                "zerojax.experts as "
                 f"weights; leave it out of {ATTRIBUTE}, or use expert=1"
             )
     for name in sorted(calls.dims.keys() - declared):
         raise ValueError(
-            f"{asked}: {name} reaches zerojax.experts as weights and is not declared in "
+            f"{asked}: {name} is passed to zerojax.experts as weights, but is not declared in "
             f"{ATTRIBUTE}; declare all weights of experts, or use expert=1"
         )
     if calls.computed:
@@ -154,6 +156,6 @@ def describe_experts(mesh: Mesh | AbstractMesh, placement: Placement) -> list[st
     return [
         f"expert={devices}: each device has {' or '.join(str(n // devices) for n in numbers)} of "
         f"{' or '.join(map(str, numbers))} experts, of {len(leaves)} parameters, ZeRO-sharded over "
-        f"data={mesh.shape[DATA]} alone; rows are sent to their experts and back by all-to-all, in "
-        "as many rounds as the expert with most rows needs"
+        f"data={mesh.shape[DATA]} alone; all-to-alls send rows to their experts and back, in "
+        "as many rounds as the expert with the most rows needs"
     ]

@@ -128,16 +128,14 @@ def expert_lines(costs: Mapping[str, Any]) -> list[str]:
     ]
     sent = ""
     if costs["exchange"]:
-        sent = f"{size(costs['further_bytes'])} more sent by each device and "
+        sent = f"{size(costs['further_bytes'])} more bytes sent by each device and "
         lines.append(
             f"rows to experts and back, one round in every layer: {size(costs['exchange'])} sent "
             "by each device per step"
         )
-    more = (
-        f"{costs['further_flops']:.3g} more FLOPs on it, {costs['further_share']:.1%} of the step's"
-    )
+    more = f"{costs['further_flops']:.3g} more FLOPs, {costs['further_share']:.1%} of the step's"
     if costs["products"] != "batched":  # a plan's trace has one round of them
-        more = "at most a quarter of the products of the first round more on it"
+        more = "at most a quarter of the first round's products in addition"
     if sent or costs["products"] == "batched":
         lines.append(f"one further round in every layer, not needed with equal loads: {sent}{more}")
     lines.append(_of_products(costs))
@@ -145,16 +143,16 @@ def expert_lines(costs: Mapping[str, Any]) -> list[str]:
 
 
 def _of_products(costs: Mapping[str, Any]) -> str:
-    """Describes the multiplication method of experts, and why it was chosen."""
+    """Describes the method of the experts' matrix products, and the reason for it."""
     products, computed = costs["products"], costs["computed"]
     said = f"products of experts: {products}, "
     if products == "batched":
         return (
             f"{said}{computed:.2f} times the arithmetic of their rows; moe.products=grouped, a "
-            f"kernel for Hopper, has at most {costs['grouped']:.2f}, and no GPU has timed it"
+            f"kernel for Hopper, has at most {costs['grouped']:.2f}; not timed on a GPU yet"
         )
-    untimed = "; no GPU has timed them" if products == "grouped" else ", one tile after the other"
-    return f"{said}at most {computed:.2f} times the arithmetic of their rows, asked for{untimed}"
+    untimed = "; not timed on a GPU yet" if products == "grouped" else ", one tile after the other"
+    return f"{said}at most {computed:.2f} times the arithmetic of their rows (requested){untimed}"
 
 
 def costs_dict(plan: Decisions) -> dict[str, Any] | None:

@@ -84,7 +84,9 @@ def checkpoint_names(plan: Decisions, name: str) -> list[str]:
 
 
 def _names_on_disk(plan: Decisions, name: str) -> list[str]:
-    """Returns the checkpoint names of a parameter, or of the first and last row of a stack."""
+    """Returns the names of a parameter in a checkpoint; for a stack, those of its first and last
+    row.
+    """
     names = users_names(name, plan.stacks)
     if len(names) == 1:
         return checkpoint_names(plan, names[0])
@@ -116,7 +118,9 @@ def _array(shape: Sequence[int], dtype: Any) -> str:
 
 def _spec(leaf: LeafPlacement) -> str:
     axes = ("+".join(a) if isinstance(a, tuple) else a or "-" for a in leaf.stored_spec)
-    return f"({', '.join(axes)})" if any(leaf.stored_spec) else "nothing: every device has all"
+    return (
+        f"({', '.join(axes)})" if any(leaf.stored_spec) else "nothing: replicated on every device"
+    )
 
 
 def _bytes(plan: Decisions, leaf: LeafPlacement) -> str:
@@ -172,7 +176,7 @@ def _update(plan: Decisions, leaf: LeafPlacement) -> str:
     if leaf.frozen:
         return "none: it is frozen"
     if not isinstance(plan.tx, Optimizer):
-        return "an optax transformation, compiled by XLA over the shards"
+        return "an optax transformation, partitioned by XLA"
     chosen = plan.program.kernels["update"].implementation
     by = "compiled by XLA" if chosen == "xla" else f"by the kernel {chosen}"
     return f"in place on each device's shard, {by}"

@@ -39,12 +39,15 @@ def choose_codes(
     if name.rpartition(trees.SEPARATOR)[2] != KERNEL or len(shape) - stack_dims < 2:
         return None, None
     if barrier is not None:
-        return None, f"{barrier}: not in {kind}, which is decoded where a kernel is read"
+        return (
+            None,
+            f"{barrier}: not stored in {kind}, because codes are decoded where a kernel is read",
+        )
     if mapped_dims:
-        return None, f"jax.vmap maps its leading dimension: not in {kind}"
+        return None, f"jax.vmap maps its leading dimension: not stored in {kind}"
     codes = codes_for(kind, shape, stack_dims)
     if codes is None:
-        return None, f"no dimension is a multiple of {BLOCK}: not in {kind}"
+        return None, f"no dimension is a multiple of {BLOCK}: not stored in {kind}"
     return codes, None
 
 
@@ -55,7 +58,7 @@ def check_cut(
     codes: WeightCodes,
     axis_sizes: Mapping[str, int],
 ) -> None:
-    """Raises if tensor parallelism would cut through blocks of codes.
+    """Raises if tensor parallelism would split a block of quantized values.
 
     Raises:
       ValueError: names the dimension and the remedy.
@@ -85,7 +88,8 @@ def check_codes(
     if not reads_lazily:
         raise ValueError(
             f"{asked} decodes each weight matrix (kernel) where the model uses it. A model that "
-            "is a pair of functions (init, apply) does not show where, so all of them would be "
+            "is a pair of functions (init, apply) does not show where weights are used, so all "
+            "would be "
             f"decoded when apply starts; use an nnx or linen module, {remedy}"
         )
     if mesh.shape[meshes.STAGE] > 1:
@@ -95,18 +99,20 @@ def check_codes(
         )
     if settings.offload.params != DEVICE:
         raise ValueError(
-            f"{asked} with offload.params={settings.offload.params}: streamed layers cannot be "
+            f"{asked} with offload.params={settings.offload.params}: the weights of streamed "
+            "layers cannot be "
             f"decoded; leave offload.params out, {remedy}"
         )
     if settings.deterministic is not None:
         raise ValueError(
-            f"{asked} with deterministic={settings.deterministic!r}: decoded weights are not shown "
+            f"{asked} with deterministic={settings.deterministic!r}: decoded weights are not "
+            "proven "
             f"to give the same bits on every mesh; leave deterministic out, {remedy}"
         )
 
 
 def check_some(leaves: Mapping[str, LeafPlacement], kind: str) -> None:
-    """Raises if `freeze_dtype` requests codes but no parameter can be coded.
+    """Raises if `freeze_dtype` requests quantization but no parameter can be quantized.
 
     Raises:
       ValueError: nothing is coded; names the requirement.
@@ -157,8 +163,9 @@ def describe_codes(frozen: Sequence[LeafPlacement], precision: Precision) -> lis
     ]
     if rest:
         lines.append(
-            f"not in {kind}: {len(rest)} other frozen parameters (such as {rest[0].name}, "
-            f"{sizes[1]:,} weights) in {precision.frozen_dtype.name}; only kernels are coded, no "
+            f"not stored in {kind}: {len(rest)} other frozen parameters (such as {rest[0].name}, "
+            f"{sizes[1]:,} weights) in {precision.frozen_dtype.name}; only kernels are stored "
+            "in codes, no "
             "norms, biases or tables"
         )
     return lines
@@ -167,7 +174,7 @@ def describe_codes(frozen: Sequence[LeafPlacement], precision: Precision) -> lis
 def decoded(
     leaves: Mapping[str, LeafPlacement], arrays: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Returns arrays of the portable form on the host, coded ones as float32 weights.
+    """Returns the arrays of a portable state on the host, with quantized arrays decoded to float32.
 
     Args:
       leaves: {name: row}, with the names of `arrays`; arrays: {name: stored array}.

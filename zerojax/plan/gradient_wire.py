@@ -34,8 +34,8 @@ def check_gradient_wire(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> None
     asked = f"wire.gradients={settings.wire.gradients}" if is_coded else "wire.exact"
     if is_coded and settings.zero == 0:
         raise ValueError(
-            f"{asked} needs gradients that are sharded, but with zero=0 every device keeps whole "
-            "ones; use zero=1, 2 or 3, or wire.gradients=reduce"
+            f"{asked} needs sharded gradients, but with zero=0 every device has full "
+            "gradients; use zero=1, 2 or 3, or wire.gradients=reduce"
         )
     check_no_other_way(asked, "sums gradients", settings, mesh)
 
@@ -79,7 +79,8 @@ def with_gradient_wire(
 def shards_in_node(
     mesh: Mesh | AbstractMesh, over: tuple[str, ...], node: int | None = None
 ) -> int:
-    """Returns how many neighbours along these axes share a node; 1 if the number is not uniform.
+    """Returns how many consecutive shards along these axes are in one node; 1 if the number differs
+    between nodes.
 
     Args:
       node: devices of a node, in the order of the mesh; None: devices of one process, or
@@ -124,7 +125,10 @@ def describe_gradient_wire(
         return lines
     asked = f"wire.gradients={settings.wire.gradients}"
     if not coded:
-        return [*lines, f"{asked} changes nothing: no gradient is scattered over several devices"]
+        return [
+            *lines,
+            f"{asked} has no effect: no gradient is reduce-scattered over several devices",
+        ]
     codes = coded[0].gradient_codes
     assert codes is not None
     others = sum(trees.num_elements(leaf.shape) for leaf in leaves if leaf not in coded)
@@ -132,10 +136,10 @@ def describe_gradient_wire(
         f"{asked}: gradients of {len(coded)} of {len(leaves)} parameters are sent as integers of "
         f"{codes.bits} bits with a scale for {BLOCKS[codes.bits]} and are added up in float32, "
         f"{_levels(coded, placement)}; losses are close to those of exact sums, not equal; "
-        f"{others:,} elements are sent as before"
+        f"{others:,} elements are sent unquantized"
     )
     if mesh.shape[REPLICA] > 1:
-        lines.append(f"sums over replica={mesh.shape[REPLICA]} are not coded")
+        lines.append(f"sums over replica={mesh.shape[REPLICA]} are not quantized")
     return lines
 
 
@@ -156,6 +160,6 @@ def _levels_of(codes: GradientCodes, shards: int) -> str:
     if codes.in_node in (1, shards):
         return f"by all {shards} devices at once"
     return (
-        f"by the {codes.in_node} devices of a node first and between the "
-        f"{shards // codes.in_node} nodes then"
+        f"first by the {codes.in_node} devices of a node, then between the "
+        f"{shards // codes.in_node} nodes"
     )

@@ -103,14 +103,14 @@ def host_remedies(plan: Plan, needed: int, there: int) -> Iterator[str]:
     shares = _shares_that_fit(plan, needed, there)
     if shares is not None:
         words = ", ".join(f"{tier}: {share:g}" for tier, share in shares.items())
-        yield f"offload.opt_state: {{{words}}}, which puts more into files"
+        yield f"offload.opt_state: {{{words}}}, which stores more of the state in files"
     axes = state_axes(plan.mesh.shape)
     shards = math.prod(plan.mesh.shape[axis] for axis in axes)
     if plan.zero == 0 and shards > 1:
-        yield f"zero=1, which splits it over the {shards} devices on {' and '.join(axes)}"
+        yield f"zero=1, which splits the state over the {shards} devices on {' and '.join(axes)}"
     tiers = role_tiers(plan)
     if tiers.get(STORED, {}).get(HOST) or tiers[GRADIENTS].get(HOST):
-        yield "offload.params: device, if they fit there"
+        yield "offload.params: device, if the weights fit on the devices"
     yield "more devices on other machines" if plan.zero else "a machine with more memory"
 
 
@@ -142,7 +142,7 @@ def _shares_that_fit(plan: Plan, needed: int, there: int) -> dict[str, float] | 
 
 
 def _of_state(plan: Plan, layout: OffloadLayout) -> int:
-    """Returns the bytes of host memory for slices and for buffers of files in `layout`."""
+    """Returns the bytes of host memory for the slices and the file buffers of `layout`."""
     number, sizes = len(_local_devices(plan)), slice_bytes(plan, layout)
     held = sum(leaf.counts[HOST] * sizes[name] for name, leaf in layout.leaves.items())
     return held * number + buffer_bytes(plan, layout, number)
@@ -163,7 +163,8 @@ def check_pinned_limit(plan: Plan, environ: Mapping[str, str]) -> None:
     told = environ.get(PINNED_LIMIT, "")
     if told and not told.isdigit():
         raise ValueError(
-            f"{PINNED_LIMIT}={told!r} is not a whole number of GiB; set it to one, or unset it"
+            f"{PINNED_LIMIT}={told!r} is not an integer (GiB); set an integer, or unset the "
+            "variable"
         )
     limit = _pinned_limit(environ)
     pinned = _pinned_bytes(plan, devices)
@@ -238,7 +239,9 @@ def check_disk(plan: Plan) -> None:
 
 
 def _taken(folder: Path) -> int:
-    """Returns the bytes of an earlier run's state files in a folder, which a new run replaces."""
+    """Returns the bytes of state files that an earlier run left in a folder, which a new run
+    replaces.
+    """
     if not folder.is_dir():
         return 0
     files = (path.stat() for path in folder.rglob("buckets*.bin"))

@@ -75,7 +75,7 @@ class PlanInputs:
 
 
 def plan_options(settings: MeshConfig) -> dict[str, Any]:
-    """Returns the fields of `settings` that `make_plan` takes beside a mesh, as keywords.
+    """Returns the fields of `settings` that `make_plan` takes as keywords in addition to a mesh.
 
     These are all fields but the sizes of axes and the ZeRO stage.
     """

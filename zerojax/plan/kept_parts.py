@@ -1,4 +1,5 @@
-"""Defines the parts of a state whose stored and portable forms are the same.
+"""Defines the parts of a state that are equal in its stored and portable forms: weight copies and
+1-bit errors.
 
 They are the residual errors of signed momentum, and copies of weights (`wire.weights`).
 """
@@ -60,7 +61,7 @@ def abstract_copies(
 
 
 def copies_begin_anew(plan_state: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
-    """Returns whether a run keeps weight copies that a checkpoint does not have.
+    """Returns whether a run needs weight copies that a checkpoint does not have.
 
     Args:
       plan_state: the abstract state of the run; saved: names of arrays in the checkpoint.

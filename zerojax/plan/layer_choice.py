@@ -47,7 +47,7 @@ class LayerDrop:
         return self.config.kept(self.num_layers)
 
     def work(self, step: int | None = None) -> float:
-        """Returns the expected FLOPs of a step, divided by those with all layers.
+        """Returns the expected FLOPs of a step relative to a step with all layers.
 
         Args:
           step: number of steps before it; None: after many steps.
@@ -55,7 +55,7 @@ class LayerDrop:
         return 1 - self.layer_share * (1 - self.config.kept(self.num_layers, step))
 
     def times_used(self, name: str) -> float:
-        """Returns the expected fraction of reads of a parameter, and of its gradients' sums."""
+        """Returns the expected fraction of steps that read a parameter and reduce its gradient."""
         return self.kept if name in self.stacks else 1.0
 
     def describe(self) -> list[str]:
@@ -63,8 +63,9 @@ class LayerDrop:
         theta, layers = self.config.theta, self.num_layers
         lines = [
             f"layer drop: of {layers} layers, layer i is kept with probability 1 - i/{layers} x "
-            f"(1 - theta), and theta falls from 1 to {theta:g}; after many steps a step keeps "
-            f"{self.kept:.1%} of the layers, and FLOPs and bytes sent in layers are counted so",
+            f"(1 - theta), and theta falls from 1 to {theta:g}; after many steps, a step computes "
+            f"{self.kept:.1%} of the layers, which FLOPs and communication of layers take into "
+            "account",
         ]
         if jax.__version_info__[:2] < NEEDED_JAX:
             lines.append(
@@ -91,7 +92,8 @@ def plan_layer_drop(
         return None
     if model.overwritten:
         raise _refusal(
-            f"cannot be combined with {min(model.overwritten)}, whose new value is computed in "
+            f"cannot be combined with the state {min(model.overwritten)}, whose new value is "
+            "computed in "
             "every layer (matmul_dtype=fp8); use another matmul_dtype, or leave layer_drop out"
         )
     forward = trace.jaxpr
@@ -103,7 +105,7 @@ def plan_layer_drop(
     for name in sorted(stacks):
         if zero > 1 and params[name].shape in trace.read_shapes.get(name, ()):
             raise _refusal(
-                f"drops no gather of {name}, which the loss reads whole before the loop over "
+                f"would not save the gather of {name}, which the loss reads before the loop over "
                 f"layers, where zero={zero} gathers it; read it in the loop, as nnx.scan over "
                 "modules and zerojax.Stages do, or use zero=1"
             )
@@ -133,7 +135,10 @@ def check_layer_drop(
             f"cannot be combined with deterministic={settings.deterministic}; leave one of them out"
         )
     if settings.unroll:
-        raise _refusal("drops iterations of a loop, which unroll=True removes; use unroll=False")
+        raise _refusal(
+            "drops iterations of a loop over layers, but unroll=True removes this loop; use "
+            "unroll=False"
+        )
     if settings.wire.weights == "fp8":
         raise _refusal("cannot be combined with wire.weights=fp8; use compute")
     if settings.stage > 1:

@@ -34,7 +34,7 @@ class StackRows:
 
 
 class RowsDifferError(ValueError):
-    """Error for rows of a stack with different structure; the message names two."""
+    """Error for rows of a stack that have different structures; the message names two rows."""
 
 
 def users_names(name: str, stacks: Stacks) -> tuple[str, ...]:
@@ -43,7 +43,7 @@ def users_names(name: str, stacks: Stacks) -> tuple[str, ...]:
 
 
 def find_row(name: str, stacks: Stacks) -> tuple[str, int] | None:
-    """Returns (the stack that holds a parameter, its row); None if the parameter is not stacked."""
+    """Returns (stack, row index) of a parameter; None if the parameter is not in a stack."""
     for stack, rows in stacks.items():
         if name in rows:
             return stack, rows.index(name)
@@ -114,7 +114,7 @@ def _joined(node: Mapping[str, Any], stack: str, names: tuple[str, ...]) -> Tree
     first = jax.tree.structure(node[names[0]])
     for name in names:
         if jax.tree.structure(node[name]) != first:
-            raise RowsDifferError(f"{stack}: {names[0]} and {name} are kept in different forms")
+            raise RowsDifferError(f"{stack}: {names[0]} and {name} are stored in different forms")
     return jax.tree.map(lambda *values: StackRows(values), *(node[name] for name in names))
 
 

@@ -122,7 +122,7 @@ class LeafPlacement:
 
     @property
     def kept_shape(self) -> Shape:
-        """The shape of the array in a checkpoint: the true shape, or that of its codes."""
+        """The shape of the array in a checkpoint: the unpadded shape, or the shape of its codes."""
         return self.shape if self.codes is None else self.codes.coded_shape(self.shape)
 
     @property
@@ -158,7 +158,7 @@ class LeafPlacement:
         return P(*axes)
 
     def device_shape(self, axis_sizes: Mapping[str, int]) -> Shape:
-        """Returns the shape that a model reads: the true one, with this device's experts only."""
+        """Returns the shape that the model sees: unpadded, with only this device's experts."""
         shape = list(self.shape)
         if self.expert_dim is not None:
             shape[self.expert_dim] //= axis_sizes[EXPERT]
@@ -170,7 +170,7 @@ class LeafPlacement:
         return P(*(None if axis in COMPILER_AXES else axis for axis in self.stored_spec))
 
     def canonical_spec(self, axis_sizes: Mapping[str, int]) -> P:
-        """Returns a spec that divides the true shape evenly and cuts no block of codes.
+        """Returns a spec that divides the unpadded shape evenly and splits no block of codes.
 
         Used on disk and between two placements. Where a pipeline does not divide the layers,
         `stage` splits another dimension.
@@ -216,7 +216,8 @@ def _put(
     start: int = 0,
     shared: bool = False,
 ) -> None:
-    """Gives `axis` the largest free dimension from `start` on that it divides, in place.
+    """Assigns `axis`, in place, to the largest unassigned dimension from `start` on that it
+    divides.
 
     Without such a dimension the axis stays unused, or, if `shared`, also splits the dimension of
     another axis.

@@ -37,7 +37,7 @@ from zerojax.tracing.row_dependence import (
 from zerojax.tracing.trace import ModelTrace
 
 _FORMS = (
-    "a scalar, or a pair of scalars (sum, weight); numbers to be logged follow as a mapping, as in "
+    "a scalar, or a pair of scalars (sum, weight); metrics to log follow as a dict, as in "
     'return loss, {"accuracy": accuracy}'
 )
 
@@ -56,11 +56,11 @@ def check_loss(result: Any) -> None:
     given = result if isinstance(result, tuple) else (result,)
     has_metrics = len(given) > 1 and isinstance(given[-1], Mapping)
     if len(given) != len(scalars) + has_metrics or not all(map(_is_scalar, scalars)):
-        raise ValueError(f"the loss returned {_words(result)}; it has to return {_FORMS}")
+        raise ValueError(f"the loss returned {_words(result)}; a loss must return {_FORMS}")
     if not jnp.issubdtype(parts.loss.dtype, jnp.floating):
         raise ValueError(
-            f"the loss is {parts.loss.dtype.name}, which has no gradient; it has to be "
-            "floating-point: compute it without a cast to integers, an argmax or a comparison"
+            f"the loss is {parts.loss.dtype.name}, which has no gradient; a loss must be "
+            "floating-point: compute the loss without a cast to integers, an argmax or a comparison"
         )
     for name, value in parts.metrics.items():
         _check_metric(name, value)
@@ -73,18 +73,19 @@ def _is_scalar(value: Any) -> bool:
 def _check_metric(name: Any, value: Any) -> None:
     if not isinstance(name, str) or not name or not name.isprintable():
         raise ValueError(
-            f"the loss returned a metric named {name!r}; a name is a string of printable "
+            f"the loss returned a metric named {name!r}; a name must be a string of printable "
             "characters, such as 'accuracy'"
         )
     if name in BUILT_IN_METRICS or name.startswith(BUILT_IN_PREFIXES):
         raise ValueError(
-            f"the loss returned a metric named {name!r}, which is a number that zerojax logs "
-            f"itself; give it another name, such as 'my_{name}'"
+            f"the loss returned a metric named {name!r}, a name that zerojax uses "
+            f"itself; use another name, such as 'my_{name}'"
         )
     pair = isinstance(value, tuple) and len(value) == 2
     if not all(map(_is_scalar, value if pair else [value])):
         raise ValueError(
-            f"the loss returned {_words(value)} as metric {name!r}; a metric is a scalar, the mean "
+            f"the loss returned {_words(value)} as metric {name!r}; a metric must be a scalar, "
+            "the mean "
             "over the rows of this call, such as x.mean(), or a pair of scalars (sum, weight)"
         )
 
@@ -94,7 +95,7 @@ def _words(value: Any) -> Any:
 
 
 def check_weight(trace: ModelTrace, placement: Placement) -> None:
-    """Raises if the weight that a loss returns is computed from trained parameters.
+    """Raises if the returned weight of a loss depends on trained parameters.
 
     The step divides the gradient of the summed loss by the summed weight. That is the gradient of
     the mean only where the weight does not change with the parameters.
@@ -156,7 +157,7 @@ def choose_batch_weight(
         ]
     found, why = find_batch_weight(trace, len(names)), ""
     if found is None:
-        why = "the weight is random, or depends on the model or on all pieces of the batch"
+        why = "the weight is random, or depends on the model or on the whole batch"
     elif settings.offload.update_in_backward:
         why = "offload.update_in_backward updates layers during the backward pass"
     elif settings.deterministic is not None and found.needs_batch:
@@ -181,7 +182,7 @@ def choose_batch_weight(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchPieces:
-    """Facts about how a traced loss depends on the rows of a piece.
+    """Facts about how a traced loss depends on the rows of one part of the batch.
 
     Attributes:
       num_rows: of a piece.
@@ -216,7 +217,7 @@ def trace_pieces(
     batch: Any,
     model: Model,
 ) -> BatchPieces:
-    """Finds out from a traced loss how it depends on the rows of a piece of the batch.
+    """Determines from a traced loss how its results depend on the rows of one part of the batch.
 
     Args:
       trace: of the loss; params, extras, batch: the traced arguments; model: its model.
@@ -307,26 +308,27 @@ def check_divisor(
         if not math.isclose(factor, 1, rel_tol=0.1):
             what = "the loss" if len(whole) == 1 else "a term of the loss"
             raise ValueError(
-                "the loss adds up its rows and divides by a number that does not scale with them. "
-                f"It is called for each of {number} pieces of {rows} rows (data shards x "
+                "the loss sums over its rows and divides by a number that does not grow with "
+                "the number of rows. "
+                f"It is called for each of {number} parts of {rows} rows (data shards x "
                 f"num_microbatches), and their mean is {factor:.4g} times {what} of the whole "
                 "batch on one device. Divide by the number of rows, as losses.mean() does, or "
                 "return the sum and its divisor: return jnp.sum(losses), losses.size. "
-                "zerojax.check names the line"
+                "zerojax.check prints the line"
             )
 
 
 def _loss_and_weight(
     trace: ModelTrace, params: Mapping[str, Any], extras: Mapping[str, Any], batch: Any
 ) -> tuple[Dependence, float | None]:
-    """Returns (how the loss depends on rows, its weight: 1 without one, None if not known)."""
+    """Returns (how the loss depends on rows, its weight: 1 without a weight, None if unknown)."""
     loss = _follow_piece(trace, params, extras, batch, [])[0]
     is_pair = split_result(trace.result).weight is not None
     return loss, number_of_output(trace.jaxpr, 1) if is_pair else 1.0
 
 
 def _scales(loss: Dependence, weight: float | None) -> list[float] | None:
-    """Returns the factor of each sum over rows that the loss adds up; None if not known."""
+    """Returns the factors of the row sums that the loss adds; None if unknown."""
     scales = scales_of(loss)
     return [scale / weight for scale in scales] if scales and weight else None
 
@@ -339,7 +341,7 @@ def _follow_piece(
     over_batch: list[tuple[BatchCall, Dependence]],
     compared: list[str] | None = None,
 ) -> list[Dependence]:
-    """Returns how the results of a piece and its state afterwards depend on its rows."""
+    """Returns how the results and the new state for one part of the batch depend on its rows."""
     leaves = jax.tree.leaves(batch)
     inputs: list[Dependence] = [Fixed(place) for place in range(len(params) + len(extras))]
     inputs += [Rows(0)] * len(leaves)
@@ -350,7 +352,7 @@ def _follow_piece(
 def part_with_mixed_rows(
     trace: ModelTrace, params: Mapping[str, Any], extras: Mapping[str, Any], batch: Any
 ) -> str | None:
-    """Returns the first loss output that is not certainly a sum or mean over rows, or None.
+    """Returns the first output of a loss that may not be a sum or mean over rows; None if all are.
 
     A weight may also be the same in every piece. A metric without a weight of its own takes that of
     the loss, which then has to be the same in every piece.
@@ -384,7 +386,7 @@ def part_with_mixed_rows(
 
 
 def _is_equal(weight: Dependence | None) -> bool:
-    """Returns whether every piece has the same weight."""
+    """Returns whether all parts of the batch have the same weight."""
     return weight is None or isinstance(weight, Fixed)
 
 
@@ -420,7 +422,7 @@ def check_step_counts(
         place = len(params) + names.index(name)
         if getattr(state[name], "input", None) != place:
             raise ValueError(
-                f"{name} is a StepCount, and the loss sets it to a value other than its old one "
+                f"{name} is a StepCount, and the loss sets it to a value other than its old value "
                 "plus a count of its own rows, so the counts of microbatches and devices cannot be "
                 "summed. Add to it: self.count[...] += jnp.sum(is_counted, axis=0, dtype=jnp.int32)"
             )
@@ -432,7 +434,7 @@ def check_step_counts(
 
 
 def check_pieces(pieces: BatchPieces, num_shards: int, num_microbatches: int) -> None:
-    """Raises if a loss certainly depends on the number of pieces of a batch; warns if it may.
+    """Raises if a loss certainly depends on the number of parts of a batch; warns if it may.
 
     A warning is given where the result depends on that number only if pieces differ.
 
@@ -444,23 +446,27 @@ def check_pieces(pieces: BatchPieces, num_shards: int, num_microbatches: int) ->
     for kind in sorted(pieces.rows_over_batch):
         over_rows = "jnp.sum" if kind == "batch_sum" else "jnp.mean"
         raise ValueError(
-            f"zerojax.{kind} got an array that still has the {pieces.num_rows} rows of one device, "
-            "and would add the first rows of all devices, the second rows, and so on; reduce over "
+            f"zerojax.{kind} got an array that still has a dimension of the {pieces.num_rows} "
+            "rows of one device, "
+            "so it would add the first rows of all devices, the second rows, and so on; reduce "
+            "over "
             f"these rows first: zerojax.{kind}({over_rows}(x, axis=0))"
         )
-    cut = f"{number} pieces of {pieces.num_rows} rows (data shards x num_microbatches)"
+    cut = f"{number} parts of {pieces.num_rows} rows (data shards x num_microbatches)"
     if pieces.is_sum and number > 1:
         raise ValueError(
             f"the loss is a sum over its rows, not their mean, and it is called for each of {cut}: "
             f"their mean is a {number}th of the sum over the batch, so loss and gradients would "
             "depend on the number of devices. Return the mean over the rows, or the sum and its "
-            "divisor: return jnp.sum(losses), losses.size. zerojax.check names the line"
+            "divisor: return jnp.sum(losses), losses.size. zerojax.check prints the line"
         )
     if pieces.is_ratio and number > 1:
         warn_user(
             "the loss divides by a number that depends on its rows, and is called for each of "
-            f"{cut}: the mean of such quotients is not the quotient over the batch where the "
-            "divisors differ, as with masks. Return both instead of dividing: return loss_sum, "
+            f"{cut}: the mean of the parts' quotients differs from the quotient over the batch "
+            "if the "
+            "divisors differ, as with masks. Return both numbers instead of dividing: return "
+            "loss_sum, "
             "weight. zerojax.check shows by how much it differs",
             RuntimeWarning,
         )
@@ -476,8 +482,9 @@ def check_pieces(pieces: BatchPieces, num_shards: int, num_microbatches: int) ->
     if pieces.compares_rows and number > 1:
         warn_user(
             "the loss compares the rows of the batch with each other, as a contrastive loss does, "
-            f"and is called for each of {cut}: a row is compared only with rows of its own piece, "
-            "in training and in evaluation. For a number of rows that is the same on any devices, "
+            f"and is called for each of {cut}: a row is compared only with rows of its own part, "
+            "in training and in evaluation. To compare with the same number of rows on any "
+            "devices, "
             "make arrays of shape [groups, rows of a group, ...] and take the mean of the loss of "
             "each group: jax.vmap(loss_of_group)(batch).mean(). zerojax.check shows by how much it "
             "differs",
@@ -486,30 +493,30 @@ def check_pieces(pieces: BatchPieces, num_shards: int, num_microbatches: int) ->
     if pieces.undefined and num_shards > 1:
         name, dtype = min(pieces.undefined.items())
         raise ValueError(
-            f"the model's state {name} ({dtype}) depends on the rows of the batch, and is not a "
+            f"the model's state {name} ({dtype}) depends on the rows of the batch, but is not a "
             f"count (its old value plus a sum over rows): each of {num_shards} shards of the batch "
             "would have another value. Add to it, as in state + jnp.sum(...), or keep it in "
             "floating point, which is averaged over the shards, or return the number from the loss "
-            f"as a metric: return loss, {{{name.split('/')[-1]!r}: value}}. zerojax.check names "
+            f"as a metric: return loss, {{{name.split('/')[-1]!r}: value}}. zerojax.check prints "
             "the line"
         )
 
 
 def describe_pieces(pieces: BatchPieces) -> list[str]:
-    """Describes terms of the loss, its metrics and state that depend on the number of pieces.
+    """Describes loss terms, metrics and state that depend on the number of parts of a batch.
 
     With one piece these are also terms that would be refused with more pieces.
     """
     lines = [
         f"the metric {name!r} is a sum over the rows of one microbatch on one data shard, and the "
-        "reported value is the mean of these sums; with a divisor it is divided once, over the "
+        "reported value is the mean of these sums; return a pair to divide once, over the "
         f"whole batch: {{{name!r}: (x.sum(), x.size)}}"
         for name in pieces.summed_metrics
     ]
     if pieces.is_sum:
         lines.append(
             "the loss is a sum over the rows of the batch: it is refused on more devices or with "
-            "more microbatches, because its mean over pieces would differ"
+            "more microbatches, because its mean over parts of the batch would differ"
         )
     if pieces.is_product:
         lines.append(
@@ -519,7 +526,7 @@ def describe_pieces(pieces: BatchPieces) -> list[str]:
         )
     if pieces.undefined:
         lines.append(
-            f"the model's state {min(pieces.undefined)} depends on the rows of the batch and is "
-            "not a count: it is refused on more data shards"
+            f"the model's state {min(pieces.undefined)} depends on the rows of the batch, but is "
+            "not a count: more data shards are refused"
         )
     return lines

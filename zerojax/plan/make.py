@@ -121,7 +121,7 @@ from zerojax.tracing.unrolling import describe_unrolled
 
 Tree = Any
 _ELSEWHERE = {
-    axis: "sizes are the mesh's: zerojax.make_plan(model, zerojax.make_mesh({"
+    axis: "axis sizes belong to the mesh: zerojax.make_plan(model, zerojax.make_mesh({"
     f'"{axis}": ...}}), ...)'
     for axis in meshes.AXES
 }
@@ -180,7 +180,7 @@ def require_plan(plan: Any, taker: str) -> Plan:
     if not isinstance(plan, Plan):
         given = plan.__name__ if isinstance(plan, type) else f"a {type(plan).__name__}"
         raise TypeError(
-            f"{taker} takes a Plan, not {given}; make one: "
+            f"{taker} needs a Plan, not {given}; make one: "
             "zerojax.make_plan(model, mesh_config, ...)"
         )
     return plan
@@ -268,7 +268,7 @@ class _Task:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Seen:
-    """Facts from one trace of the loss on one microbatch of one data shard."""
+    """Facts from tracing the loss once, on one microbatch of one data shard."""
 
     params: dict[str, Any]
     extras: dict[str, Any]
@@ -440,7 +440,7 @@ def _abstract_forms(
 def _describe_sent(
     task: _Task, placement: Placement, trace: tracing.ModelTrace, tx: Any
 ) -> list[str]:
-    """Describes weights and gradients that are not sent in the default dtypes and ways."""
+    """Describes weights and gradients whose wire format or dtype is not the default."""
     settings = task.settings
     weights = describe_wire(settings, placement, trace.eight_bits)
     weights += [*describe_weight_wire(settings, placement, task.precision)]
@@ -536,7 +536,9 @@ def _read(task: _Task, seen: _Seen) -> tuple[Any, Any, Any]:
 def _place(
     task: _Task, seen: _Seen, freeze: tuple[str, ...], stacks: Stacks
 ) -> tuple[Placement, PipelineLayout | None, frozenset[str]]:
-    """Returns (the table of parameters, the pipeline, names of parameters read layer by layer)."""
+    """Returns (placement table, pipeline layout, names of parameters that are read layer by
+    layer).
+    """
     layout, (model, loss, arrays) = None, _read(task, seen)
     stacked = find_stacked(task.settings, model, loss, arrays)
     if task.mesh.shape[STAGE] > 1:
@@ -590,7 +592,7 @@ def _lookups(task: _Task, seen: _Seen, frozen: Collection[str]) -> Lookups:
 def _examine_loss(
     task: _Task, seen: _Seen, placement: Placement
 ) -> tuple[TracedLoss, list[str], list[str]]:
-    """Returns (facts of the trace, reasons that depend on pieces, rules of custom derivatives)."""
+    """Returns (facts about the loss, reasons about parts of the batch, custom derivative rules)."""
     trace, params, extras = seen.trace, seen.params, seen.extras
     check_weight(trace, placement)
     pieces = trace_pieces(trace, params, extras, seen.microbatch, task.model)
@@ -646,7 +648,7 @@ def _abstract_batch(task: _Task) -> Tree:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Remake:
-    """Plans the same run on another mesh: the value of `Decisions.remake`."""
+    """Callable that plans the same run on another mesh; stored as `Decisions.remake`."""
 
     settings: MeshConfig
     inputs: PlanInputs

@@ -261,7 +261,7 @@ def rates_of(gpu: Gpu, folder: str | None = None) -> TierRates:
         source = f"measured here on {disk.date} ({disk.disk})"
         known = {"disk": disk.both, "disk_source": source}
     else:
-        source = f"{where}: not measured, run `zerojax bench io {there}`"
+        source = f"{where}: not measured; run `zerojax bench io {there}`"
         if gpu.disk_bandwidth is not None:
             source = f"assumed for machines with {gpu.title} ({source})"
         known = {"disk": gpu.disk_bandwidth, "disk_source": source}
@@ -340,7 +340,8 @@ def hiding(plan: Decisions, gpu: Gpu, rates: TierRates | None = None) -> Hiding 
 
 
 def _touched(plan: Decisions, num_devices: int) -> tuple[int, int]:
-    """Returns bytes read and written in files of `num_devices`: (by the update, by the pass).
+    """Returns bytes read and written in files of `num_devices`: (in the update, in forward and
+    backward).
 
     Layers' inputs are not among them.
     """
@@ -358,7 +359,7 @@ def _seconds(rates: TierRates, parts: list[Moved]) -> float:
 
 
 def card_of(plan: Decisions) -> Gpu | None:
-    """Returns the card of a plan's devices; None for other devices, and for absent ones."""
+    """Returns the GPU specification of a plan's devices; None for other or absent devices."""
     if not isinstance(plan.mesh, Mesh):
         return None
     return gpu_of_device(plan.mesh.devices.flat[0].device_kind)

@@ -51,23 +51,23 @@ def _obstacles(
     for axis, size in mesh.shape.items():
         if size > 1 and (axis not in DATA_AXES or axis == EXPERT):
             yield (
-                f"reads whole layers, and {axis}={size} splits them or their inputs",
+                f"reads whole layers from files, but {axis}={size} splits them or their inputs",
                 f"use {axis}=1",
             )
     if num_processes > 1:
         yield (
-            f"is for one process, and this run has {num_processes}, which would wait for each "
-            "other where one of them cannot read a file",
+            f"supports one process, but this run has {num_processes}, which would wait for each "
+            "other if one of them cannot read a file",
             "use one process",
         )
     if not precision.has_masters:
         yield (
-            f"makes weights from float32 masters in files, and param_dtype="
-            f"{precision.param_dtype.name} has none",
+            f"makes weights from float32 master weights in files, but param_dtype="
+            f"{precision.param_dtype.name} has no master weights",
             "use param_dtype=float32",
         )
     if averages:
         yield (
-            "cannot evaluate an average of the weights, which would be in memory",
+            "cannot evaluate an average of the weights, which would have to be in memory",
             "leave ema_decay out",
         )

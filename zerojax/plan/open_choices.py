@@ -29,17 +29,20 @@ SIZES = (SLICE_ELEMENTS // 4, SLICE_ELEMENTS * 2)
 
 
 def why_closed(plan: Decisions) -> str | None:
-    """Returns why a plan has no open choices and what to change, or None if it has some."""
+    """Returns why no choice of a plan is left to measurement, with a remedy; None if there is
+    one.
+    """
     settings = plan.settings
     if settings.tune == "off":
         return "tune=off; use tune=auto"
     if settings.deterministic is not None:
-        return "deterministic runs have the same bits everywhere; leave deterministic away"
+        return "deterministic runs must compute the same bits everywhere; leave deterministic out"
     if open_kernels(plan) or open_calls(plan) or why_slices_are_fixed(plan) is None:
         return None
     return (
-        f"kernels={settings.kernels} sets them, and neither attention nor slices of state are left "
-        "open; use kernels=auto"
+        f"kernels={settings.kernels} sets the kernels, and neither attention nor slice sizes "
+        "are left "
+        "to choose; use kernels=auto"
     )
 
 
@@ -88,7 +91,7 @@ def _products(call: Call) -> int:
 
 
 def sizes_of_slices(plan: Decisions) -> dict[str, int]:
-    """Returns {parameter: elements of its slices} for slices offloaded to the host."""
+    """Returns {parameter: elements per slice} of the parameters with slices in host memory."""
     leaves = {} if plan.offload is None else plan.offload.leaves
     return {name: leaf.slice_elements for name, leaf in leaves.items() if leaf.counts[HOST]}
 
@@ -99,9 +102,9 @@ def why_slices_are_fixed(plan: Decisions) -> str | None:
     if not sizes_of_slices(plan):
         return "no optimizer state is on the host"
     if config.slice_elements is not None:
-        return f"offload.slice_elements={config.slice_elements} sets it"
+        return f"offload.slice_elements={config.slice_elements} sets the size"
     if config.on_disk:
-        return "files keep the slices with which they were written"
+        return "files keep the slice size with which they were written"
     if config.update_in_backward:
         return "with offload.update_in_backward a slice is a layer"
     stored = (plan.precision.param_dtype, plan.precision.moments_dtype)
@@ -121,7 +124,7 @@ def describe_open_choices(plan: Decisions) -> list[str]:
     if kernels:
         parts.append(
             f"{' and '.join(titles[what] for what in kernels)} (xla, for each of {arrays} arrays, "
-            "or mosaic_gpu, once for many, of about as many bytes)"
+            "or mosaic_gpu, one launch for many arrays; both move about the same bytes)"
         )
     for kind, call in open_calls(plan).items():
         others = " or ".join(NO_MORE_MEMORY[str(call.implementation)])
@@ -132,6 +135,7 @@ def describe_open_choices(plan: Decisions) -> list[str]:
             f"slices of state on the host (at most {SLICE_ELEMENTS:,} elements, or {sizes})"
         )
     told = (
-        "measured on the GPUs of a run before step 1 (tune: auto), planned with the first named: "
+        "measured on the run's GPUs before step 1 (tune: auto); planned is the first choice of "
+        "each: "
     )
     return [told + "; ".join(parts)]

@@ -103,19 +103,20 @@ def _describe(changed: Mapping[str, LeafPlacement], why: str) -> str:
     moved = [name for name, leaf in changed.items() if leaf.has_rows]
     line = (
         f"the optimizer's update is not proven to be elementwise ({why}), so it runs on arrays of "
-        f"their true shapes: {len(changed)} are stored padded or in another order, such as {name} "
+        f"their unpadded shapes: {len(changed)} arrays are stored padded or reordered, such as "
+        f"{name} "
         f"{list(leaf.shape)} as {list(leaf.stored_shape)}"
     )
     if moved:
         line += (
             f"; the layers of {len(moved)} are exchanged between pipeline stages in every step, "
-            "with their gradients and optimizer state (zerojax.adamw, lion, lamb or sgd do without)"
+            "with gradients and optimizer state (zerojax.adamw, lion, lamb and sgd avoid this)"
         )
     return line
 
 
 class _Forms:
-    """Parameters, gradients and moments in their true and in their stored shapes, traced."""
+    """Traced updates of parameters, gradients and moments, in unpadded and in stored shapes."""
 
     def __init__(
         self,
@@ -152,7 +153,7 @@ class _Forms:
 def _fit_keywords(
     tx: optax.GradientTransformation, true: Structs, layers: frozenset[str]
 ) -> tuple[optax.GradientTransformation, ClosedJaxpr]:
-    """Returns the transformation without unsupported keywords, and its traced update.
+    """Returns the transformation without keywords that steps do not provide, and its traced update.
 
     Raises:
       ValueError: it needs a keyword that a step does not have, fails on these parameters, or
@@ -207,18 +208,19 @@ def _why_not(error: Exception) -> str:
     )
     if missing:
         return (
-            f"the optimizer needs {missing[1]} at every update, and a step has `value` (the mean "
-            "loss), `grad` and `grad_norm`, of one forward and one backward pass; it does not "
+            f"the optimizer needs {missing[1]} at every update, but a step provides only "
+            "`value` (the mean "
+            "loss), `grad` and `grad_norm` of one forward and one backward pass, and does not "
             "compute the loss again at other parameters (linesearches, Hessians): use an optimizer "
-            "without, such as zerojax.adamw"
+            "without these arguments, such as zerojax.adamw"
         )
     if isinstance(error, AttributeError) and error.name in ("fast", "slow"):
         return (
             "optax.lookahead updates two copies of the parameters in a tree of its own "
-            "(optax.LookaheadParams), which a model does not have; give its inner optimizer alone, "
+            "(optax.LookaheadParams), which a model does not have; pass only its inner optimizer, "
             "or keep an average of the weights: zerojax.with_ema(INNER, 0.999)"
         )
     return (
         f"the optimizer cannot update these parameters: {type(error).__name__}: {words[:400]}; "
-        "use another, such as zerojax.adamw"
+        "use another optimizer, such as zerojax.adamw"
     )

@@ -92,7 +92,7 @@ def plan_pipeline(
 
 
 def _may_skip(settings: MeshConfig, mesh: Mesh | AbstractMesh, loop: LayerLoop) -> bool:
-    """Returns whether a stage may skip padding rows, which hold no layer: see `cut_loss`."""
+    """Returns whether a stage may skip padding rows (rows without a layer); see `cut_loss`."""
     gathers = settings.zero > 1 and mesh.shape[DATA] > 1
     collective = mesh.shape[MODEL] > 1 or gathers or holds_collectives(loop.layer)
     return not collective and (settings.stash == "input" or loop.is_checkpointed)
@@ -114,8 +114,9 @@ def choose_microbatches(
     number = max(fitting, key=lambda n: (n % stages == 0, n), default=1)
     idle = (stages - 1) / (number + stages - 1)
     return number, [
-        f"num_microbatches={number}: of {rows} rows on a data shard, up to 4 for each of {stages} "
-        f"stages; with 1f1b {idle:.0%} of a step is idle"
+        f"num_microbatches={number}: chosen for {rows} rows per data shard, up to 4 per stage "
+        f"with {stages} "
+        f"stages; with 1f1b, {idle:.0%} of a step is idle time"
     ]
 
 
@@ -206,7 +207,7 @@ def partition_layers(
         raise ValueError(
             f"{num_layers} layers do not divide by {num_parts} parts (stages x chunks), which "
             f'partition="uniform" needs; use {near} parts, partition="flops", or a list such as '
-            f"partition={even}. It is a key of the mesh: "
+            f"partition={even}. Set it in the mesh: "
             f'{{"stage": ..., "partition": "flops"}}, mesh.partition in a run file'
         )
     return (num_layers // num_parts,) * num_parts
@@ -224,25 +225,26 @@ def _check_list(layers: tuple[int, ...], num_layers: int, num_parts: int) -> tup
         )
     if min(layers) < 1:
         raise ValueError(
-            f"partition={list(layers)} leaves a part without layers; give each at least 1{example}"
+            f"partition={list(layers)} has a part without layers; give each part at least "
+            f"1{example}"
         )
     if sum(layers) != num_layers:
         raise ValueError(
-            f"partition={list(layers)} has {sum(layers)} layers, and the model has {num_layers}; "
-            f"the entries have to add up to {num_layers}{example}"
+            f"partition={list(layers)} has {sum(layers)} layers, but the model has {num_layers}; "
+            f"the entries must add up to {num_layers}{example}"
         )
     return layers
 
 
 def _around(divisors: Sequence[int], number: int) -> list[int]:
-    """Returns the nearest divisors below and above a number that is not a divisor."""
+    """Returns the nearest divisors below and above a number."""
     below = [n for n in divisors if n < number]
     above = [n for n in divisors if n > number]
     return below[-1:] + above[:1]
 
 
 def _even(num_layers: int, num_parts: int) -> tuple[int, ...]:
-    """Returns parts that are as equal as possible, the larger ones first."""
+    """Returns part sizes that are as equal as possible, larger parts first."""
     size, larger = divmod(num_layers, num_parts)
     return (size + 1,) * larger + (size,) * (num_parts - larger)
 
@@ -250,7 +252,7 @@ def _even(num_layers: int, num_parts: int) -> tuple[int, ...]:
 def _balance(
     num_layers: int, num_parts: int, layer: float, embed: float, head: float
 ) -> tuple[int, ...]:
-    """Divides layers into parts so that the most expensive part costs least.
+    """Divides layers into parts such that the cost of the most expensive part is minimal.
 
     All parts between the first and the last are alike, so the search covers only the numbers of
     layers of these two; the others are as equal as possible.

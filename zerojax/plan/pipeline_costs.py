@@ -132,7 +132,7 @@ def balance(layout: PipelineLayout) -> float:
 
 
 def executed_flops(layout: PipelineLayout) -> float:
-    """Returns the FLOPs that one device executes in a step, masked slots and padding included.
+    """Returns the FLOPs that one device executes in a step, including masked slots and padding.
 
     Embedding and head are computed where a run has them; the embedding's forward is recomputed
     before its backward. Where padding is skipped, a device's time is that of the stage it waits

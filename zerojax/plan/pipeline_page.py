@@ -21,10 +21,10 @@ MAX_STAGE_ROWS = 16
 """Maximum stages with one row each; beyond it the middle is left out."""
 
 ZERO_SENTENCES = (
-    "zero=0: gradients are summed over data once per step, behind the last tick",
-    "zero=1: weights are gathered once per step, gradients scattered once, behind the last tick",
+    "zero=0: gradients are summed over data once per step, after the last tick",
+    "zero=1: weights are gathered once per step, gradients scattered once, after the last tick",
     "zero=2: weights are gathered once per step; gradients of the layers are scattered in the B "
-    "slot of every tick, so that none of them is whole",
+    "slot of every tick, so full gradients are never stored",
     "zero=3: weights of the layers are gathered in the F slot of every tick and again in the B "
     "slot, which scatters their gradients",
 )
@@ -64,8 +64,8 @@ def pipeline_lines(layout: PipelineLayout, placement: Placement) -> list[str]:
 
 def _bubble_sentence(layout: PipelineLayout) -> str:
     sentence = (
-        f"bubble {costs.bubble(layout):.1%} with all stages in step, as it is executed; "
-        f"{costs.field_bubble(layout):.1%} if no stage waited for the others, as papers count"
+        f"bubble {costs.bubble(layout):.1%} with all stages in lockstep, as executed; "
+        f"{costs.field_bubble(layout):.1%} if stages waited only for their inputs, as in papers"
     )
     if layout.schedule.name in ("1f1b", "gpipe"):
         sentence += ", (p-1)/(m+p-1)"
@@ -143,7 +143,7 @@ def _balance_sentence(layout: PipelineLayout) -> str:
 
 def _what_is_slowest(layout: PipelineLayout) -> str:
     if not layout.embed_flops and not layout.head_flops:
-        return "no more than the others"
+        return "the same work as the others"
     return "the head" if layout.head_flops >= layout.embed_flops else "the embedding"
 
 
@@ -153,13 +153,13 @@ def _buffer_sentence(layout: PipelineLayout) -> str:
         for name, (slots, size) in costs.buffer_bytes(layout).items()
     ]
     total = trees.format_bytes(costs.total_buffer_bytes(layout))
-    return f"buffers, the same on every device: {', '.join(parts)} = {total} (one slot is spare)"
+    return f"buffers on every device: {', '.join(parts)} = {total} (including one unused slot each)"
 
 
 def _message_sentence(layout: PipelineLayout) -> str:
     number, size = costs.num_permutes(layout), costs.activation_bytes(layout)
     return (
-        f"sent to neighbours by a device: {number} x {trees.format_bytes(size)} = "
+        f"sent by a device to neighbour stages: {number} x {trees.format_bytes(size)} = "
         f"{trees.format_bytes(costs.message_bytes(layout))} per step, both directions, idle ticks "
         "included"
     )
@@ -168,9 +168,12 @@ def _message_sentence(layout: PipelineLayout) -> str:
 def _shared_sentence(layout: PipelineLayout, placement: Placement) -> str:
     count = trees.format_count(shared_parameters(layout, placement))
     if placement.zero == 0:
-        how = "are whole on every stage; their gradients are summed over data and stage"
+        how = "are replicated on every stage; their gradients are summed over data and stage"
     else:
-        how = "are split over data and stage; all stages gather them, and scatter their gradients,"
+        how = (
+            "are sharded over data and stage; all stages gather them and reduce-scatter their "
+            "gradients"
+        )
     return f"embedding and head, {count} parameters, {how} once per step"
 
 

@@ -65,7 +65,7 @@ class Placement:
         return trees.num_elements(leaf.stored_shape) // split
 
     def held_elements(self, leaf: LeafPlacement) -> int:
-        """Returns how many elements of this parameter one device holds during a step.
+        """Returns how many elements of a parameter a device stores during a step.
 
         These are its shard or, with `wire.secondary`, the part of a node's copy.
         """
@@ -79,7 +79,9 @@ class Placement:
         return math.prod(self.axis_sizes[axis] for axis in leaf.zero_axes)
 
     def exceptions(self) -> list[tuple[str, str]]:
-        """Returns (name, reason) of every parameter that is an exception to its stage's rule."""
+        """Returns (name, reason) of every parameter that is not placed by the default rule of its
+        stage.
+        """
         return [(leaf.name, reason) for leaf in self.leaves.values() for reason in leaf.reasons]
 
 
@@ -184,7 +186,7 @@ def place_parameters(
             reasons += [reason] if reason else []
         access, reason = Access.WHOLE, None
         if zero_dim is not None:
-            common = "every pipeline stage reads it in every tick" if STAGE in zero_axes else None
+            common = "all stages read this array in every tick" if STAGE in zero_axes else None
             access, reason = _access(shape, common or barrier, rules, reads_lazily)
             if name in rules.lookups:
                 access, reason = Access.LOOK_UP, None
@@ -223,7 +225,9 @@ def _frozen_by_user(shapes: Mapping[str, Shape], rules: PlacementRules) -> froze
 def _access(
     shape: Shape, barrier: str | None, rules: PlacementRules, reads_lazily: bool
 ) -> tuple[Access, str | None]:
-    """Returns how a sharded parameter is read, and why if that is an exception to the rule."""
+    """Returns how a sharded parameter is read (`Access`), and the reason if this is not the stage's
+    default.
+    """
     if rules.zero == 1:
         return Access.GATHER_ONCE, None
     if barrier is not None:
@@ -239,13 +243,15 @@ def _access(
     reason = (
         None
         if reads_lazily
-        else "a pair of functions has no point of use: all are gathered when apply starts"
+        else "for a model of functions (init, apply) all are gathered when apply starts"
     )
     return Access.GATHER_ON_USE, reason
 
 
 def _stack_dims(shape: Shape, reads: frozenset[Shape] | None) -> tuple[int, str | None]:
-    """Returns (number of leading dimensions that a scan slices, why not gathered on use)."""
+    """Returns (number of leading dimensions that a scan slices, reason why the parameter is not
+    gathered on use).
+    """
     if not reads:
         return 0, "is never read by the loss"
     for read in reads:
@@ -319,14 +325,14 @@ def _zero_dim(
         return (
             None,
             None,
-            (f"no dimension is free of layer stack and tensor parallelism{other}: kept whole"),
+            (f"all dimensions are layers or split by tensor parallelism{other}: not sharded"),
         )
     divisible = [i for i in free if shape[i] % shards == 0]
     index = max(divisible or free, key=lambda i: shape[i])
     padded = -(-shape[index] // shards) * shards
     reason = None
     if not divisible:
-        reason = f"dim {index} of {shape[index]} is padded to {padded} to divide by {over}"
+        reason = f"dim {index} of {shape[index]} is padded to {padded}, a multiple of {over}"
     return index - len(shape), padded, reason
 
 
@@ -358,7 +364,7 @@ def place_model(
       expert_dims, lookups: as in `PlacementRules`.
     """
     integers = {
-        name: f"{leaf.dtype.name} has no gradient: frozen and kept whole"
+        name: f"{leaf.dtype.name} has no gradient: frozen and not sharded"
         for name, leaf in params.items()
         if not jnp.issubdtype(leaf.dtype, jnp.floating)
     }
@@ -371,7 +377,7 @@ def place_model(
     read_shapes |= {name: frozenset([params[name].shape[1:]]) for name in early}
     virtual_shards = settings.virtual_shards if settings.deterministic else None
     if virtual_shards is not None:
-        again = "is read more than once, and its sums need a fixed order"
+        again = "is read more than once, but its gradient needs a fixed order of sums"
         repeated = dict.fromkeys(_read_repeatedly(params, trace), again)
         barriers = repeated | barriers
     rules = settings.rules
@@ -405,21 +411,25 @@ def place_model(
 
 
 def _why_not_in_branches(settings: MeshConfig) -> str | None:
-    """Returns why no collective may stand in a branch, although all devices take it alike."""
+    """Returns why collectives must not be inside branches, even if all devices take the same
+    branch.
+    """
     inside = "is read inside `cond`, and"
     if settings.stage > 1:
-        return f"{inside} stages run different microbatches at the same time"
+        return f"{inside} pipeline stages run different microbatches at the same time"
     if not settings.offload.is_off:
-        return f"{inside} offload moves state outside of branches"
+        return f"{inside} offload cannot move state inside branches"
     if settings.deterministic:
-        return f"{inside} deterministic={settings.deterministic} sums outside of branches"
+        return f"{inside} deterministic={settings.deterministic} cannot sum inside branches"
     if settings.wire.weights != "compute":
-        return f"{inside} wire.weights codes values outside of branches"
+        return f"{inside} wire.weights cannot quantize values inside branches"
     return None
 
 
 def _read_repeatedly(params: Mapping[str, Any], trace: tracing.ModelTrace) -> list[str]:
-    """Returns the parameters with a value that is read twice: tied, or read whole inside a loop."""
+    """Returns parameters that are read twice: tied weights, or parameters read as a whole inside a
+    loop.
+    """
     found: dict[str, bool] = {}
     for read in marked_reads(trace.jaxpr.jaxpr):
         sliced = len(params[read.name].shape) - len(read.shape) - read.mapped_dims
@@ -429,7 +439,7 @@ def _read_repeatedly(params: Mapping[str, Any], trace: tracing.ModelTrace) -> li
 
 @dataclasses.dataclass(frozen=True)
 class StraightPiece:
-    """A straight piece of a program: between two loops that read parameters, or inside one.
+    """Straight-line part of a program: between two loops that read parameters, or inside one.
 
     Attributes:
       names: of the parameters that are read there.
@@ -441,7 +451,7 @@ class StraightPiece:
 
 
 def straight_pieces(program: Any) -> list[StraightPiece]:
-    """Returns the straight pieces of a traced loss in which parameters are read.
+    """Returns the straight-line parts of a traced loss that read parameters.
 
     Args:
       program: a jaxpr, with a mark at every read.
@@ -449,7 +459,9 @@ def straight_pieces(program: Any) -> list[StraightPiece]:
     pieces: list[StraightPiece] = []
 
     def walk(program: Any, names: set[str], in_loop: bool) -> set[str]:
-        """Adds complete pieces to `pieces`; returns the names of the unfinished piece."""
+        """Adds finished straight-line parts to `pieces`; returns the parameter names of the
+        unfinished part.
+        """
         for equation in program.eqns:
             name = read_name(equation)
             if name is not None:
@@ -465,7 +477,7 @@ def straight_pieces(program: Any) -> list[StraightPiece]:
         return names
 
     def _finished(inner: Any) -> list[StraightPiece]:
-        """Returns the pieces of a loop's body."""
+        """Returns the straight-line parts inside the body of a loop."""
         return [StraightPiece(piece.names, True) for piece in straight_pieces(inner)]
 
     last = walk(program, set(), False)
@@ -476,7 +488,7 @@ def straight_pieces(program: Any) -> list[StraightPiece]:
 def unrolled(
     placement: Placement, pieces: Sequence[StraightPiece], access: Access = Access.GATHER_ON_USE
 ) -> frozenset[str]:
-    """Returns the parameters of one access that are alive together outside of loops.
+    """Returns the parameters of one access that exist at the same time outside of loops.
 
     Empty if these are not most of the parameters with that access.
 

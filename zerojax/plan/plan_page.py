@@ -227,7 +227,10 @@ def offload_lines(plan: Decisions) -> list[str]:
     if found is not None:
         lines += hiding_lines(found, tokens_per_step(plan))
     elif moved:
-        lines += _wrap("what hides it depends on the card: see `zerojax plan --gpu NAME`")
+        lines += _wrap(
+            "which transfers overlap with products depends on the GPU: "
+            "see `zerojax plan --gpu NAME`"
+        )
     return lines
 
 
@@ -264,16 +267,23 @@ def hiding_lines(found: Hiding, tokens: int | None) -> list[str]:
     if found.stream_seconds:
         seconds.append(f"{_seconds(found.stream_seconds)} beside forward and backward")
     lines += _wrap(f"at best {', '.join(seconds)}")
-    rate = f"{found.flops / 1e12:.0f} TFLOP/s, half of the card's peak"
+    rate = f"{found.flops / 1e12:.0f} TFLOP/s, half of the GPU's peak"
     if found.disk_seconds is None:
         return lines
     if found.tokens is None:
-        return [*lines, *_wrap(f"no number of tokens hides it at {rate}")]
+        return [
+            *lines,
+            *_wrap(f"with products at {rate}, no number of tokens per step hides the transfers"),
+        ]
     if not found.tokens:
-        return [*lines, *_wrap(f"products at {rate}, last longer with any number of tokens")]
+        return [
+            *lines,
+            *_wrap(f"products at {rate}, take longer than the transfers with any number of tokens"),
+        ]
     now = "" if tokens is None else f" (now {trees.format_count(tokens)})"
     return lines + _wrap(
-        f"products at {rate}, last as long with {trees.format_count(found.tokens)} tokens "
+        f"products at {rate}, take as long as the transfers with "
+        f"{trees.format_count(found.tokens)} tokens "
         f"per step{now}"
     )
 
@@ -285,12 +295,13 @@ def _slices_sentence(layout: OffloadLayout) -> str:
     plural = "" if len(leaves) == 1 else "s"
     sentence = (
         f"state of {len(leaves)} parameter{plural} in {number} slices of {', '.join(layout.arrays)}"
-        f", at most {largest:,} elements; three of each array are on the device in the update"
+        f", at most {largest:,} elements; three slices of each array are on the device during "
+        "the update"
     )
     if layout.kept:
         number, (name, why) = len(layout.kept), layout.kept[0]
         plural = "" if number == 1 else "s"
-        sentence += f"; {number} parameter{plural} as without offload ({name}: {why})"
+        sentence += f"; {number} parameter{plural} not offloaded ({name}: {why})"
     return sentence
 
 

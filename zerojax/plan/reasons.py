@@ -43,7 +43,8 @@ def describe_choices(
     lines = [f"mesh {meshes.describe_mesh(mesh)}: {split}"]
     if shards == 1 and settings.zero and mesh.shape[STAGE] > 1:
         lines.append(
-            f"zero={settings.zero} splits only what all pipeline stages read: the data axis has "
+            f"zero={settings.zero} splits only embedding and head, which all pipeline stages "
+            "have: the data axis has "
             "one device"
         )
     elif shards == 1 and settings.zero:
@@ -55,7 +56,8 @@ def describe_choices(
     model_axis = mesh.shape[MODEL]
     if model_axis > 1 and not any(MODEL in leaf.axes for leaf in placement.leaves.values()):
         lines.append(
-            f"model={model_axis} splits nothing, so {model_axis} devices each compute the same: no "
+            f"model={model_axis} splits nothing, so {model_axis} devices repeat the same "
+            "computation: no "
             "rule matches a parameter; pass rules=, which zerojax.propose_rules(model, mesh, "
             "example_batch=batch) proposes, or model=1"
         )
@@ -64,8 +66,8 @@ def describe_choices(
     if count:
         found = "1 parameter is" if count == 1 else f"{count} parameters are"
         lines.append(
-            f"{found} stored otherwise, as padded or kept whole: `exceptions` in plan.table() says "
-            "why"
+            f"{found} stored differently (for example padded or not sharded): "
+            "the section `exceptions` of plan.table() says why"
         )
     return lines
 
@@ -77,7 +79,7 @@ def describe_deterministic(settings: MeshConfig, num_microbatches: int) -> list[
     count = settings.virtual_shards
     lines = [
         f"deterministic='mesh': the same bits on any number of devices that divides {count}, each "
-        f"of which computes {num_microbatches} of {count} virtual shards, one after the other"
+        f"of which computes {num_microbatches} of {count} virtual shards in sequence"
     ]
     if settings.zero >= 2:
         lines.append("gradients of each virtual shard are exchanged separately")
@@ -121,7 +123,7 @@ def describe_model(
     lines += getattr(model, "notes", ())
     if switched := getattr(model, "switched", ()):
         names = ", ".join(switched)
-        lines.append(f"{names}: set by the mode, training or evaluation, unless a call sets them")
+        lines.append(f"{names}: set by the mode (training or evaluation) unless a call passes them")
     averaged = [
         name
         for name, leaf in extras.items()
@@ -132,12 +134,12 @@ def describe_model(
     ]
     if averaged:
         lines.append(
-            f"{_some(averaged, 'arrays')} carried besides parameters: each shard of the batch "
+            f"{_some(averaged, 'arrays')} non-parameter state: each shard of the batch "
             "updates them from its own rows, then the updates are averaged"
         )
     if counted:
         lines.append(
-            f"{_some(sorted(counted), 'arrays')} carried besides parameters as counts: the "
+            f"{_some(sorted(counted), 'arrays')} counts in the non-parameter state: the "
             "additions of all shards of the batch are summed"
         )
     if model.step_rules:
@@ -173,18 +175,22 @@ def _describe_gathers(placement: Placement, trace: ModelTrace) -> list[str]:
     leaves = placement.leaves.values()
     on_use = [leaf.name for leaf in leaves if leaf.access is Access.GATHER_ON_USE]
     once = sum(leaf.access is Access.GATHER_ONCE for leaf in leaves)
-    rest = f"; {once} {'are' if once > 1 else 'is'} gathered once per step and kept" if once else ""
+    rest = (
+        f"; {once} {'are' if once > 1 else 'is'} gathered once per step and stored until its end"
+        if once
+        else ""
+    )
     if not on_use:
         return [f"no parameter is gathered on use{rest}"] if once else []
     lines = [
         f"{len(on_use)} of {len(placement.leaves)} parameters are gathered on use in the forward "
-        f"pass and again in the backward pass; none is kept between{rest}"
+        f"pass and again in the backward pass; none is stored in between{rest}"
     ]
     together = unrolled(placement, straight_pieces(trace.jaxpr.jaxpr))
     if together:
         lines.append(
             f"{len(together)} of these are read outside of loops, so that the compiler may gather "
-            "all of them at once, and the table counts them so: layers that run in a jax.lax.scan "
+            "all of them at once, as the memory table assumes. Layers that run in a jax.lax.scan "
             "(zerojax.Stages, flax.linen.scan, nnx.scan) are gathered one at a time"
         )
     return lines
@@ -193,7 +199,9 @@ def _describe_gathers(placement: Placement, trace: ModelTrace) -> list[str]:
 def _describe_raised(
     params: Mapping[str, Any], placement: Placement, precision: Precision
 ) -> list[str]:
-    """Describes parameters kept in more bits than the model's dtype, or in fewer than 64."""
+    """Describes parameters that are stored in more bits than the model's dtype, or in fewer than
+    64.
+    """
     kept = jnp.dtype(precision.param_dtype)
     lower = [
         name
@@ -204,13 +212,13 @@ def _describe_raised(
     ]
     wide = [name for name, leaf in params.items() if leaf.dtype == jnp.float64]
     if wide:
-        return [f"{_some(wide, 'parameters')} float64 in the model, kept here in {kept.name}"]
+        return [f"{_some(wide, 'parameters')} float64 in the model, stored in {kept.name}"]
     if not lower:
         return []
     own = ", ".join(sorted({params[name].dtype.name for name in lower}))
     computed = jnp.dtype(precision.compute_dtype).name
     return [
-        f"{_some(lower, 'parameters')} {own} in the model, kept here in {kept.name} and computed "
+        f"{_some(lower, 'parameters')} {own} in the model, stored in {kept.name} and computed "
         f"with in {computed}"
     ]
 
@@ -234,8 +242,8 @@ def describe_frozen(
     if any(params[name].dtype.itemsize > kept.itemsize for name in frozen):
         line += f": the model's extra precision beyond {kept.name} is lost, in exports too"
         if kept == jnp.float16:
-            line += f", and what is beyond {jnp.finfo(kept).max:,.0f} is infinite"
-        line += "; freeze_dtype=fp32 keeps them"
+            line += f", and values beyond {jnp.finfo(kept).max:,.0f} become infinite"
+        line += "; freeze_dtype=fp32 preserves all values"
     return [line]
 
 
@@ -247,7 +255,7 @@ WIDE_PRODUCTS = "products: "
 
 
 def _describe_wide(trace: ModelTrace, precision: Precision) -> list[str]:
-    """Describes the share of float32 arithmetic despite a 16-bit compute dtype."""
+    """Describes the share of arithmetic in float32 despite a 16-bit compute dtype."""
     computed = jnp.dtype(precision.compute_dtype)
     if computed.itemsize >= 4:
         return []
@@ -263,7 +271,7 @@ def _describe_wide(trace: ModelTrace, precision: Precision) -> list[str]:
 
 
 def _some(names: list[str], things: str) -> str:
-    """Returns a count with an example: "3 parameters (such as a/kernel) are"."""
+    """Returns a count with one example, such as "3 parameters (such as a/kernel) are"."""
     verb = "are" if len(names) > 1 else "is"
     return f"{len(names)} {things if len(names) > 1 else things[:-1]} (such as {names[0]}) {verb}"
 
@@ -291,7 +299,8 @@ def describe_update(
         measured = isinstance(tx, Optimizer) and tx.begin is not None
         if measured and chosen.reason.startswith(SAME_BYTES):
             lines[-1] += (
-                f"; XLA launches it for each of {len(params)} arrays, the kernel once for all. "
+                f"; XLA launches one kernel for each of {len(params)} arrays, mosaic_gpu one "
+                "for all. "
                 "With tune=auto a run measures both on its GPUs"
             )
     statistics = choices["statistics"]
@@ -300,8 +309,8 @@ def describe_update(
     if isinstance(tx, Optimizer) and tx.kernel == "lamb" and stacks:
         each = "each layer" if tx.per_layer else "all layers together (per_layer=False)"
         lines.append(
-            f"lamb: one ratio of norms for {each} of {len(stacks)} stacked parameters, such as "
-            f"{min(stacks)}; one for each other array"
+            f"lamb: one trust ratio for {each} of {len(stacks)} stacked parameters, such as "
+            f"{min(stacks)}; one for every other array"
         )
     return lines
 
@@ -327,15 +336,15 @@ def describe_ragged(trace: ModelTrace, mesh: Mesh | AbstractMesh) -> list[str]:
     return [
         f"jax.lax.ragged_dot with {groups} groups: XLA for NVIDIA GPUs multiplies each row with "
         f"the matrices of all groups, {groups} times the arithmetic, in the backward pass too "
-        f"({share:.0%} of the FLOPs of all products, were it done once); zerojax.experts takes "
-        "batched products with equal rows per expert"
+        f"({share:.0%} of the FLOPs of all products, counted once); zerojax.experts takes "
+        "batched products with the same number of rows for each expert"
     ]
 
 
 def describe_options(known: Mapping[str, Any], dropped: Mapping[str, str]) -> list[str]:
     """Returns one line for each compiler option that the plan chose, used or left out."""
     lines = [f"compiler option {name}={value}" for name, value in known.items()]
-    return lines + [f"compiler option {name} is left out: {why}" for name, why in dropped.items()]
+    return lines + [f"compiler option {name} is not used: {why}" for name, why in dropped.items()]
 
 
 def describe_offload(
@@ -355,7 +364,7 @@ def describe_offload(
     largest = max((leaf.slice_elements for leaf in layout.leaves.values()), default=0)
     if not layout.leaves:
         return [
-            f"{what} moves nothing: no parameter's shard has offload.min_elements "
+            f"{what} has no effect: no parameter's shard has offload.min_elements "
             f"{config.min_elements:,}; lower it, or leave offload out"
         ]
     limit = f"{config.min_elements:,} elements"
@@ -367,6 +376,6 @@ def describe_offload(
     if layout.by_layer:
         lines.append(
             f"offload.params {config.params}: the weights of {len(layout.by_layer)} parameters "
-            "come to the device layer by layer"
+            "are copied to the device layer by layer"
         )
     return lines if tiles is None else [*lines, *describe_tiles(settings, tiles)]

@@ -27,7 +27,8 @@ Tree = Any
 def check_no_other_way(
     asked: str, what: str, settings: MeshConfig, mesh: Mesh | AbstractMesh
 ) -> None:
-    """Raises if a `wire` setting conflicts with another setting that sends the same values.
+    """Raises if a `wire` setting conflicts with another setting that changes how the same values
+    are sent.
 
     Args:
       asked: the setting, as it is written.
@@ -46,7 +47,7 @@ def check_no_other_way(
     for other, is_there in others.items():
         if is_there:
             raise ValueError(
-                f"{asked} with {other} is not supported, because {other} {what} in its own way; "
+                f"{asked} with {other} is not supported, because {other} {what} differently; "
                 "leave one of them out"
             )
 
@@ -63,12 +64,13 @@ def check_batch(batch: Tree, mesh: Mesh | AbstractMesh, num_microbatches: int) -
         )
     leaves = trees.flatten_names(batch)
     if not leaves:
-        raise ValueError("the batch has no arrays; give a tree of arrays [rows, ...]")
+        raise ValueError("the batch has no arrays; pass a tree of arrays [rows, ...]")
     rows = max(leaf.shape[0] if leaf.shape else 0 for leaf in leaves.values())
     for name, leaf in leaves.items():
         if not leaf.shape:
             raise ValueError(
-                f"batch[{name!r}] is a scalar, and dimension 0 of every array is the rows of the "
+                f"batch[{name!r}] is a scalar, but dimension 0 of every array must be the rows "
+                "of the "
                 f"batch; repeat it: numpy.full({rows or 'rows'}, value)"
             )
     sizes = {name: leaf.shape[0] for name, leaf in leaves.items()}
@@ -134,12 +136,13 @@ def check_deterministic(
         )
     if not settings.offload.is_off:
         raise ValueError(
-            f"{asked} together with offload: slices of state are not updated in one order on every "
+            f"{asked} together with offload: the order in which slices of state are updated "
+            "differs with the "
             "mesh; leave offload or deterministic out"
         )
     if precision.accumulate_dtype != jnp.float32:
         raise ValueError(
-            f"{asked} adds up in float32, and accumulate_dtype is "
+            f"{asked} accumulates in float32, but accumulate_dtype is "
             f"{jnp.dtype(precision.accumulate_dtype).name}; use accumulate_dtype='fp32'"
         )
     return needed
@@ -159,8 +162,9 @@ def check_wire(settings: MeshConfig, eight_bits: Collection[str]) -> None:
     asked = f"wire.weights={settings.wire.weights}"
     if settings.zero != 3:
         raise ValueError(
-            f"{asked} needs weights that are gathered on use, but zero={settings.zero} gathers "
-            "none on use; use zero=3, or wire.weights=compute"
+            f"{asked} needs weights that are gathered on use (in each layer), but "
+            f"zero={settings.zero} gathers "
+            "none so; use zero=3, or wire.weights=compute"
         )
     if not eight_bits:
         raise ValueError(
@@ -184,7 +188,8 @@ def check_elementwise(settings: MeshConfig, tx: Any) -> None:
     kernel = getattr(tx, "kernel", None)
     what = f"the optimizer {kernel}" if kernel else "a plain optax transformation"
     raise ValueError(
-        f"deterministic='mesh' needs an elementwise update, and {what} may use whole shards, which "
+        f"deterministic='mesh' needs an elementwise update, but {what} may combine elements of "
+        "a shard, and shards "
         "differ between meshes; use zerojax.adamw, lion or sgd"
     )
 
@@ -215,8 +220,8 @@ def check_reads(names: Collection[str], read: Collection[str]) -> None:
     if not read:
         raise ValueError(
             f"the loss reads none of the model's {len(names)} parameters (such as "
-            f"{next(iter(names))}); loss(model, batch) must call the model in its first argument, "
-            "not one from outside"
+            f"{next(iter(names))}); loss(model, batch) must use its argument `model`, "
+            "not a model from an outer scope"
         )
 
 
@@ -239,7 +244,7 @@ def check_not_per_example(result: Any, batch: Tree, piece: Tree) -> None:
     whole = [all_rows, *shape[1:]]
     raise ValueError(
         f"the loss returned a value for each row, {first.dtype.name}{whole} of the {all_rows} rows "
-        f"of a batch ({list(shape)} where it is cut over devices and microbatches); return their "
+        f"of a batch ({list(shape)} on each device and microbatch); return their "
         "mean, with .mean(), or the pair (values.sum(), values.size)"
     )
 
@@ -259,8 +264,9 @@ def check_arguments(loss: Callable[..., Any]) -> None:
     except TypeError as error:
         name = getattr(loss, "__name__", type(loss).__name__)
         raise TypeError(
-            f"a loss is called as loss(model, batch), and {name}{signature} cannot be: {error}; "
-            "take the whole batch as one argument, and its arrays from that"
+            f"a loss is called as loss(model, batch), but {name}{signature} cannot be called "
+            f"so: {error}; "
+            "use one argument for the whole batch, and take the arrays from it"
         ) from None
 
 
@@ -310,7 +316,7 @@ def _described(batch: Tree) -> str:
 
 
 def _instead(line: str) -> str:
-    """Returns what to write in place of a line that needs a concrete value."""
+    """Returns the suggested replacement for a line that needs a concrete value."""
     asked = re.search(r"\b(float|int|bool)\(|\.(item|tolist)\(|\bnp\.|\bnumpy\.", line)
     if asked is not None and not re.match(r"(if|elif|while|assert)\b", line):
         word = asked[1] or asked[2]

@@ -59,14 +59,14 @@ class Rolling:
         return {stack: rows for loop in self.loops for stack, rows in loop.stacks.items()}
 
     def given_up(self, error: Exception) -> Rolling:
-        """Returns a result without loops, whose reasons name the error that rolling caused."""
+        """Returns a result without loops, whose reasons contain the error that rolling caused."""
         titles = ", ".join(loop.title for loop in self.loops)
         return Rolling(reasons=(f"layers: {titles} not rolled: {describe_error(error)}",))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Wishes:
-    """Settings of parameters by name, which have to be the same for all rows of a stack.
+    """Per-parameter settings, which must be equal for all rows of a stack.
 
     Attributes:
       settings: the mesh options; mesh: made from them.
@@ -127,7 +127,7 @@ def _choose(
             reasons.append(f"layers: {loop.describe()}{said}")
         elif loop.layers.num_layers >= MIN_TURNS:
             more = (
-                f" (the longer list is not one loop: {loop.why_not_more})"
+                f" (the longer list cannot become one loop: {loop.why_not_more})"
                 if loop.why_not_more
                 else ""
             )
@@ -167,27 +167,29 @@ def _choose_remat(loop: Loop, wishes: Wishes, params: Structs) -> tuple[str, str
         return "model", ""
     sizes = [trees.format_bytes(x) for x in (fewer, kept, weights)]
     return ELEMENTWISE, (
-        f"; the backward pass recomputes elementwise results: it keeps {sizes[0]}, not {sizes[1]}, "
-        f"beside {sizes[2]} of weights (roll_remat=model keeps them)"
+        f"; the backward pass recomputes elementwise results: activations of {sizes[0]} are "
+        f"stored instead of {sizes[1]}, "
+        f"with weights of {sizes[2]} (roll_remat=model stores all)"
     )
 
 
 def _why_never(model: tracing.Model, wishes: Wishes) -> str | None:
     """Returns why no layers of a model may be rolled into a loop, or None."""
     if model.overwritten:
-        return f"{min(model.overwritten)} is overwritten with its gradient, layer by layer"
+        return f"{min(model.overwritten)} is overwritten with its gradient in each layer"
     if isinstance(wishes.tx, Optimizer) and wishes.tx.with_stacks is None:
         return (
-            f"{wishes.tx.kernel} codes the state of whole arrays, which stacks would change in a "
-            "checkpoint; zerojax.adamw, lion, lamb and sgd do not"
+            f"{wishes.tx.kernel} encodes the state of whole arrays, which stacking would change "
+            "in a "
+            "checkpoint; zerojax.adamw, lion, lamb and sgd do not have this limit"
         )
     if wishes.settings.offload.on_disk:
-        return "offload.opt_state has nvme, whose files hold parameters as the model names them"
+        return "offload.opt_state uses nvme, whose files store each layer's parameter separately"
     return None
 
 
 def _why_not_worth(loop: Loop, wishes: Wishes) -> str | None:
-    """Returns why a loop costs more than it saves, or None.
+    """Returns why a loop would cost more than it saves, or None.
 
     Without a checkpoint around each layer, and without weights that are gathered or streamed layer
     by layer, a loop only stacks what the backward pass needs: 188 MiB where 24 unrolled layers had
@@ -204,12 +206,14 @@ def _why_not_worth(loop: Loop, wishes: Wishes) -> str | None:
     )
     if not by_layer:
         return (
-            "a loop would store more for the backward pass; with roll_remat=full, or zero=3, it "
+            "a loop would store more for the backward pass; with roll_remat=full, or zero=3, a "
+            "loop "
             "stores less"
         )
     if not loop.has_small_rows:
         return (
-            f"{trees.format_bytes(loop.row_bytes)} that differ by layer, such as masks, would be "
+            f"{trees.format_bytes(loop.row_bytes)} of values that differ by layer, such as "
+            "masks, would be "
             f"stacked beside {trees.format_bytes(loop.carry_bytes * loop.count)} of activations"
         )
     return None
@@ -222,7 +226,7 @@ def _fewest_turns(wishes: Wishes) -> int:
 
 
 def works_with_loops_alone(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> bool:
-    """Returns whether the settings are refused for a model whose layers do not run in a loop."""
+    """Returns whether the settings require layers that run in a loop."""
     by_layer = settings.offload.params != DEVICE or settings.offload.activations != DEVICE
     return mesh.shape[STAGE] > 1 or by_layer
 
@@ -245,7 +249,7 @@ def check_remat(settings: MeshConfig, rolling: Rolling) -> None:
 
 
 class _Rows:
-    """Settings of each parameter, by name, which decide whether it can be a row of a stack."""
+    """Per-parameter settings that decide whether a parameter can be a row of a stack."""
 
     def __init__(self, model: tracing.Model, params: Structs, wishes: Wishes) -> None:
         self._params, self._wishes = params, wishes
@@ -264,7 +268,9 @@ class _Rows:
         self._forms = {} if isinstance(tx, Optimizer) else self._state_forms()
 
     def kind_of(self, name: str) -> tuple[Any, ...]:
-        """Returns (source, setting) pairs of a parameter, equal for all rows of a stack."""
+        """Returns the (source, setting) pairs of a parameter; they must be equal for all rows of a
+        stack.
+        """
         return (
             ("freeze", self._frozen[name]),
             ("a tensor-parallel rule", self._axes[name]),
@@ -273,7 +279,7 @@ class _Rows:
         )
 
     def _state_forms(self) -> dict[str, tuple[Any, ...]]:
-        """Returns {name: how a transformation keeps the state of that parameter}.
+        """Returns {name: structure of a transformation's state for that parameter}.
 
         Groups and masks, such as those of `optax.multi_transform`, keep different state for
         different parameters.
@@ -341,7 +347,7 @@ def _form(result: Any) -> tuple[Any, list[Any]]:
 
 
 def fit_stacks(tx: optax.GradientTransformation, stacks: Stacks) -> optax.GradientTransformation:
-    """Returns the optimizer for stacks: each row is updated as a separate array."""
+    """Adapts the optimizer to stacks: each row is updated like a separate array."""
     if not stacks:
         return tx
     if isinstance(tx, Optimizer):

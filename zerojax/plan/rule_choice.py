@@ -106,7 +106,8 @@ def choose_splits(
 def _competing(
     candidates: Sequence[DimGroup], groups: DimGroups, sizes: Mapping[str, int]
 ) -> list[DimGroup]:
-    """Returns the groups that split different parameters and no common value, best first.
+    """Returns groups that can be split together, because they share no parameter and no value, best
+    first.
 
     Groups that the batch has too, and parts of heads, are never split.
     """
@@ -127,25 +128,25 @@ def _competing(
 def _why_whole(group: DimGroup, sizes: Mapping[str, int], degree: int) -> str | None:
     """Returns the reason why a group stays whole; None if it is split."""
     if group.inputs:
-        return f"its dimension of {group.size} is also one of {group.inputs[0]}"
+        return f"its dimension of size {group.size} is shared with {group.inputs[0]}"
     if group.obstacles:
         why = group.obstacles[0]
-        remedy = "; give each part a parameter of its own" if why in _SEVERAL else ""
-        return f"its dimension of {group.size} {why}{remedy}"
+        remedy = "; use a separate parameter for each part" if why in _SEVERAL else ""
+        return f"its dimension of size {group.size} {why}{remedy}"
     if group.size % degree:
         fitting = [n for n in range(2, degree) if group.size % n == 0]
-        use = f"use model={fitting[-1]}" if fitting else "no smaller model axis does either"
+        use = f"use model={fitting[-1]}" if fitting else "no smaller size divides it either"
         return (
-            f"its dimension comes in {group.size} parts (heads of keys, for attention), which "
+            f"its dimension has {group.size} parts (key/value heads in attention), which "
             f"model={degree} does not divide; {use}"
         )
     if group.rows:
         return None
     if group.tables and not group.by_batch and not group.columns:
-        return "its rows are not looked up by the batch, but by position or constants"
+        return "its rows are looked up by positions or constants, not by the batch"
     share = sum(map(sizes.__getitem__, group.dims)) / sum(sizes.values())
     if share < SMALL_SHARE:
-        return f"it is {share:.1%} of all weights, which would not be worth an all-reduce"
+        return f"it is {share:.1%} of all weights, too few to be worth an all-reduce"
     return None
 
 
@@ -174,16 +175,16 @@ def _by_parameter(
 
 
 def _role(group: DimGroup, name: str) -> SplitChoice:
-    """Returns the choice for a parameter of a group that is split, without its costs."""
+    """Returns the choice (without costs) for a parameter in a group that is split."""
     make = functools.partial(SplitChoice, dim=group.dims[name])
     if name in group.rows:
         why = "sums over split features: an all-reduce of its result follows"
         return make(kind="row", why=why)
     if name in group.tables:
         reduced = "; the loss reduces the split output" if name in group.columns else ""
-        why = f"a device looks up its own rows, then an all-reduce{reduced}"
+        why = f"each device looks up its own rows, then an all-reduce follows{reduced}"
         return make(kind="vocabulary", why=why)
-    parts = f"its output is split in up to {group.size} parts"
+    parts = f"its output is split into up to {group.size} parts"
     if name in group.columns and group.rows:
         partner = _first(group, group.rows)
         return make(kind="column", why=f"{parts}, which {{}} sums over", partner=partner)

@@ -222,7 +222,7 @@ def _without_other_axes(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
 
 
 def _other_inputs(plan: Plan) -> tuple[list[str], list[str]]:
-    """Returns the names of a traced loss's inputs after the parameters: (state, batch)."""
+    """Returns the names of the inputs of a traced loss after the parameters: (state, batch)."""
     batch = [
         f"batch[{name!r}]" if name else "the batch" for name in flatten_names(plan.abstract_batch)
     ]
@@ -270,7 +270,9 @@ def _parts(
 
 
 def _axes(param: Any, choice: SplitChoice, stack_dims: int) -> tuple[str | None, ...]:
-    """Returns the axis of each dimension but those of stacked layers; () for a whole parameter."""
+    """Returns the mesh axis of each dimension except stacked layers; () for an unsplit
+    parameter.
+    """
     if choice.dim is None:
         return ()
     axes = [MODEL if dim == choice.dim else None for dim in range(len(param.shape))]
@@ -309,8 +311,10 @@ def _headline(proposal: RuleProposal) -> str:
     weights = format_bytes(proposal.weight_bytes)
     if not split:
         return (
-            f"nothing to split over model={proposal.model}: no product's output stays split until "
-            "another product sums it, for the reasons below; use model=1, or give rules of your own"
+            f"nothing can be split over model={proposal.model}: no product's output can stay "
+            "split until "
+            "another product sums over it, for the reasons below; use model=1, or pass your own "
+            "rules"
         )
     left = format_bytes(proposal.weight_bytes - proposal.saved_bytes)
     return (

@@ -60,9 +60,10 @@ def _planned(plan: Plan, inputs: PlanInputs, length: int, seq_len: int) -> Plan:
         return plan_of(inputs, plan.mesh, zero=settings.zero, **plan_options(settings))
     except Exception as error:
         raise ConfigError(
-            f"rows of {length} tokens, one of the compiled lengths of the curriculum, cannot be "
+            f"rows of {length} tokens (one of the curriculum's compiled lengths) cannot be "
             f"planned, although rows of {seq_len} can ({type(error).__name__}: {error}); use a "
-            "model and settings that take shorter rows, or other lengths (min_length, length_step)",
+            "model and settings that support shorter rows, or other lengths (min_length, "
+            "length_step)",
             ("curriculum", "type"),
         ) from error
 
@@ -76,7 +77,7 @@ def _check_state(plan: Plan, rung: Plan, length: int, seq_len: int) -> None:
             shapes = [None if x is None else list(x[0]) for x in at]
             raise ConfigError(
                 f"the model's state depends on the length of rows: {name} is {shapes[0]} with "
-                f"{seq_len} tokens and {shapes[1]} with {length}; make its size a setting of the "
+                f"{seq_len} tokens and {shapes[1]} with {length}; make this size a setting of the "
                 "model, or leave the curriculum out",
                 ("curriculum", "type"),
             )

@@ -41,14 +41,18 @@ class Ladder:
 
     @property
     def is_weighted(self) -> bool:
-        """Whether some steps have fewer tokens than their compiled length, by weights of 0."""
+        """Whether some steps use fewer tokens than their compiled length, by weights of 0."""
         return self.config.rungs != self.config.all_lengths
 
     def describe(self) -> list[str]:
         """Returns lines for the plan: lengths of rows, and those that are compiled."""
         config = self.config
         lengths, rungs = config.all_lengths, ", ".join(map(str, config.rungs))
-        how = "weights of 0 at the end of rows make the others" if self.is_weighted else "no others"
+        how = (
+            "other lengths use a longer row with weights of 0 at its end"
+            if self.is_weighted
+            else "no others"
+        )
         end = config.first_step_above(self.last_below, 0)
         return [
             f"curriculum: rows of {config.length(1)} to {config.last_length} of {self.seq_len} "
@@ -65,7 +69,8 @@ class Ladder:
 
 
 def ladder_of(plan: Decisions, curriculum: CurriculumConfig, *, has_own_loss: bool) -> Ladder:
-    """Returns the ladder of a run, without plans, after checking that lengths mean what they say.
+    """Returns the compiled lengths of a run, without plans, after checking that shorter rows are
+    exact.
 
     Args:
       plan: of whole rows.
@@ -82,11 +87,15 @@ def ladder_of(plan: Decisions, curriculum: CurriculumConfig, *, has_own_loss: bo
     most = max([most, *curriculum.lengths])
     if most > seq_len:
         name = "max_length" if curriculum.max_length else "lengths"
-        raise _refusal(f"{most} is above the {seq_len} tokens of the data's rows; lower it", name)
+        raise _refusal(
+            f"{most} is above the {seq_len} tokens of the data's rows; lower the value", name
+        )
     if curriculum.schedule_type != "fixed_discrete" and curriculum.first_length > seq_len:
         name = "length_step" if curriculum.min_length is None else "min_length"
         first = curriculum.first_length
-        raise _refusal(f"{first} is above the {seq_len} tokens of the data's rows; lower it", name)
+        raise _refusal(
+            f"{first} is above the {seq_len} tokens of the data's rows; lower the value", name
+        )
     if curriculum.schedule_type != "fixed_discrete" and curriculum.max_length is None:
         curriculum = dataclasses.replace(curriculum, max_length=seq_len)
     _check_settings(plan)
@@ -104,7 +113,7 @@ def _keys(plan: Decisions, curriculum: CurriculumConfig, *, has_own_loss: bool) 
         raise _refusal(f"batches are a {type(batch).__name__}, not a dict; {_KEYS}", "keys")
     if SEGMENTS in batch:
         raise _refusal(
-            "rows are packed (batch['segments']): a shorter row would cut texts in two; leave the "
+            "rows are packed (batch['segments']), so a shorter row would split texts; leave the "
             "curriculum or the packing out",
             "type",
         )
@@ -113,13 +122,14 @@ def _keys(plan: Decisions, curriculum: CurriculumConfig, *, has_own_loss: bool) 
         others = [name for name in batch if name not in LANGUAGE_MODEL_KEYS]
         if not _is_next_token(plan, has_own_loss=has_own_loss):
             raise _refusal(
-                "the loss is no next-token loss of zerojax, so it is not known which arrays have "
+                "the loss is not a next-token loss of zerojax, so it is not known which arrays "
+                "have "
                 f"tokens; {_KEYS}",
                 "keys",
             )
         if others or not {*LANGUAGE_MODEL_KEYS[:2]} <= {*batch}:
             raise _refusal(
-                f"the batch has {sorted(batch)}, not tokens, targets and weights alone; {_KEYS}",
+                f"the batch has {sorted(batch)}, not only tokens, targets and weights; {_KEYS}",
                 "keys",
             )
         keys = tuple(name for name in LANGUAGE_MODEL_KEYS if name in batch)
@@ -173,20 +183,24 @@ def _check_weights(plan: Decisions, ladder: Ladder) -> None:
         f"a schedule of at most {MAX_RUNGS} lengths needs no weights: raise length_step, "
         "or use fixed_discrete"
     )
-    why = f"{lengths} lengths are more than are compiled, so the others need weights of 0"
+    why = f"not all of the {lengths} lengths are compiled, so the others need weights of 0"
     if config.keys and (WEIGHTS not in config.keys or batch[WEIGHTS].ndim != 2):
-        raise _refusal(f"{why}: no key is 'weights' [rows, tokens]; name it, or {remedy}", "keys")
+        raise _refusal(
+            f"{why}: but curriculum.keys has no 'weights' [rows, tokens]; add it, or {remedy}",
+            "keys",
+        )
     if not plan.traced.has_weight:
-        raise _refusal(f"{why}: the loss returns a mean, not (sum, weight); {remedy}", "type")
+        raise _refusal(f"{why}: but the loss returns a mean, not (sum, weight); {remedy}", "type")
     if any(True for _ in find_rows(plan.traced.forward.jaxpr)):
         raise _refusal(
-            f"{why}: routed experts count tokens of weight 0 in their balance; {remedy}", "type"
+            f"{why}: but routed experts count tokens of weight 0 in their balance; {remedy}", "type"
         )
     written = sorted(plan.traced.written_state)
     if written:
         raise _refusal(
-            f"{why}: the loss changes the model's state {written[0]}, to which tokens of weight 0 "
-            f"add; {remedy}",
+            f"{why}: the loss changes the model's state {written[0]}, to which tokens of weight "
+            "0 also "
+            f"contribute; {remedy}",
             "type",
         )
 

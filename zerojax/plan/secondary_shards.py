@@ -33,8 +33,9 @@ def check_secondary(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> None:
         return
     if settings.zero != 3:
         raise ValueError(
-            f"{_ASKED} needs weights that are gathered on use, but zero={settings.zero} gathers "
-            "none on use; use zero=3, or wire.secondary=false"
+            f"{_ASKED} needs weights that are gathered on use (in each layer), but "
+            f"zero={settings.zero} gathers "
+            "none so; use zero=3, or wire.secondary=false"
         )
     check_no_other_way(_ASKED, "gathers weights", settings, mesh)
     over = state_axes(mesh.shape)
@@ -79,13 +80,13 @@ def describe_secondary(settings: MeshConfig, placement: Placement) -> Sequence[s
     leaves = placement.leaves.values()
     found = [leaf for leaf in leaves if leaf.node_shards is not None]
     if not found:
-        return [f"{_ASKED} changes nothing: no parameter is gathered on use"]
+        return [f"{_ASKED} has no effect: no parameter is gathered on use"]
     members, shards = found[0].node_shards, placement.num_shards(found[0])
     assert members is not None
     elements = sum(trees.num_elements(leaf.shape) for leaf in found)
     return [
         f"{_ASKED}: {len(found)} of {len(leaves)} parameters ({elements:,} elements) are fetched "
         f"from the other {shards // members - 1} nodes once per step and gathered by the {members} "
-        f"shards of a node at each use; during a step a device holds 1/{members} of them and of "
-        f"their gradients, not 1/{shards}; results are equal"
+        f"shards of a node at each use; during a step a device stores 1/{members} of them and of "
+        f"their gradients, not 1/{shards}; results are identical"
     ]

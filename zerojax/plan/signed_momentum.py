@@ -54,8 +54,8 @@ def check_one_bit(
     if settings.zero > 1:
         devices = mesh.shape[DATA]
         gain = {
-            2: "stage 2 would shard gradients, of which momentum needs the whole",
-            3: "stage 3 would save the 2 bytes of a weight beside them",
+            2: "stage 2 would shard gradients, but momentum needs full gradients",
+            3: "stage 3 would save only the 2 bytes of a weight in addition",
         }[settings.zero]
         raise ValueError(
             f"{one_bit.name} with zero={settings.zero} is not supported: each device keeps the "
@@ -74,7 +74,8 @@ def check_one_bit(
     for other, is_there in others.items():
         if is_there:
             raise ValueError(
-                f"{one_bit.name} with {other} is not supported: signs are exchanged only between "
+                f"{one_bit.name} with {other} is not supported: signs of the momentum are "
+                "exchanged only between "
                 "devices that split the batch, each with its whole momentum in device memory; "
                 "leave one of them out"
             )
@@ -224,23 +225,24 @@ def describe_one_bit(
     trained = [leaf for leaf in placement.leaves.values() if not leaf.frozen]
     rows = sum(row_elements(leaf, devices) for leaf in signed.values())
     total = compressed_bytes(placement, precision)
-    weights = "" if settings.zero == 0 else ", of which weights are gathered as before"
+    weights = "" if settings.zero == 0 else ", including the all-gather of weights"
     lines = [
         f"{one_bit.name}: steps 1 to {one_bit.freeze_step} are {one_bit.warm_up_name}; after them "
-        f"another program runs, which keeps the second moment and sends momentum of {len(signed)} "
-        f"of {len(trained)} parameters as signs with a scale for 256: "
+        "another program runs, which freezes the second moment and sends the momentum of "
+        f"{len(signed)} "
+        f"of {len(trained)} parameters as signs with one scale per 256 values: "
         f"{format_bytes(signs_sent(placement))} per step and device, {format_bytes(total)} in "
         f"all{weights}",
         f"{one_bit.name} keeps the residual errors of signs, "
         f"{format_bytes(4 * rows * (devices + 1))} on each device; on another number of devices "
-        "they begin at zero",
+        "these errors start at zero",
     ]
     if one_bit.per_layer:
         shards = sum(trees.num_elements(leaf.stored_shape) for leaf in signed.values())
         shards = rows if settings.zero else shards
         lines.append(
-            f"{one_bit.name} keeps a second moment that it rebuilds from momentum, "
-            f"{format_bytes(4 * shards)} on each device, and each layer's average ratio of norms"
+            f"{one_bit.name} stores a second moment that it reconstructs from momentum, "
+            f"{format_bytes(4 * shards)} on each device, and each layer's average trust ratio"
         )
     if one_bit.options.clip_norm is not None:
         lines.append(
@@ -252,7 +254,8 @@ def describe_one_bit(
 
 
 def errors_begin_anew(plan_state: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
-    """Returns whether a checkpoint has residual errors of signs that do not fit the run.
+    """Returns whether the residual sign errors of a checkpoint do not fit the run and restart at
+    zero.
 
     They are of other devices or of other parts of parameters; the run's errors begin at zero.
 
@@ -265,7 +268,8 @@ def errors_begin_anew(plan_state: Mapping[str, Any], saved: Mapping[str, Any]) -
 
 
 def coefficients_begin_anew(plan_state: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
-    """Returns whether a checkpoint has coefficients of 1-bit LAMB that do not fit the run.
+    """Returns whether the 1-bit LAMB coefficients of a checkpoint do not fit the run and are
+    restarted.
 
     They are of layers that the run stores in other arrays; the run's coefficients begin anew.
 

@@ -104,7 +104,9 @@ def as_slices(leaf: SlicedLeaf, shard: jax.Array) -> jax.Array:
 
 
 def cut(leaf: SlicedLeaf, shard: jax.Array) -> Tiers:
-    """Cuts a shard on the device into its slices in the memory tiers; leaves out those of files."""
+    """Splits a shard on the device into slices for the memory tiers; omits slices stored in
+    files.
+    """
     slices, result = as_slices(leaf, shard), {}
     for tier in MEMORY_TIERS:
         first, count = leaf.first(tier), leaf.counts[tier]
@@ -115,7 +117,9 @@ def cut(leaf: SlicedLeaf, shard: jax.Array) -> Tiers:
 
 
 def take_slice(slices: jax.Array, number: Any) -> jax.Array:
-    """Returns slices[number], one copy if on the host; `number` linear in a loop's counter."""
+    """Returns slices[number] as one copy if the slices are in host memory; `number` must be linear
+    in a loop counter.
+    """
     # Without negative numbers the index stays linear, so that the copy is one of memory (DMA) and
     # not a kernel that reads host memory.
     return lax.dynamic_index_in_dim(slices, number, 0, keepdims=False, allow_negative_indices=False)

@@ -23,7 +23,7 @@ Tree = Any
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Stored:
-    """An array as it is stored: a parameter of its own, a stack, or neither."""
+    """A stored array: a separate parameter, a stack of layers, or neither."""
 
     value: Any
 
@@ -169,7 +169,7 @@ def _is_place(place: Any) -> bool:
 
 
 def _in_order(groups: Mapping[Any, Mapping[int, int]]) -> list[tuple[int, ...]]:
-    """Returns for each stack the positions of its rows among the leaves, by row number.
+    """Returns, for each stack, the positions of its rows among the leaves, in row order.
 
     The leaves themselves are sorted by name, in which 10 is before 2.
     """

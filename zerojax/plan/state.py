@@ -95,7 +95,7 @@ def as_seed(seed: Any) -> int:
     try:
         number = operator.index(seed)
     except TypeError:
-        raise TypeError(f"seed={seed!r} is not an integer; use one, as in seed=0") from None
+        raise TypeError(f"seed={seed!r} is not an integer; use an integer, as in seed=0") from None
     if not -(2**63) <= number < 2**63:
         raise ValueError(f"seed={number} does not fit into 64 bits; use 0 to {2**63 - 1}")
     return number
@@ -117,7 +117,7 @@ def zero_counter() -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class StageRows:
-    """Difference in dimension 0 between a stored leaf on a pipeline and its portable form.
+    """Mapping between dimension 0 of a stored leaf in a pipeline and of its portable form.
 
     Attributes:
       rows: see `LeafPlacement.layer_rows`.
@@ -275,7 +275,7 @@ def _init_shapes(
 def fit(
     x: jax.Array, shape: tuple[int, ...], rows: StageRows | None, *, to_rows: bool
 ) -> jax.Array:
-    """Cuts an array, or pads it with zeros, to a shape and reorders its rows (traced)."""
+    """Truncates or zero-pads an array to a shape and reorders its rows; traced."""
     if rows is not None and not to_rows:
         x = _layers_in_order(x, rows)
     sizes = shape if rows is None else (x.shape[0], *shape[1:])
@@ -358,7 +358,8 @@ def abstract_model(model: tracing.Model, batch: Tree, loss: tracing.Loss) -> tup
         )
     if not params:
         raise ValueError(
-            f"the {model.kind} has no parameters; give a model that holds at least one nnx.Param"
+            f"the {model.kind} has no parameters; pass a model with at least one parameter "
+            "(nnx.Param)"
         )
     for name, leaf in params.items():
         if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
@@ -367,7 +368,7 @@ def abstract_model(model: tracing.Model, batch: Tree, loss: tracing.Loss) -> tup
 
 
 def as_read(params: Mapping[str, Any], precision: Precision) -> dict[str, Any]:
-    """Returns parameters in the dtype in which the model reads them."""
+    """Casts parameters to the dtype in which the model reads them."""
     return {
         name: jax.ShapeDtypeStruct(leaf.shape, _dtype_read(leaf, precision))
         for name, leaf in params.items()
@@ -416,7 +417,7 @@ def abstract_offloaded(
 def _working(
     x: jax.ShapeDtypeStruct, name: str, layout: OffloadLayout, precision: Precision
 ) -> jax.ShapeDtypeStruct:
-    """Returns the array of a parameter that forward and backward read."""
+    """Returns the struct of a parameter's array that forward and backward read."""
     if name not in layout.leaves:
         return x
     dtype = jnp.dtype(precision.compute_dtype) if precision.has_masters else x.dtype

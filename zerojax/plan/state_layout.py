@@ -52,7 +52,7 @@ class SlicedLeaf:
         return sum(self.counts.values())
 
     def first(self, tier: str) -> int:
-        """Returns the number of the first slice of a tier."""
+        """Returns the index of the first slice in a memory tier."""
         before = {DEVICE: (), HOST: (DEVICE,), NVME: (DEVICE, HOST)}[tier]
         return sum(self.counts[nearer] for nearer in before)
 
@@ -89,7 +89,7 @@ class LayerTiles:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OffloadLayout:
-    """Tiers of a plan's state.
+    """Assignment of a plan's state to memory tiers.
 
     Attributes:
       leaves: {name: slices} of the parameters whose masters and moments are offloaded, in the order
@@ -119,7 +119,7 @@ class OffloadLayout:
 
     @property
     def by_layer(self) -> frozenset[str]:
-        """Names of the parameters whose weights come to the device layer by layer."""
+        """Names of the parameters whose weights are copied to the device layer by layer."""
         return self.streamed | self.paged
 
     @property
@@ -129,13 +129,13 @@ class OffloadLayout:
 
     @property
     def off_device(self) -> tuple[SlicedLeaf, ...]:
-        """The parameters that have slices on the host or in files."""
+        """The names of parameters that have slices in host memory or in files."""
         leaves = self.leaves.values()
         return tuple(leaf for leaf in leaves if leaf.counts[HOST] or leaf.counts[NVME])
 
     @property
     def on_disk(self) -> tuple[SlicedLeaf, ...]:
-        """The parameters that have slices in files."""
+        """The names of parameters that have slices in files."""
         return tuple(leaf for leaf in self.leaves.values() if leaf.counts[NVME])
 
 
@@ -147,7 +147,7 @@ def store_folder(config: OffloadConfig) -> Path:
     """
     if config.folder is None:
         raise ValueError(
-            "offload.opt_state uses nvme, but offload.folder is not set and the run has no "
+            "offload.opt_state uses nvme, but offload.folder is not set, and the run has no "
             "folder for the files; set offload.folder to a folder on the disk to use"
         )
     return user_path(config.folder).absolute() / f"process_{jax.process_index()}"

@@ -58,7 +58,7 @@ def check_update_of_tables(placement: Placement, tx: Any) -> None:
     looked_up = any(leaf.asked is not None for leaf in placement.leaves.values())
     if looked_up and isinstance(tx, Optimizer) and getattr(tx, "begin", None) is None:
         raise ValueError(
-            f"{_ASKED} is not supported with the optimizer {tx.kernel}, whose update of an "
+            f"{_ASKED} is not supported with the optimizer {tx.kernel}, whose update of one "
             "element depends on other elements; use zerojax.adamw, lion or sgd, or lookup=gather"
         )
 
@@ -99,11 +99,11 @@ def plan_lookups(
     if settings.lookup != "owners":
         return Lookups()
     if settings.zero == 0 or mesh.shape[DATA] == 1:
-        why = "the data axis has one device" if settings.zero else "zero=0 leaves tables whole"
-        return Lookups(reasons=(f"{_ASKED} changes nothing: {why}",))
+        why = "the data axis has one device" if settings.zero else "zero=0 does not shard tables"
+        return Lookups(reasons=(f"{_ASKED} has no effect: {why}",))
     found = find_row_lookups(trace.program.jaxpr, sorted(params))
     if not found.asked:
-        return Lookups(reasons=(f"{_ASKED} changes nothing: the loss takes rows of no parameter",))
+        return Lookups(reasons=(f"{_ASKED} has no effect: the loss looks up rows of no parameter",))
     asked: dict[str, Asked] = {}
     lines = []
     for name, rows in sorted(found.asked.items()):
@@ -117,7 +117,8 @@ def plan_lookups(
         if why is None:
             asked[name] = rows
             lines.append(
-                f"{_ASKED}: {name} is never gathered, nor is its gradient: rows are sent, "
+                f"{_ASKED}: {name} is never gathered, and only rows of it and of its gradient "
+                "are sent, "
                 f"{costs.words(mesh.shape[DATA])}"
             )
         else:
@@ -142,7 +143,7 @@ class _Costs:
 
 @dataclasses.dataclass(frozen=True)
 class _Sent:
-    """Bytes of one element of a table as sent to its reader, and of its gradient sent back."""
+    """Bytes per element of a table when sent to the reader, and of its gradient when sent back."""
 
     there: int
     back: int
@@ -168,10 +169,10 @@ def _why_not(
     param: Any, settings: MeshConfig, mesh: Mesh | AbstractMesh, costs: _Costs
 ) -> str | None:
     if not jnp.issubdtype(param.dtype, jnp.floating):
-        return f"it is of {param.dtype.name}"
+        return f"its dtype is {param.dtype.name}"
     size = num_elements(param.shape)
     if settings.zero == 3 and size < settings.persistence_threshold:
-        return f"fewer elements than persistence_threshold {settings.persistence_threshold}"
+        return f"it has fewer elements than persistence_threshold {settings.persistence_threshold}"
     if param.shape[-1] % mesh.shape[DATA]:
         return f"data={mesh.shape[DATA]} does not divide its {param.shape[-1]} columns"
     if costs.looked_up >= costs.gathered:

@@ -52,7 +52,7 @@ def check_weight_wire(settings: MeshConfig, mesh: Mesh | AbstractMesh, tx: Any) 
         return
     if settings.zero == 0:
         raise ValueError(
-            f"{_ASKED} needs weights that are gathered, but zero=0 gathers none; use zero=1, 2 or "
+            f"{_ASKED} needs sharded weights, but zero=0 gathers none; use zero=1, 2 or "
             "3, or wire.weights=compute"
         )
     check_no_other_way(_ASKED, "gathers weights", settings, mesh)
@@ -62,12 +62,12 @@ def _check_deltas(settings: MeshConfig, mesh: Mesh | AbstractMesh, tx: Any) -> N
     asked = f"wire.weights={settings.wire.weights}"
     if settings.zero == 0:
         raise ValueError(
-            f"{asked} needs weights that are gathered, but zero=0 gathers none; use zero=1 or 2, "
+            f"{asked} needs sharded weights, but zero=0 gathers none; use zero=1 or 2, "
             "or wire.weights=compute"
         )
     if settings.zero == 3:
         raise ValueError(
-            f"{asked} needs a copy of the weights on every device, but with zero=3 there is none; "
+            f"{asked} needs a copy of the weights on every device, but zero=3 stores none; "
             "use zero=1 or 2, or wire.weights=int8"
         )
     others = {
@@ -112,7 +112,9 @@ def with_weight_wire(placement: Placement, settings: MeshConfig, precision: Prec
 
 
 def sent_elements(placement: Placement, leaf: LeafPlacement) -> int:
-    """Returns the elements that a device sends in one gather: its shard of what is read at once."""
+    """Returns the elements that a device sends in one gather: its shard of the layers gathered at
+    once.
+    """
     at_once = leaf.access is Access.GATHER_ON_USE and leaf.node_shards is None
     return placement.shard_elements(leaf) // (leaf.num_slices if at_once else 1)
 
@@ -122,7 +124,7 @@ def _describe_deltas(
 ) -> Sequence[str]:
     asked, coded = f"wire.weights={settings.wire.weights}", followed_leaves(placement)
     if not coded:
-        return [f"{asked} changes nothing: no gather would send less"]
+        return [f"{asked} has no effect: no all-gather would send fewer bytes"]
     bits = DELTA_BITS[settings.wire.weights]
     dtype, kept = jnp.dtype(precision.compute_dtype), 0
     for leaf in coded.values():
@@ -131,11 +133,13 @@ def _describe_deltas(
     leaves = placement.leaves.values()
     others = sum(math.prod(leaf.shape) for leaf in leaves if leaf.delta_codes is None)
     return [
-        f"{asked}: every device keeps {len(coded)} of {len(leaves)} parameters in {dtype.name} "
-        f"({format_bytes(kept)}), the same bits on all; their difference to the masters is sent "
-        f"once per step as integers of {bits} bits with a scale for {BLOCKS[bits]}, and the error "
-        "of a code is part of the next one; losses are close to those of exact weights, not equal; "
-        f"{others:,} elements are sent as before"
+        f"{asked}: every device stores {len(coded)} of {len(leaves)} parameters in {dtype.name} "
+        f"({format_bytes(kept)}), bit-equal on all devices; their difference to the master "
+        "weights is sent "
+        f"once per step as integers of {bits} bits with one scale per {BLOCKS[bits]} values, "
+        "and the rounding error "
+        "is part of the next difference; losses are close to those of exact weights, not equal; "
+        f"{others:,} elements are sent unquantized"
     ]
 
 
@@ -150,12 +154,13 @@ def describe_weight_wire(
     leaves = placement.leaves.values()
     coded = [leaf for leaf in leaves if leaf.wire_codes is not None]
     if not coded:
-        return [f"{_ASKED} changes nothing: no gather would send less"]
+        return [f"{_ASKED} has no effect: no all-gather would send fewer bytes"]
     others = sum(math.prod(leaf.shape) for leaf in leaves if leaf.wire_codes is None)
     between = any(leaf.node_shards is not None for leaf in coded)
     where = "fetched from other nodes" if between else "gathered"
     return [
         f"{_ASKED}: {len(coded)} of {len(leaves)} parameters are {where} as integers of 8 bits "
-        f"with a scale for {BLOCKS[8]}; masters are exact, losses are close to those of exact "
-        f"weights, not equal; {others:,} elements are sent as before"
+        f"with one scale per {BLOCKS[8]} values; master weights are exact, losses are close to "
+        "those of exact "
+        f"weights, not equal; {others:,} elements are sent unquantized"
     ]

@@ -53,7 +53,7 @@ class MatrixClass:
 
     @property
     def useful(self) -> float:
-        """Share of the multiplied matrices that are not padding, from 0 to 1."""
+        """Fraction of the multiplied matrices that are not padding, from 0 to 1."""
         return sum(self.counts.values()) / (self.devices * self.per_device)
 
     def bytes_over(self, exchange: MatrixExchange) -> float:
@@ -85,7 +85,7 @@ def describe_taken(
     placement: Placement,
     stacks: Collection[str],
 ) -> list[str]:
-    """Describes which parameters Muon takes as matrices; [] for other optimizers.
+    """Describes which parameters Muon treats as matrices; [] for other optimizers.
 
     Args:
       tx: the optimizer, zerojax's or optax's.
@@ -180,8 +180,8 @@ def describe_matrices(
             {axis for one in dealt for exchange in one.exchanges for axis in exchange.axes}
         )
         lines.append(
-            f"{tx.kernel}: {count} matrices, {len(dealt)} class{'es' if len(dealt) > 1 else ''} of "
-            f"equal ones, are distributed over {', '.join(axes)} and multiplied by one device "
+            f"{tx.kernel}: {count} matrices ({len(dealt)} class{'es' if len(dealt) > 1 else ''} of "
+            f"equal shape) are distributed over {', '.join(axes)} and multiplied by one device "
             f"each: {format_bytes(sent)} sent in float32; {useful:.0%} of the products are not "
             "padding"
         )
@@ -190,8 +190,9 @@ def describe_matrices(
     }
     if whole:
         lines.append(
-            f"{tx.kernel}: {sum(whole.values())} matrices, such as of {min(whole)}, are whole on "
-            "every device that has them, and each multiplies them"
+            f"{tx.kernel}: {sum(whole.values())} matrices, such as those of {min(whole)}, are "
+            "unsharded on "
+            "every device, and each device multiplies them"
         )
     if dealt and mesh.shape.get(REPLICA, 1) > 1:
         lines.append(f"{tx.kernel}: each of {mesh.shape[REPLICA]} replicas multiplies all matrices")
@@ -199,6 +200,6 @@ def describe_matrices(
 
 
 def _work(shape: tuple[int, int]) -> int:
-    """Returns the products of one matrix, in relative units."""
+    """Returns the relative cost of the products of one matrix."""
     short, long = sorted(shape)
     return 2 * short * short * long + short**3

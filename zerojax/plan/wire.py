@@ -164,7 +164,7 @@ def leaf_transfers(plan: Decisions, leaf: LeafPlacement) -> list[LeafTransfer]:
 def _add_shards(
     plan: Decisions, leaf: LeafPlacement, add: Callable[..., None], reduce: jnp.dtype
 ) -> None:
-    """Adds the transfers among the shards of a parameter that is gathered.
+    """Adds the collectives among the shards of a gathered parameter.
 
     Args:
       add: (phase, kind, axes, dtype, times, elements sent, `LeafTransfer.within`).
@@ -212,7 +212,7 @@ def _add_shards(
 
 
 def _over_replicas(plan: Decisions, leaf: LeafPlacement) -> float:
-    """Returns the elements that one device sends to sum a shard's gradient over `replica`."""
+    """Returns the elements that a device sends to sum a gradient shard over `replica`."""
     replicas = plan.placement.axis_sizes[REPLICA]
     elements = padded_elements(plan.placement, leaf) / plan.placement.num_shards(leaf)
     return 2 * _ring(replicas) * elements
@@ -223,7 +223,8 @@ def _is_streamed(plan: Decisions, leaf: LeafPlacement) -> bool:
 
 
 def _times_used(plan: Decisions, leaf: LeafPlacement) -> tuple[float, float, float]:
-    """Returns gathers per step in or before forward, gathers in backward, and scatters.
+    """Returns per step the numbers of gathers for the forward pass, gathers in the backward pass,
+    and scatters.
 
     With layer drop the expectation after many steps.
     """

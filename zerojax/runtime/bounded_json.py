@@ -209,6 +209,4 @@ def _check_text(value: Any) -> None:
         try:
             value.encode("utf-8")
         except UnicodeEncodeError:
-            raise JsonError(
-                f"has a text with half a character (surrogate): {quoted(value)}"
-            ) from None
+            raise JsonError(f"has a text with an unpaired surrogate: {quoted(value)}") from None

@@ -200,7 +200,7 @@ def _check_free(bind: str, group: ProcessGroup, limit: float) -> None:
             f"process 0 cannot listen on {bind}: {os.strerror(failures[0])}; no network interface "
             f"of {socket.gethostname()} has that address, or the port is not allowed. Set "
             f"ZEROJAX_COORDINATOR to an address of the host of process 0, or {BIND_ADDRESS} if "
-            "that host knows itself under another address"
+            "that host uses another address itself"
         )
 
 
@@ -314,9 +314,10 @@ class PeerLostError(RuntimeError):
     def __init__(self, step: int, saved: Sequence[int], resume_hint: str) -> None:
         last = f"the last checkpoint is step {saved[-1]}" if saved else "no step is saved"
         super().__init__(
-            f"another process of this run has ended; this one (process {jax.process_index()}"
-            f" of {jax.process_count()}) noticed it after step {step}; its own output or "
-            f"the launcher's has the reason; {last}; {resume_hint}"
+            f"another process of this run has ended; this process (process {jax.process_index()}"
+            f" of {jax.process_count()}) noticed it after step {step}; the output of that "
+            "process or of "
+            f"the launcher has the reason; {last}; {resume_hint}"
         )
 
 

@@ -60,8 +60,7 @@ class FolderTakenError(RuntimeError):
 
 
 class _Holder:
-    """Process that holds a lock, as its lock file describes it; an empty text where a field is
-    missing."""
+    """Process that holds a lock, as described by its lock file; missing fields are empty texts."""
 
     def __init__(self, text: str) -> None:
         fields = {key: value for key, _, value in (x.partition(": ") for x in text.splitlines())}
@@ -82,7 +81,9 @@ class _Holder:
 
     @property
     def is_seen(self) -> bool:
-        """Whether the holder's process id is valid here: containers have their own process ids."""
+        """Whether the holder's process id is meaningful here; containers have separate process
+        ids.
+        """
         return self.is_of_this_kernel and self.namespace == _namespace()
 
     @property
@@ -143,14 +144,16 @@ class Hold:
             return
         if holder.token != self._token:
             self.give_up(
-                f"{self.folder} was taken over by {holder}: this process had not renewed its lock "
+                f"{self.folder} was locked by {holder}, because this process had not renewed "
+                "its lock "
                 f"for {EXPIRES:g} s; end one of the two, and continue from the newest checkpoint"
             )
             raise FolderTakenError(self._refusal)
 
     def give_up(self, why: str) -> None:
-        """Ends the hold; later calls of `keep` raise an error with the reason `why`. The lock file
-        is not changed."""
+        """Ends the hold without changing the lock file; later calls of `keep` raise an error with
+        the reason `why`.
+        """
         self._refusal = self._refusal or why
         self._is_over.set()
         self._close()
@@ -242,13 +245,16 @@ class Hold:
                 now = _Holder(_read(self._path)[0])
                 if now.token != token:
                     raise FolderTakenError(_taken(self.folder, now, "end it"))
-            self.note = f"{self.folder} is taken over from {holder}: it ended without closing it"
+            self.note = (
+                f"{self.folder} was locked by {holder}, which ended without releasing the "
+                "lock; this process takes the lock over"
+            )
             return True
         finally:
             os.close(descriptor)
 
     def _watch(self, descriptor: int, draft: Path) -> None:
-        """Returns when a holder on another machine has not renewed its lock for long enough.
+        """Waits until a holder on another machine has not renewed its lock for long enough.
 
         Raises:
           FolderTakenError: it has renewed its lock.
@@ -258,8 +264,9 @@ class Hold:
         age = os.stat(draft).st_mtime - changed / 1e9
         seconds = EXPIRES if age < EXPIRES else _OLD_BEATS * BEAT
         warn_user(
-            f"{self.folder} is held by {holder}; if it does not renew its lock within {seconds:g} "
-            "s, this process takes the folder over",
+            f"{self.folder} is locked by {holder}; if that process does not renew its lock "
+            f"within {seconds:g} "
+            "s, this process takes the lock over",
             RuntimeWarning,
         )
         end = time.monotonic() + seconds
@@ -269,7 +276,9 @@ class Hold:
             with contextlib.suppress(FileNotFoundError):  # released: there is no holder
                 now = _read(self._path)
                 if now != (text, changed):
-                    remedy = f"end it (a machine that is gone loses the folder after {EXPIRES:g} s)"
+                    remedy = (
+                        f"end that process (the lock of a lost machine expires after {EXPIRES:g} s)"
+                    )
                     raise FolderTakenError(_taken(self.folder, _Holder(now[0]), remedy))
             os.utime(draft)  # otherwise it looks like a killed process's file and is removed
             time.sleep(0 if is_last else min(BEAT / 5, max(0.0, end - time.monotonic())))
@@ -321,7 +330,7 @@ def hold(
             return former
         former.release()
         former._refusal = (
-            f"{path} is written by a later run of this process; close the earlier one, or use "
+            f"{path} is written by a later run of this process; close the earlier run, or use "
             "another folder"
         )
     made = Hold(path, name)
@@ -356,7 +365,7 @@ def _record(token: str) -> str:
 
 
 def _put(draft: Path, path: Path) -> bool:
-    """Renames the file `draft` to `path` if that name is unused; returns False if it is in use."""
+    """Renames the file `draft` to `path` if `path` does not exist; returns False if it exists."""
     try:
         os.link(draft, path)
         return True
@@ -377,7 +386,7 @@ def _put(draft: Path, path: Path) -> bool:
 def _open(path: Path) -> int:
     if not stat.S_ISREG(os.lstat(path).st_mode):
         raise FolderTakenError(
-            f"{path} is not a regular file, so its folder cannot be locked; move it"
+            f"{path} is not a regular file, so its folder cannot be locked; move this file away"
         )
     flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
@@ -434,7 +443,7 @@ def _taken(folder: Path, holder: _Holder, remedy: str) -> str:
 
 @functools.cache
 def _kernel() -> str:
-    """Returns a text that differs between machines and between boots of one machine."""
+    """Returns a text that identifies this machine and its current boot."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"host {socket.gethostname()}"
@@ -447,7 +456,7 @@ def _namespace() -> str:
 
 
 def _began(process: str) -> str:
-    """Returns when a process started, in ticks since boot; empty if it cannot be read."""
+    """Returns the start time of a process in ticks since boot; "" if it cannot be read."""
     fields = _fields_of(process)
     return fields[19] if len(fields) > 19 else ""
 

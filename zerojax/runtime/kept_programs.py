@@ -52,11 +52,14 @@ def keep_programs() -> str | None:
         _keep_within(folder.parent, MAX_BYTES)
         _remove_torn(folder)
     except OSError as error:
-        return f"compiled programs are not kept: {folder}: {error.strerror}"
+        return f"compiled programs are not cached: {folder}: {error.strerror}"
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", MIN_SECONDS)
     compilation_cache.reset_cache()  # it has stored that there was no folder
-    return f"compiled programs are kept in {folder} for the next start ({CACHE_VARIABLE}=off: not)"
+    return (
+        f"compiled programs are cached in {folder} for the next start ({CACHE_VARIABLE}=off "
+        "disables it)"
+    )
 
 
 def _processor() -> str:

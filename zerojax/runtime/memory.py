@@ -61,7 +61,7 @@ def purpose_of(error: BaseException) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Room:
-    """Memory under one limit (of the kernel, a cgroup or ulimit), in bytes.
+    """Memory that one limit (of the kernel, a cgroup or ulimit) leaves free, in bytes.
 
     Attributes:
       limit: shared by all processes under it.
@@ -75,8 +75,7 @@ class Room:
 
 
 def rooms() -> list[Room]:
-    """Returns all known limits of this process's memory, the tightest first; [] if none
-    is known."""
+    """Returns all known memory limits of this process, the tightest first; [] if none is known."""
     found = [*_machine(), *_cgroups(), *_process()]
     return sorted(found, key=lambda room: room.free)
 
@@ -117,8 +116,9 @@ def _cgroups() -> Iterator[Room]:
 
 
 def _above(root: Path, path: str, files: tuple[str, str, str]) -> Iterator[Room]:
-    """Yields the memory limits of a cgroup and its visible parents: a container sees only
-    its own."""
+    """Yields the memory limits of a cgroup and its parents, as far as they are visible in a
+    container.
+    """
     parts = [part for part in path.split("/") if part not in ("", "..")]
     limit_file, used_file, cache_name = files
     for length in range(len(parts), -1, -1):

@@ -92,7 +92,7 @@ class StopRequest:
         self,
         *,
         limit: Callable[[], float | None] = lambda: STOP_SECONDS,
-        describe: Callable[[], str] = lambda: "what was saved is complete",
+        describe: Callable[[], str] = lambda: "all earlier saves are complete",
         end: Callable[[int], object] = os._exit,
     ) -> None:
         self.signal_name: str | None = None
@@ -115,14 +115,14 @@ class StopRequest:
         return self.is_due
 
     def step_over(self) -> None:
-        """Notes that the devices are idle: after a stop request, no time limit applies from
-        now on."""
+        """Notes that no step is running; after a stop request, no time limit applies any more."""
         if self.is_due:
             self._watcher.cancel()
 
     def unhurried(self) -> contextlib.AbstractContextManager[None]:
-        """Suspends in the block the time limit that would end the process, for example while it
-        saves."""
+        """Suspends, in the block, the time limit after a signal, for example while a checkpoint is
+        saved.
+        """
         return self._watcher.paused()
 
     def interrupted(self, step: int, text: str, *, saved: bool = False) -> Interrupted:
@@ -225,12 +225,14 @@ def sigterm_raised() -> Iterator[None]:
         return
 
     watcher = _Watcher(
-        lambda: STOP_SECONDS, lambda: "it was not saved; what was saved is complete", os._exit
+        lambda: STOP_SECONDS,
+        lambda: "the current state was not saved; earlier saves are complete",
+        os._exit,
     )
 
     def stop(number: int, frame: FrameType | None) -> None:
         watcher.cancel()
-        text = "SIGTERM outside of the steps: no step was running; what was saved is complete"
+        text = "SIGTERM outside of the steps: no step was running; all earlier saves are complete"
         raise Interrupted(text, "SIGTERM")
 
     before = signal.signal(signal.SIGTERM, stop)
@@ -298,13 +300,16 @@ class _Watcher:
         os.close(writer)
 
     def note(self, number: int) -> None:
-        """Passes on the signal `number`, which Python does not handle; from any thread."""
+        """Forwards the signal `number`, for which Python has no handler; may be called from any
+        thread.
+        """
         with contextlib.suppress(OSError):
             os.write(self._writer, bytes([number]))
 
     def cancel(self) -> None:
-        """Cancels the deadline after a signal, which was obeyed; only a second signal ends the
-        process."""
+        """Cancels the time limit after a signal because the run has stopped; only a second signal
+        ends the process.
+        """
         self._is_cancelled = True
 
     @contextlib.contextmanager
@@ -354,7 +359,11 @@ class _Watcher:
 
     def end_now(self, number: int) -> None:
         """Ends the process at once, for a second signal."""
-        self._say(f"{signal.Signals(number).name} again: ended at once, without saving", number)
+        self._say(
+            f"{signal.Signals(number).name} received again: the process "
+            "ends at once, without saving",
+            number,
+        )
 
     def _give_up(self, number: int, waited: float) -> None:
         name = signal.Signals(number).name
@@ -363,7 +372,7 @@ class _Watcher:
         ask = threading.Thread(target=lambda: found.append(self._describe()), daemon=True)
         ask.start()
         ask.join(_TELL_SECONDS)
-        told = found[0] if found else "what was saved is complete"
+        told = found[0] if found else "all earlier saves are complete"
         self._say(
             f"{name}: the current work did not end within {waited:.0f} s and cannot be saved, so "
             f"the process ends with code {128 + number}; {told}",

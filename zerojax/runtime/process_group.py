@@ -76,7 +76,7 @@ def split_address(address: str, name: str = COORDINATOR) -> tuple[str, int]:
         raise ValueError(f"{name}={address!r} has no port; give host:port, such as 127.0.0.1:12355")
     if not port.isdecimal() or not 0 < int(port) < 65536:
         raise ValueError(
-            f"{name}={address!r}: {port!r} is not a port; give a number from 1 to 65535"
+            f"{name}={address!r}: {port!r} is not a port; use a number from 1 to 65535"
         )
     return host.strip("[]"), int(port)
 
@@ -91,7 +91,7 @@ def number_of(environment: Mapping[str, str], name: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise ValueError(f"{name}={text!r} is not a whole number; give one") from None
+        raise ValueError(f"{name}={text!r} is not an integer; use an integer") from None
 
 
 def optional_number_of(environment: Mapping[str, str], name: str) -> int | None:

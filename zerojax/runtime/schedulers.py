@@ -73,7 +73,9 @@ def _own_group(environment: Mapping[str, str]) -> ProcessGroup:
 
 
 def _moved(group: ProcessGroup, environment: Mapping[str, str]) -> ProcessGroup:
-    """Returns `group` with the coordinator that ZEROJAX_COORDINATOR names, if it is set."""
+    """Returns `group` with the coordinator address in ZEROJAX_COORDINATOR, if that variable is
+    set.
+    """
     address = environment.get(COORDINATOR)
     return dataclasses.replace(group, coordinator=address) if address else group
 
@@ -108,7 +110,8 @@ def _torchrun_coordinator(environment: Mapping[str, str]) -> str:
         if not environment.get(name):
             raise ValueError(
                 f"RANK={environment['RANK']} and WORLD_SIZE={environment['WORLD_SIZE']} are set, "
-                f"but {name} is not; set it to where process 0 is, or unset RANK to run alone"
+                f"but {name} is not; set it to the host or port of process 0, or unset RANK to "
+                "run a single process"
             )
     port = optional_number_of(environment, COORDINATOR_PORT)
     if port is None:

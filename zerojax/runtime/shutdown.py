@@ -71,7 +71,7 @@ def leave(code: int) -> NoReturn:
 
 @functools.cache
 def leave_group_when_over() -> None:
-    """Makes this process leave its group as soon as its script has ended.
+    """Makes this process leave its group when its script has ended.
 
     Python ends only after all threads of its executors. One of them may wait for a process that has
     failed, with no public call to interrupt it, and meanwhile the others wait for this one at their
@@ -157,6 +157,9 @@ def end_with_parent(parent: int) -> None:
     if not sys.platform.startswith("linux"):
         return
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL)) != 0:
-        raise OSError(ctypes.get_errno(), "the kernel does not tie this process to its launcher")
+        raise OSError(
+            ctypes.get_errno(),
+            "the kernel cannot end this process with its launcher (prctl failed)",
+        )
     if os.getppid() != parent:
         os._exit(FAILED)

@@ -146,7 +146,7 @@ class Watchdog:
         is_apart: bool = False,
         limit: float | None = None,
     ) -> Iterator[None]:
-        """Names the activity of a block, as it reads in "it was ...", and measures its time.
+        """Names the activity of the block for messages ("it was ..."), and measures its duration.
 
         Args:
           what: such as "waiting for data".
@@ -212,7 +212,7 @@ class Watchdog:
                 faulthandler.cancel_dump_traceback_later()
 
     def _is_quiet(self) -> bool:
-        """Returns whether nothing is being waited for; also checks `sign` for progress."""
+        """Returns whether the process waits for nothing; also reads `sign` to detect progress."""
         if self._sign is None:
             return False
         sign, now = self._sign(), self._clock()
@@ -238,7 +238,7 @@ class Watchdog:
             self._bark(phase, waited, limit)
         elif waited > limit / 2 and phase is not self._said:
             self._said = phase
-            self._say(f"{self._standstill(phase, waited)}; it is ended after {limit:g} s")
+            self._say(f"{self._standstill(phase, waited)}; the watchdog ends it after {limit:g} s")
 
     def _limit(self, phase: _Phase) -> float:
         if phase.limit is not None:
@@ -262,7 +262,7 @@ class Watchdog:
         source = "the limit of this activity" if own else option
         # First to the screen, which always exists; the folder may be what hangs.
         _dump_stacks(sys.__stderr__)
-        longer = "" if own else f", with {option} raised if it only needs longer"
+        longer = "" if own else f", or raise {option} if this activity needs more time"
         remedy = f"{self._resume_hint}{longer}"
         folder = self._folder
         file = None if folder is None else folder / f"stacks-process-{self._process}.txt"
@@ -284,7 +284,9 @@ class Watchdog:
         several = f"process {self._process} of {self._processes}"
         who = "this run" if self._processes == 1 else several
         after = "" if self._step is None else f" after step {self._step}"
-        return f"{who} has made no progress for {waited:.0f} s{after}: it is {phase.what}"
+        return (
+            f"{who} has made no progress for {waited:.0f} s{after}: its activity is: {phase.what}"
+        )
 
     def _say(self, text: str) -> None:
         with contextlib.suppress(OSError, ValueError):

@@ -64,7 +64,7 @@ class LayerScan:
 
     @property
     def waiting(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Shapes of the inputs of one layer that wait on the host for the backward pass."""
+        """Shapes of one layer's inputs that are stored on the host until the backward pass."""
         num_consts, num_carry = split_scan(self.equation)
         carried = self.equation.invars[num_consts : num_consts + num_carry]
         return tuple(
@@ -222,7 +222,7 @@ def _waits(aval: Any) -> bool:
 
 
 def _find(program: Jaxpr, held: set[Any], inside: str) -> Iterator[LayerScan]:
-    """Yields loops that slice the held parameters, without loops over slices of another loop."""
+    """Yields loops that slice parameters; omits loops over slices of another loop."""
     held = set(held)
     for equation in program.eqns:
         kind = equation.primitive.name
@@ -311,7 +311,8 @@ def _run_layers(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
 
 
 def _dissolve(equation: Any) -> _Run | None:
-    """Returns the function of a checkpoint, or of a call with one, without it; None for others.
+    """Returns the function of a checkpoint, or of a call that contains one, without the checkpoint;
+    None for others.
 
     Checkpoints inside loops of the layer stay.
     """

@@ -1,4 +1,4 @@
-"""Dependence of each result of a traced program on the rows of a batch.
+"""Computes how each result of a traced program depends on the rows of a batch.
 
 The kinds of dependence are those of `row_dependence`. An operation without a rule gives other, so
 every other answer is reliable. Values besides the batch (parameters, random numbers, the index of
@@ -67,7 +67,7 @@ def follow_rows(
     over_batch: list[tuple[BatchCall, Dependence]] | None = None,
     compared: list[str] | None = None,
 ) -> list[Dependence]:
-    """Returns the dependence of each output of a program on the rows of its batch.
+    """Returns, for each output of a program, how it depends on the rows of the batch.
 
     Args:
       closed: traced program.
@@ -147,7 +147,9 @@ class _Follow:
     def _with_scales(
         self, equation: Any, operands: list[Dependence], result: Dependence
     ) -> Dependence:
-        """Returns the result with the scales of its terms, if it is a sum of totals."""
+        """Returns the dependence with the scales of its terms, if the value is a sum of row
+        totals.
+        """
         if not isinstance(result, Total | Other) or scales_of(result) is not None:
             return result
         kind, factor = equation.primitive.name, None
@@ -173,7 +175,8 @@ class _Follow:
         return dataclasses.replace(result, scales=terms) if known else result
 
     def _renamed(self, equation: Any, operands: list[Dependence]) -> Sequence[Dependence] | None:
-        """Returns the outputs of a copy, a reduction over the batch, or an addition to an input.
+        """Returns the dependence of the outputs of a copy, a reduction over the batch, or an
+        addition to an input.
 
         None for other equations.
         """
@@ -192,7 +195,8 @@ class _Follow:
         return None if raised is None else [raised]
 
     def _inner(self, equation: Any) -> Jaxpr | None:
-        """Returns the program of a call with the equation's inputs; None if there is none.
+        """Returns the program of a call with the inputs of the equation; None if the equation is no
+        call.
 
         The program of a reduction has elements as inputs, so it is no such program.
         """
@@ -210,7 +214,8 @@ class _Follow:
         return [join(outputs) for outputs in zip(*branches, strict=True)]
 
     def _scan(self, equation: Any, operands: list[Dependence]) -> Sequence[Dependence]:
-        """Follows the body of a loop until the carry is stable.
+        """Processes the body of a scan repeatedly, until the dependence of its carry no longer
+        changes.
 
         Inside the body, stacks lack dimension 0.
         """
@@ -229,7 +234,8 @@ class _Follow:
             carry = joined
 
     def _while(self, equation: Any, operands: list[Dependence]) -> Sequence[Dependence]:
-        """Follows the body of a loop until the carry is stable.
+        """Processes the body of a while loop repeatedly, until the dependence of its carry no
+        longer changes.
 
         If the trip count depends on rows, the result is `OTHER`.
         """
@@ -301,7 +307,7 @@ class _Follow:
 
 
 def number_of_output(closed: ClosedJaxpr, place: int) -> float | None:
-    """Returns the constant number that an output of a program is; None if it is not constant."""
+    """Returns the value of a program output that is a constant number; None for other outputs."""
     atom = closed.jaxpr.outvars[place]
     if isinstance(atom, Literal):
         return _number_of(atom.val)
@@ -320,7 +326,7 @@ def _number_of(value: Any) -> float | None:
 
 
 def _rounds(equation: Any) -> bool:
-    """Returns whether an equation casts to integers, so that parts need not sum to the whole."""
+    """Returns whether an equation casts to integers, after which parts may not sum to the whole."""
     before, after = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
     whole = jnp.integer, jnp.bool_
     return jnp.issubdtype(after, jnp.integer) and not any(jnp.issubdtype(before, x) for x in whole)
@@ -368,7 +374,9 @@ def _added(first: Dependence, second: Dependence, *, commutes: bool) -> Dependen
 
 
 def _raised(kind: str, operands: Sequence[Dependence]) -> Raised | None:
-    """Returns the `Raised` of a sum of an input and an `Other` term; None if it is no such sum."""
+    """Returns `Raised` if an equation adds an `Other` term to an input of the program; else
+    None.
+    """
     if kind not in ("add", "add_any"):
         return None
     for base, added in (operands, operands[::-1]):
@@ -382,7 +390,7 @@ def _raised(kind: str, operands: Sequence[Dependence]) -> Raised | None:
 
 
 def _joined_carry(before: Dependence, after: Dependence) -> Dependence:
-    """Joins the dependence of a carry before and after an iteration.
+    """Merges the dependence of a loop's carry before and after one iteration.
 
     A sum that has gained a product as a term keeps it, and `OTHER` stays `OTHER`.
     """
@@ -390,7 +398,9 @@ def _joined_carry(before: Dependence, after: Dependence) -> Dependence:
 
 
 def _linear(equation: Any, operands: Sequence[Dependence]) -> Other:
-    """Returns `AFFINE` if the equation keeps sums of totals affine, else `OTHER`."""
+    """Returns `AFFINE` if the equation maps sums of totals to affine functions of totals, else
+    `OTHER`.
+    """
     kind, is_fixed = equation.primitive.name, [isinstance(operand, Fixed) for operand in operands]
     if not all(map(is_affine, operands)):
         return OTHER

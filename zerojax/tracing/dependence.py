@@ -1,4 +1,4 @@
-"""Dependence of values of a traced program on its inputs, through any control flow.
+"""Computes which inputs each value of a traced program depends on, through any control flow.
 
 Marks are integers in which bit i stands for input i (or for a group of inputs), so that a union is
 one operation even with thousands of parameters. Labels are sets of names, for programs with few
@@ -47,7 +47,8 @@ _CLEAN: frozenset[Any] = frozenset()
 def marks_of_own_rules(
     program: Jaxpr, inputs: Sequence[Marks], *, as_they_are: bool = False
 ) -> list[Marks]:
-    """Returns the marks of the operands of each custom derivative (`jax.custom_vjp`).
+    """Returns, for each custom derivative (`jax.custom_vjp`), the marks (labels of program inputs)
+    of its operands.
 
     Args:
       program: traced; rules that are marked as linear are ignored.
@@ -63,7 +64,7 @@ def marks_of_own_rules(
 def marks_of_outputs(
     program: Jaxpr, inputs: Sequence[Marks], *, ends_at: frozenset[str] = frozenset()
 ) -> list[Marks]:
-    """Returns for each output the union of the marks of all inputs that it depends on.
+    """Returns for each output the marks (labels) of all inputs that it depends on.
 
     A value depends on its operands and on the control flow around it: the predicate of a `cond`,
     the condition of a `while`. It does not depend on arrays through their shapes.
@@ -77,7 +78,8 @@ def marks_of_outputs(
 
 
 class Follow:
-    """Walk over a program that computes for each value the union of the marks it depends on.
+    """Walk over a program that computes, for each value, the marks (labels) of the inputs that it
+    depends on.
 
     Args:
       ends_at: names of primitives whose results carry no marks.
@@ -118,11 +120,13 @@ class Follow:
         return [self._leaf(equation, operands)] * len(equation.outvars)
 
     def _leaf(self, equation: Any, operands: list[Marks]) -> Marks:
-        """Returns the marks of the results of an equation that is not a call."""
+        """Returns the marks of the results of an equation without a nested program."""
         return union(operands)
 
     def _scan(self, equation: Any, operands: list[Marks]) -> Sequence[Marks]:
-        """Follows the body of a loop until its carry gains no more marks."""
+        """Processes the body of a loop repeatedly, until the marks of its carry no longer
+        change.
+        """
         num_consts, num_carry = split_scan(equation)
         body = equation.params["jaxpr"].jaxpr
         carry = slice(num_consts, num_consts + num_carry)
@@ -150,7 +154,7 @@ class Follow:
 
 
 class _RuleMarks(Follow):
-    """Walk that records the operands of functions with custom derivatives, at any depth."""
+    """Walk that records the marks of the operands of custom derivatives, at any depth."""
 
     def __init__(self, as_they_are: bool) -> None:
         super().__init__(frozenset())

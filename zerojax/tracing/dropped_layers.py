@@ -104,7 +104,7 @@ def find_layers(closed: ClosedJaxpr, num_parameters: int) -> LayerScan:
 
 
 class _Starts(Follow):
-    """Walk that records which values a loop carries depend on inputs when it starts.
+    """Walk that records which carried values of a loop depend on program inputs at its start.
 
     Attributes:
       marks: of each carried value; 0 if it starts as a constant.
@@ -150,7 +150,7 @@ def _the_only(scans: Sequence[LayerScan]) -> LayerScan:
 
 @dataclasses.dataclass(frozen=True)
 class _Layer:
-    """The outputs of a layer, by what happens to them if the layer is left out.
+    """Outputs of a layer, grouped by what happens to each if the layer is dropped.
 
     Attributes:
       skipped: positions of carried values that the layer changes: the input is passed on.
@@ -244,7 +244,7 @@ def _run(scan: LayerScan, operands: Sequence[Any], scales: jax.Array, share: flo
 
 
 def _part(closed: ClosedJaxpr, places: Sequence[int]) -> Callable[[Sequence[Any]], list[Any]]:
-    """Returns the part of a program that computes the outputs at `places`, from all its inputs."""
+    """Returns the part of a program that computes the outputs at `places`."""
     used = [place in places for place in range(len(closed.jaxpr.outvars))]
     part, inputs = partial_eval.dce_jaxpr(closed.jaxpr, used)
     run = jaxpr_as_fun(ClosedJaxpr(part, closed.consts))

@@ -59,7 +59,9 @@ def find_expert_calls(program: Jaxpr, names: Sequence[str]) -> ExpertCalls:
 
 
 class _Follow:
-    """Walk that follows stored parameters, or one layer of them, in any dtype."""
+    """Walk that tracks which variables hold a stored parameter, or one layer of it, in any
+    dtype.
+    """
 
     def __init__(self) -> None:
         self.calls = ExpertCalls()
@@ -130,7 +132,9 @@ class _Follow:
     def _repeated(
         self, body: Jaxpr, operands: list[Name], carry: slice, around: str | None
     ) -> list[Name]:
-        """Follows the body of a loop, whose carry must hold the same parameters throughout."""
+        """Processes the body of a loop; its carry must hold the same parameters in all
+        iterations.
+        """
         carried = operands[carry]
         outputs = self.outputs(body, operands, around)
         for before, after in zip(carried, outputs, strict=False):
@@ -155,7 +159,7 @@ class _Follow:
 
 
 def _takes_a_layer(equation: Any) -> bool:
-    """Returns whether an equation takes one row of a stack, as `stack[i]` does."""
+    """Returns whether an equation selects one row of a stack, as `stack[i]` does."""
     kind, before, after = equation.primitive.name, equation.invars, equation.outvars
     if kind == "squeeze":
         return equation.params["dimensions"] == (0,)
@@ -169,7 +173,7 @@ def _takes_a_layer(equation: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowsOfCall:
-    """Rows that a call of `zerojax.experts` exchanges between devices.
+    """Token rows that one call of `zerojax.experts` exchanges between devices.
 
     Attributes:
       choices: number of choices of one device's tokens, k for each token.
@@ -224,7 +228,7 @@ class RowsOfCall:
 
 
 def find_rows(program: Jaxpr, times: int = 1, again: bool = False) -> Iterator[RowsOfCall]:
-    """Yields the rows of each call of `zerojax.experts` in a traced loss, in order.
+    """Yields a `RowsOfCall` for each call of `zerojax.experts` in a traced loss, in order.
 
     Args:
       program: traced loss.

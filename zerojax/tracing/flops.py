@@ -89,7 +89,7 @@ def _is_float8(variable: Any) -> bool:
 
 
 def without_waste(program: core.ClosedJaxpr) -> core.Jaxpr:
-    """Returns the program without dead code."""
+    """Returns the program without dead code (equations that no output depends on)."""
     outputs = [True] * len(program.jaxpr.outvars)
     needed, _ = partial_eval.dce_jaxpr(program.jaxpr, outputs, instantiate=True)
     return needed
@@ -122,7 +122,9 @@ def equation_flops(equation: core.JaxprEqn) -> int:
 
 
 def _share(branch: core.Jaxpr) -> float | None:
-    """Returns the fraction of layers that take a branch; None if its scope does not record it."""
+    """Returns the fraction of layers that take a branch; None if its scope does not record the
+    fraction.
+    """
     return share_of_branch(str(equation.source_info.name_stack) for equation in branch.eqns)
 
 
@@ -164,7 +166,7 @@ def flops_without_gradient(program: core.ClosedJaxpr, is_trained: Sequence[bool]
 
 
 class _Operands(Follow):
-    """Records the marks of the two operands of each product.
+    """Walk that records the marks (input labels) of the two operands of each product.
 
     Attributes:
       found: {id of the equation: marks of its operands, 1 for a trained parameter}.
@@ -215,7 +217,7 @@ def times_run(equation: core.JaxprEqn) -> int:
 
 
 def _is_further(equation: core.JaxprEqn) -> bool:
-    """Returns whether an equation is the loop of the rounds after the first."""
+    """Returns whether an equation is the loop of expert rounds after the first round."""
     is_loop = equation.primitive.name == "while"
     return is_loop and FURTHER_ROUNDS in str(equation.source_info.name_stack)
 

@@ -40,7 +40,7 @@ class _Table:
 
 @dataclasses.dataclass(frozen=True)
 class _Index:
-    """Array of the batch, or a part of it, with unchanged values.
+    """Array of the batch, or a part of it, whose values are unchanged.
 
     Attributes:
       leaf: its name.

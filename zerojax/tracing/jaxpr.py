@@ -1,4 +1,4 @@
-"""Walks over traced programs (jaxprs), and pieces cut out of them.
+"""Walks over traced programs (jaxprs), and extracts parts of them.
 
 The module supports each JAX version that zerojax supports.
 """
@@ -28,7 +28,7 @@ def has_side_effects(effects: Iterable[Any]) -> bool:
 
 @functools.cache
 def _of_axes() -> type:
-    """Returns the type of the effect of a mesh axis, which has no public name."""
+    """Returns the type of JAX's effect for named mesh axes, which has no public name."""
     program = jax.make_jaxpr(lambda x: lax.psum(x, "i"), axis_env=[("i", 2)])(1.0)
     return type(next(iter(program.effects)))
 
@@ -85,7 +85,7 @@ def variables(atoms: Sequence[Any]) -> Iterator[Any]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Piece:
-    """Part of a program without dead code.
+    """Part of a program between given variables, without dead code.
 
     Attributes:
       closed: takes the values of the variables at the cut, then the inputs of the program it needs.
@@ -101,7 +101,7 @@ class Piece:
 
 
 def cut_piece(closed: ClosedJaxpr, outputs: Sequence[Any], boundary: Sequence[Any] = ()) -> Piece:
-    """Returns the part of a program that computes `outputs` from the variables of `boundary`.
+    """Returns the part of a program that computes `outputs` from the variables in `boundary`.
 
     Args:
       closed: the whole program.
@@ -141,7 +141,7 @@ these variables that returns these results."""
 def piece_function(
     program: Jaxpr, equations: Sequence[Any], taken: Sequence[Any], needed: Sequence[Any]
 ) -> Callable[..., Any]:
-    """Returns a piece of a program without changes: the default `RunPiece`."""
+    """Returns a part of a program as a function, unchanged: the default `RunPiece`."""
     piece = program.replace(
         constvars=[],
         invars=list(taken),
@@ -160,7 +160,7 @@ def evaluate_in_pieces(
     run_apart: Callable[[Any, Sequence[Any]], Sequence[Any]],
     run_piece: RunPiece = piece_function,
 ) -> list[Any]:
-    """Evaluates a program, with another implementation for some of its equations.
+    """Evaluates a program in parts, with another implementation for some of its equations.
 
     Args:
       closed: the program.
@@ -195,7 +195,7 @@ def evaluate_in_pieces(
 def _pieces(
     program: Jaxpr, is_apart: Callable[[Any], bool]
 ) -> Iterator[tuple[list[Any], list[Any], bool]]:
-    """Cuts a program at the equations that have another implementation.
+    """Splits a program at the equations that have another implementation.
 
     Yields:
       (equations of a piece, its results that later pieces need, whether the piece is a single
@@ -250,7 +250,9 @@ def split_scan(equation: Any) -> tuple[int, int]:
 
 
 def _count_whole(outside: Any, inside: Any) -> int:
-    """Counts the values with the same number of dimensions outside and inside of a loop."""
+    """Counts the values that have the same number of dimensions outside and inside of a loop (not
+    sliced).
+    """
     pairs = zip(outside, inside, strict=True)
     return sum(outer.aval.ndim == inner.aval.ndim for outer, inner in pairs)
 

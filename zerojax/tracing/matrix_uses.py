@@ -84,7 +84,7 @@ class ParameterUse:
 
     @property
     def product(self) -> MatrixDims | None:
-        """Dimensions of the parameter's matrices in its only product; None if they are unclear.
+        """Dimensions of the parameter's matrices in its single product; None if they are ambiguous.
 
         Vectors, and arrays of which one side has a single element, have none.
         """
@@ -119,7 +119,7 @@ def find_matrix_uses(
 
 
 class _Held(NamedTuple):
-    """Parameter that a variable holds.
+    """The parameter whose values a variable contains.
 
     Attributes:
       name: of the parameter.
@@ -194,7 +194,7 @@ class _Walk:
         return [_Value(None, made_by)] * outputs
 
     def _mark(self, equation: Any, value: _Value) -> None:
-        """Reads the marks of `zerojax.experts`."""
+        """Processes the marks of `zerojax.experts` in the program."""
         ndim = expert_weights_ndim(equation)
         if ndim is not None and value.held is not None:
             name, dims = value.held
@@ -209,7 +209,7 @@ class _Walk:
             use.is_router |= numbers is not None and numbers[1] in sizes
 
     def _note(self, equation: Any, held: _Held) -> frozenset[str]:
-        """Records a use other than a product; returns the parameter if its rows are looked up."""
+        """Records a use that is not a product; returns the parameter if its rows are looked up."""
         use = self.uses[held.name]
         if equation.primitive.name in ("gather", "take"):
             use.is_table = True
@@ -243,7 +243,7 @@ class _Walk:
     def _repeated(
         self, body: Jaxpr, consts: list[_Value], carry: list[_Value], rows: list[_Value]
     ) -> list[_Value]:
-        """Returns the outputs of a loop's body for a carry that no iteration changes any more."""
+        """Returns the outputs of a loop's body once iterations no longer change its carry."""
         while True:
             outputs = self.outputs(body, [*consts, *carry, *rows])
             after = _joined([carry, outputs[: len(carry)]])
@@ -255,7 +255,9 @@ class _Walk:
             carry = after
 
     def _moved(self, equation: Any, held: _Held) -> _Held | None:
-        """Returns the parameter after an operation that only moves elements; None for others."""
+        """Returns the parameter after an operation that only rearranges elements; None for other
+        operations.
+        """
         name, dims = held
         kind, params = equation.primitive.name, equation.params
         if kind == "transpose":
@@ -275,14 +277,14 @@ class _Walk:
 
 
 def _row(value: _Value) -> _Value:
-    """Returns the value of one iteration of a scanned array."""
+    """Returns what is known about one iteration's slice of a scanned array."""
     if value.held is None:
         return value
     return _Value(_Held(value.held.name, value.held.dims[1:]), value.made_by)
 
 
 def _joined(alternatives: Sequence[Sequence[_Value]]) -> list[_Value]:
-    """Returns values that hold for several alternatives."""
+    """Returns what is true of several alternative values."""
     joined = []
     for values in zip(*alternatives, strict=True):
         held = {value.held for value in values}

@@ -1,4 +1,4 @@
-"""`Model` protocol: arrays, and a call with other arrays."""
+"""Defines the protocol `Model`: named arrays, and calls of the model with other arrays."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class LazyArray(Protocol):
 
 
 class Model(Protocol):
-    """Internal form of every model.
+    """Internal form of every model, in whatever library it is written.
 
     Attributes:
       kind: kind of the user's model, for messages: "nnx module", "nnx factory", "pretrained model",
@@ -102,7 +102,7 @@ class Model(Protocol):
         ...
 
     def initial_arrays(self) -> tuple[Arrays, Arrays] | None:
-        """Returns the arrays of the user's object; None if `init` has to create them.
+        """Returns the arrays of the user's model object; None if `init` must create them.
 
         Every name is present. A parameter may be a `LazyArray`; a `ShapeDtypeStruct` stands for an
         array that `init` has to create.

@@ -1,4 +1,4 @@
-"""Reads of each parameter in a traced model, and values that bypass them.
+"""Finds how a traced model reads each parameter, and uses of stored values that bypass a read.
 
 A parameter may be gathered at its reads only if every device reaches them, and only if nothing
 else uses the stored value: `nnx.state(model)` returns the stored value, which at stage 3 is a
@@ -61,7 +61,9 @@ def in_eight_bits(history: jax.Array) -> Iterator[EightBits]:
 
 
 def asked_eight_bits() -> EightBits | None:
-    """Returns the `EightBits` of the enclosing `in_eight_bits`; None outside of it."""
+    """Returns the `EightBits` of the enclosing `in_eight_bits` context; None outside of such a
+    context.
+    """
     return _ASKED.get(None)
 
 
@@ -126,7 +128,9 @@ def find_reads(
 
 
 def _follow(jaxpr: Jaxpr, inputs: Sequence[Names], branch: Branch, reads: Reads):
-    """Returns the parameters that each output of a program holds unchanged."""
+    """Returns, for each output of a program, the parameters whose stored values it contains
+    unchanged.
+    """
     held: dict[Any, Names] = dict(zip(jaxpr.invars, inputs, strict=True))
 
     def names_of(atom: Any) -> Names:
@@ -143,7 +147,9 @@ def _follow(jaxpr: Jaxpr, inputs: Sequence[Names], branch: Branch, reads: Reads)
 
 
 def _outputs(equation: Any, operands: list[Names], branch: Branch, reads: Reads) -> Sequence[Names]:
-    """Returns the parameters that the outputs of one equation hold unchanged."""
+    """Returns, for each output of one equation, the parameters whose stored values it contains
+    unchanged.
+    """
     nothing = [_NOTHING] * len(equation.outvars)
     kind = equation.primitive.name
     if read_name(equation) is not None:
@@ -193,7 +199,7 @@ def _note_read(equation: Any, names: Names, branch: Branch, reads: Reads) -> Non
 
 
 def _leaving(shape: tuple[int, ...], rest: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Yields the choices of dimensions of `shape` whose removal gives `rest`."""
+    """Yields the sets of dimensions of `shape` whose removal leaves the shape `rest`."""
     for dims in itertools.combinations(range(len(shape)), len(shape) - len(rest)):
         if tuple(size for dim, size in enumerate(shape) if dim not in dims) == rest:
             yield dims
@@ -202,7 +208,7 @@ def _leaving(shape: tuple[int, ...], rest: tuple[int, ...]) -> Iterator[tuple[in
 def _follow_scan(
     equation: Any, operands: list[Names], branch: Branch, reads: Reads
 ) -> Sequence[Names]:
-    """Follows the body of a loop until its carry gains no more parameters."""
+    """Processes the body of a scan repeatedly, until its carry contains no further parameters."""
     num_consts, num_carry = split_scan(equation)
     body = equation.params["jaxpr"].jaxpr
     carry = slice(num_consts, num_consts + num_carry)
@@ -232,7 +238,7 @@ def _follow_branches(
 
 
 def _slices_leading_dim(equation: Any) -> bool:
-    """Returns whether an equation takes one row of a stack, as `stack[i]` does."""
+    """Returns whether an equation selects one row of a stack, as `stack[i]` does."""
     kind, before, after = equation.primitive.name, equation.invars, equation.outvars
     if kind == "squeeze":
         return equation.params["dimensions"] == (0,)

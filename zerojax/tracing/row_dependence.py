@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 @dataclasses.dataclass(frozen=True)
 class Fixed:
-    """Value that is independent of the batch.
+    """Value that does not depend on the batch.
 
     Attributes:
       input: position of the input of the program that it equals, or None.
@@ -54,7 +54,7 @@ class Total:
     scales: tuple[float, ...] | None = dataclasses.field(default=None, compare=False)
 
     def is_sum(self, num_rows: int, weight: float | None = None) -> bool:
-        """Returns whether this is certainly not a mean over `num_rows` rows.
+        """Returns whether this value is certainly not a mean over `num_rows` rows.
 
         A mean over rows and any other dimensions divides by a multiple of the number of rows.
 
@@ -91,7 +91,7 @@ def _counts_rows(number: float, num_rows: int) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Count:
-    """Input of the program plus a `Total`, as in a counter."""
+    """Program input plus a `Total`, as in a counter."""
 
     input: int
     total: Total
@@ -99,7 +99,7 @@ class Count:
 
 @dataclasses.dataclass(frozen=True)
 class Raised:
-    """Input of the program plus an `Other`; for `is_affine` see `Other`."""
+    """Program input plus an `Other` value; for `is_affine` see `Other`."""
 
     input: int
     is_affine: bool = False
@@ -147,7 +147,7 @@ def is_affine(value: Dependence) -> bool:
 
 
 def join(several: Sequence[Dependence]) -> Dependence:
-    """Returns the dependence of a value that is computed from several, element by element."""
+    """Returns the dependence of a value that is computed elementwise from several values."""
     rest = [value for value in several if not isinstance(value, Fixed)]
     if not rest:
         return several[0] if len(set(several)) == 1 else FIXED
@@ -159,7 +159,7 @@ def join(several: Sequence[Dependence]) -> Dependence:
 
 
 def plain(value: Dependence) -> Dependence:
-    """Drops `input` and `scales` of a dependence, which may differ between iterations of a loop."""
+    """Drops `input` and `scales` of a dependence, which may differ between loop iterations."""
     if isinstance(value, Raised):
         return AFFINE if value.is_affine else OTHER
     if isinstance(value, Total | Other):

@@ -33,7 +33,7 @@ _MODES = (
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """Number of rows that a pass gathers from a table; repeated rows count each time.
+    """Number of rows that a forward pass gathers from a table; repeated rows count each time.
 
     Attributes:
       rows: rows in the forward pass, and gradients of rows in the backward pass.
@@ -88,7 +88,7 @@ def find_row_lookups(program: Jaxpr, names: Sequence[str]) -> RowLookups:
 
 
 class _Follow:
-    """Walk that follows stored parameters, in any dtype."""
+    """Walk that tracks which variables hold a stored parameter, in any dtype."""
 
     def __init__(self) -> None:
         self.lookups = RowLookups()
@@ -149,7 +149,7 @@ class _Follow:
         self.lookups.asked[name] = Asked(before.rows + number, before.again + number * again)
 
     def _branch(self, equation: Any, operands: list[Name], times: int, again: bool) -> None:
-        """Excludes tables that are read in a branch, where devices would wait for each other.
+        """Excludes tables that are read inside a branch, where devices would wait for each other.
 
         Gathers inside the branch still show that the parameter is a table.
         """

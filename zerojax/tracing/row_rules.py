@@ -230,7 +230,7 @@ def _top_k(equation: Any, operands: list[Dependence]) -> Dependence:
 
 
 def _keeping(equation: Any, operands: list[Dependence]) -> Dependence:
-    """Returns `Rows` if the operation keeps the size of the rows' dimension, else `Other`."""
+    """Returns `Rows` if the operation preserves the size of the row dimension, else `Other`."""
     rows, *rest = operands
     if not isinstance(rows, Rows) or any(not isinstance(operand, Fixed) for operand in rest):
         return OTHER
@@ -298,7 +298,7 @@ def _gather(equation: Any, operands: list[Dependence]) -> Dependence:
 
 
 def _take(equation: Any, table: Dependence) -> Dependence:
-    """Returns `Rows` if a gather takes the same places of every row, else `Other`."""
+    """Returns `Rows` if a gather takes the same positions of every row, else `Other`."""
     numbers, shape = equation.params["dimension_numbers"], equation.invars[0].aval.shape
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     kept = [dim for dim in range(len(shape)) if dim not in gone]

@@ -145,7 +145,7 @@ def _raw_value(leaf: Any) -> Any:
 
 
 def _changed(before: Mapping[tuple[Any, ...], Any], after: nnx.State) -> nnx.State:
-    """Returns the variables that a layer has written to; none in evaluation."""
+    """Returns the variables to which a layer has written; none in evaluation."""
     written = [
         (path, leaf)
         for path, leaf in nnx.to_flat_state(after)

@@ -18,7 +18,7 @@ _ENDS_IN_NUMBER = re.compile(r"\d+$")
 
 @dataclasses.dataclass(frozen=True)
 class Unnamed:
-    """Key of a JAX tree path that is not a part of a leaf's name.
+    """Key in a JAX tree path that is not included in the leaf's name.
 
     Attributes:
       place: description of the place in the tree, for messages.

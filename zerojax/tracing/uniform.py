@@ -1,4 +1,5 @@
-"""Branches of a traced loss that every device takes alike, proven from the program.
+"""Finds the branches of a traced loss that all devices take in the same way, proven from the
+program.
 
 A `lax.cond` is uniform if its predicate depends on no value that differs between devices: not on
 the batch, parameters (a device may hold a shard), random numbers (each device has its own key), the
@@ -48,7 +49,7 @@ def find_uniform_branches(
 
 
 class _Predicates(Follow):
-    """Walk that records the marks of each predicate.
+    """Walk that records the marks (input labels) of each branch predicate.
 
     Attributes:
       predicates: {`id` of a `cond` equation: marks of its predicate}.
@@ -74,7 +75,9 @@ class _Predicates(Follow):
 
 
 def _differs(equation: Any) -> bool:
-    """Returns whether results differ between devices even if all operands are equal."""
+    """Returns whether an equation's results may differ between devices even if its operands are
+    equal.
+    """
     kind = equation.primitive.name
     return (
         kind.startswith(_DIFFERING)

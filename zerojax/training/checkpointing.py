@@ -188,7 +188,8 @@ def restore_state(
 
 
 def _optional_groups(abstract: Mapping[str, Any]) -> list[list[str]]:
-    """Returns the names of optional arrays, in groups of which a checkpoint has all or none.
+    """Returns the names of optional arrays, in groups that a checkpoint has completely or not at
+    all.
 
     Optional are the error feedback of 1-bit optimizers and the copies of weights.
     """
@@ -421,6 +422,6 @@ def _is_float(value: Any) -> bool:
 
 
 def end_state(state: TrainState | None) -> None:
-    """Closes the files that a state holds besides arrays."""
+    """Closes the files of a state that is partly in files."""
     if state is not None and (disk := state.get("disk")):
         disk.close()

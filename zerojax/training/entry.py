@@ -394,7 +394,8 @@ def _with_text(
 
 @contextlib.contextmanager
 def _saying_where_batches_come_from(*, is_given: bool) -> Iterator[None]:
-    """Explains planning errors of a model that fails on the package's own text.
+    """Explains planning errors that occur because no batches were passed and the default text was
+    used.
 
     Raises:
       ValueError: no batches were given, and the model cannot be traced with that text.
@@ -441,7 +442,7 @@ def _loss(
 
 
 def _with_dataset(arguments: Arguments) -> Arguments:
-    """Returns the arguments with a source in place of a dataset of rows as batches."""
+    """Replaces a dataset of rows in the arguments by a source of batches."""
     batches, size = arguments.batches, arguments.global_batch_size
     if size is None and is_dataset(batches):
         size = batch_size_of(arguments.mesh_config, num_devices=jax.device_count())

@@ -64,7 +64,7 @@ def check_evaluation_mode(plan: Plan) -> None:
 
 
 class _Watching:
-    """Base class of callbacks that track the best value of a metric."""
+    """Base class of callbacks that track the best value of one metric."""
 
     def __init__(self, metric: str, mode: Literal["min", "max"], min_delta: float) -> None:
         if mode not in ("min", "max"):

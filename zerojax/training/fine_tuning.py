@@ -85,7 +85,9 @@ class FineTuning:
         return user_path(self.run_dir).absolute() / RUN_FILE
 
     def is_given(self, name: str) -> bool:
-        """Returns whether an override sets the key `name`, directly or within a section."""
+        """Returns whether an override sets the key `name`, either directly or inside its
+        section.
+        """
         for word in self.overrides:
             key, _, value = word.partition("=")
             is_section = value.lstrip().startswith("{")
@@ -273,14 +275,14 @@ def _first_choices(asked: FineTuning, pretrained: Pretrained, chats: Path) -> li
 
 
 def _settings(choices: Sequence[ChosenSetting], asked: FineTuning) -> RunConfig:
-    """Returns the settings of a run: the choices, with the user's overrides on top."""
+    """Returns the settings of a run: the chosen values, replaced by the user's overrides."""
     chosen = {choice.key: choice.value for choice in choices}
     words = [f"{key}={value}" for key, value in {"steps": _MANY_STEPS, **chosen}.items()]
     return load(RunConfig, None, [*words, *asked.overrides])
 
 
 def _check_their_keys(config: RunConfig, choices: Sequence[ChosenSetting]) -> None:
-    """Raises if a KEY=VALUE override contradicts an argument of `zerojax finetune`.
+    """Raises if a KEY=VALUE override contradicts an option of `zerojax finetune`.
 
     Raises:
       ValueError: names the key.

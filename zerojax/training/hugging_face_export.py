@@ -286,7 +286,7 @@ def export_step(
 
 
 def _belongs(name: str, kernels: set[str]) -> bool:
-    """Returns whether an array is one of the kernels, or belongs to the adapter of one."""
+    """Returns whether an array is one of these kernels or a part of its adapter."""
     return any(name == kernel or name.startswith(f"{kernel[:-7]}/lora/") for kernel in kernels)
 
 
@@ -322,7 +322,9 @@ def _from_trainer(
 def _decoded(
     params: Mapping[str, Any], read: Read, codes: Mapping[str, WeightCodes]
 ) -> tuple[dict[str, Any], Read]:
-    """Returns (parameters as structs, a function that reads one), coded weights in float32."""
+    """Returns (structs of the parameters, function that reads one), with quantized weights decoded
+    to float32.
+    """
 
     def decoded(name: str, layer: int | None) -> np.ndarray:
         values = read(name, layer)
@@ -332,7 +334,8 @@ def _decoded(
 
 
 def _raised(params: Mapping[str, Any], read: Read) -> tuple[Read, dict[str, Any]]:
-    """Returns (a function that reads a parameter, structs), all floats in the widest dtype.
+    """Returns (function that reads a parameter, structs), with all floats in the widest dtype of
+    the model.
 
     Frozen parameters may be stored in fewer bits than the adapters that are added to them.
     """

@@ -33,10 +33,10 @@ class LengthCheck:
         self._ladder = plan.ladder
 
     def passes(self, state: Any, batch: Any, plan: Plan, step: int) -> bool:
-        """Compares the loss of two batches that differ only in tokens of weight 0.
+        """Compares the losses of two batches that differ only in tokens of weight 0.
 
-        The loss has to have the same bits: a masked score adds exactly 0 to a sum. The weight of
-        the loss has to fall with the weights of the batch.
+        The two losses must be bit-equal: a masked score adds exactly 0 to a sum. The weight of
+        the loss must fall with the weights of the batch.
 
         Args:
           state: before the step; not donated.
@@ -100,7 +100,9 @@ class LengthCheck:
 
 
 def _on(array: jax.Array, change: Any, cut: int) -> jax.Array:
-    """Returns a changed array with the same sharding; `change` gets (array, cut)."""
+    """Returns a changed copy of an array, with the same sharding; `change` is called with (array,
+    cut).
+    """
     return jax.jit(lambda x: change(x, cut), out_shardings=array.sharding)(array)
 
 

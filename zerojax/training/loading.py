@@ -167,7 +167,7 @@ class LoadedRun:
         return mean_loss(evaluate, plan, state, batches, num_batches, default)
 
     def _evaluation(self, batch: Any) -> tuple[Plan, Any]:
-        """Returns a plan for batches of this shape and its evaluation; cached by shape."""
+        """Returns the plan and the evaluation for batches of this shape; cached per shape."""
         example = abstract_global(batch, self.plan.mesh)
         leaves, structure = jax.tree.flatten(example)
         key = structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
@@ -442,7 +442,7 @@ def _run_config(folder: Path) -> RunConfig | None:
 def _loss(
     model: tracing.Model, record: RunRecord, loss: tracing.Loss | None, *, given_model: bool
 ) -> tuple[tracing.Loss, bool]:
-    """Returns (a loss to trace the model with, whether it is the run's loss)."""
+    """Returns (a loss with which the model is traced, whether it is the run's own loss)."""
     if loss is not None:
         return loss, True
     if record.loss == "own" and given_model:
@@ -496,7 +496,7 @@ def _mesh(record: RunRecord, mesh: Any, example: Any) -> tuple[MeshConfig, Mesh]
 
 
 def _usable(count: int, axes: int, example: Any, pieces: int) -> int:
-    """Returns the largest number of devices whose data shards divide the batch's rows evenly.
+    """Returns the largest number of devices for which the data shards divide the batch's rows.
 
     Several processes must use all of their devices.
 

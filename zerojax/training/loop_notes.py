@@ -51,7 +51,7 @@ def say_unsaved(log: RunLog) -> None:
 
 
 def describe_loss_of_stop(doing: str, checkpointer: Checkpointer | None, resume_hint: str) -> str:
-    """Returns a sentence on what is lost if the process is ended in the middle of a step.
+    """Describes what is lost if the process ends in the middle of a step.
 
     Args:
       doing: the current activity, such as "in a step".

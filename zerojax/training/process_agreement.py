@@ -52,7 +52,7 @@ def check_same_run(described: Mapping[str, str]) -> None:
 
 
 def divide_batches(feed: Feed, mesh: Mesh | AbstractMesh) -> tuple[Any, tuple[str, ...]]:
-    """Makes a feed return this process's rows, whether its batches are global or per process.
+    """Makes a feed return this process's rows; its batches may be global or per process.
 
     Collective, with several processes. If all of them have the same first batch, it is the global
     batch, and each process takes its rows. If processes with the same part of the rows (stages of
@@ -157,7 +157,7 @@ def describe_run(
 
 
 def _difference(what: str, value: str, process: int) -> str:
-    """Returns the message about a setting that differs between process 0 and `process`."""
+    """Returns the message for a setting that differs between process 0 and process `process`."""
     shown = np.zeros(_TEXT_BYTES, np.uint8)
     if len(text := value.encode()) <= _TEXT_BYTES:
         shown[: len(text)] = np.frombuffer(text, np.uint8)
@@ -181,7 +181,7 @@ def _without_paths(settings: Any) -> Any:
 
 
 def _update_of(plan: Plan) -> str:
-    """Returns a digest of the traced optimizer update: its primitives and constants.
+    """Returns a digest of the traced optimizer update (its primitives and constants).
 
     Parameters of jaxpr equations are left out, since their text may contain memory addresses.
     """

@@ -65,7 +65,7 @@ class LoopClock:
         self._at_dispatch = self.watch.read()
 
     def dispatched(self, result: jax.Array) -> None:
-        """Registers an output array of a step; the step is over when the array is ready.
+        """Registers an output array of a step; the step has finished when the array is ready.
 
         Must be called for every step.
         """
@@ -76,7 +76,9 @@ class LoopClock:
         self._devices.follow(result)
 
     def take(self) -> tuple[dict[str, float], ProcessTimes]:
-        """Returns the seconds by activity since the last call, and the times to send to others."""
+        """Returns the seconds by activity since the last call, and the times to send to the other
+        processes.
+        """
         now = self.watch.read()
         spent, self._at_report = difference(now, self._at_report), now
         times = ProcessTimes(
@@ -128,12 +130,14 @@ class _Devices:
         weakref.finalize(self, self._results.put, None)
 
     def follow(self, result: jax.Array) -> None:
-        """Adds the next step's output array, which is kept until the step is over."""
+        """Adds the output array of the next step, and keeps it until the step has finished."""
         self._given += 1
         self._results.put((self._given, result))
 
     def idle_at(self) -> dict[str, float] | None:
-        """Returns the stopwatch reading when all steps had finished; None while one runs."""
+        """Returns the stopwatch reading at which the last dispatched step finished; None if a step
+        is running.
+        """
         given, reading = self._idle[0] if self._idle else (0, None)
         return reading if given == self._given else None
 
@@ -149,7 +153,7 @@ def _wait_for_each(
 
 
 class _Rows:
-    """One row of bytes of every process, gathered by the devices after the dispatched steps."""
+    """One row of bytes per process, gathered by the devices after the steps dispatched before."""
 
     def __init__(self, mesh: Mesh, row: bytes) -> None:
         devices = mesh.devices.reshape(-1)

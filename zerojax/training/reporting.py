@@ -144,7 +144,9 @@ class Reports:
             raise _floor_error(plan, _read(step, metrics))
 
     def _look(self, plan: Plan, log: RunLog | None) -> None:
-        """Checks a finished step: reads two scalars, and more only if something is unusual."""
+        """Checks a finished step: reads two scalars, and further metrics only if these are
+        unusual.
+        """
         step, metrics = self._unseen.popleft()
         assert log is not None
         loss, skipped = jax.device_get((metrics["loss"], metrics["skipped"]))
@@ -183,7 +185,8 @@ class Reports:
             log.write_processes(*gathered)
 
     def hold(self, plan: Plan, step: int, metrics: Mapping[str, Any]) -> None:
-        """Keeps the metrics of a step and starts computing its learning rate, all on the devices.
+        """Stores the metrics of a step and starts computing its learning rate; everything stays on
+        the devices.
 
         Does not block. If the learning rate were computed when the report is read, it would wait
         for the step that is running then, and no further step could start meanwhile. A schedule
@@ -251,7 +254,7 @@ class Reports:
         return values
 
     def nothing_trained(self, plan: Plan, steps: int, log: RunLog | None) -> None:
-        """Raises if a run has skipped all of its steps, unless its loss scale is dynamic.
+        """Raises if all steps of a run were skipped, unless its loss scale is dynamic.
 
         A dynamic scale takes a few steps to find; then a line is logged.
 
@@ -298,7 +301,7 @@ class Reports:
 
 
 def _needs_no_device(schedule: Schedule) -> bool:
-    """Returns whether a learning-rate schedule returns a Python or NumPy number, no JAX array."""
+    """Returns whether a learning-rate schedule returns a host number rather than a JAX array."""
     is_array: list[bool] = []  # no value of the trace leaves it
     jax.eval_shape(lambda: is_array.append(isinstance(schedule(0), jax.Array)))
     return not is_array[0]
@@ -309,7 +312,9 @@ def _read(step: int, metrics: Mapping[str, Any]) -> Metrics:
 
 
 def with_names(plan: Plan, values: Metrics) -> Metrics:
-    """Replaces parameter numbers in metrics by names; drops numbers that stand for none."""
+    """Replaces parameter numbers in metrics by parameter names; drops numbers that name no
+    parameter.
+    """
     named = {name: _leaf(plan, values, name) for name in ("bad_leaf", "largest_leaf")}
     rest = {name: value for name, value in values.items() if name not in named}
     return rest | {name: leaf for name, leaf in named.items() if leaf is not None}
@@ -321,7 +326,9 @@ def _scale_is_dynamic(plan: Plan) -> bool:
 
 
 def _leaf(plan: Plan, values: Metrics, number: str) -> str | None:
-    """Returns the name of the parameter whose number is `values[number]`; None for -1 or none."""
+    """Returns the name of the parameter with number `values[number]`; None if the number is -1 or
+    missing.
+    """
     index = int(values.get(number, -1))
     return leaf_names(plan)[index] if index >= 0 else None
 
@@ -354,7 +361,7 @@ def _first_bad_weight(plan: Plan, params: Mapping[str, jax.Array]) -> str | None
 
 
 def _what_was_not_finite(plan: Plan, values: Metrics, weight: str | None = None) -> str:
-    """Returns the metrics of a skipped step and the first non-finite weight or gradient, if known.
+    """Describes a skipped step: its metrics and, if known, the first non-finite weight or gradient.
 
     Args:
       weight: parameter whose own values are not finite.
@@ -371,7 +378,7 @@ def _what_was_not_finite(plan: Plan, values: Metrics, weight: str | None = None)
 
 
 def _floor_error(plan: Plan, values: Metrics) -> FloatingPointError:
-    """Returns the error for a run whose loss scale cannot be lowered any more."""
+    """Returns the error for a loss scale that is at its minimum and overflowed."""
     layer = _leaf(plan, values, "bad_leaf")
     if not math.isfinite(values["loss"]):
         reason = "the loss itself is not finite, and no loss scale changes that"

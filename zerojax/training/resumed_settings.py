@@ -27,7 +27,7 @@ def next_rate(plan: Plan, updates: int) -> float | None:
 
 
 def settings_that_differ(plan: Plan, restored: Any, config: Mapping[str, Any]) -> list[str]:
-    """Returns one line for each optimizer setting that differs from the current call.
+    """Returns one line per optimizer setting that differs between the saved run and this call.
 
     Args:
       plan: of the resumed run.
@@ -45,7 +45,9 @@ def settings_that_differ(plan: Plan, restored: Any, config: Mapping[str, Any]) -
 
 
 def _kept(plan: Plan, restored: Any) -> list[str]:
-    """Returns lines for hyperparameters in the optimizer state, where the saved value is used."""
+    """Returns lines for hyperparameters whose saved value (in the optimizer state) is used, not the
+    call's value.
+    """
     if not _settings_of(plan.abstract_stored["opt_state"]):
         return []
     params = plan.abstract_stored["params"]
@@ -78,7 +80,7 @@ def _settings_of(opt_state: Any) -> dict[str, Any]:
 
 
 def _other_curriculum(restored: Any, config: Mapping[str, Any]) -> list[str]:
-    """Returns a line if the lengths of rows follow another schedule than in the saved run."""
+    """Returns a line if the schedule of row lengths differs from that of the saved run."""
     both = [settings.get("curriculum") or {} for settings in (restored.config, config)]
     old, new = (found if found.get("type") else {} for found in both)
     if old == new:
@@ -90,7 +92,7 @@ def _other_curriculum(restored: Any, config: Mapping[str, Any]) -> list[str]:
 
 
 def _other_layer_drop(restored: Any, config: Mapping[str, Any]) -> list[str]:
-    """Returns a line if layers are kept with other probabilities than in the saved run."""
+    """Returns a line if the probabilities of keeping layers differ from those of the saved run."""
     both = [settings.get("layer_drop") or {"theta": 1.0} for settings in (restored.config, config)]
     old, new = (found if found["theta"] < 1 else {} for found in both)
     if old == new:
@@ -102,7 +104,7 @@ def _other_layer_drop(restored: Any, config: Mapping[str, Any]) -> list[str]:
 
 
 def _jumped(plan: Plan, restored: Any, config: Mapping[str, Any]) -> list[str]:
-    """Returns a line if the schedule does not continue at the saved run's learning rate."""
+    """Returns a line if the learning rate of the next step differs from that in the saved run."""
     old = restored.config.get(NEXT_RATE)
     new = next_rate(plan, restored.step - int(restored.state["skipped"]))
     if old is None or new is None or math.isclose(new, old, rel_tol=_TOLERANCE):

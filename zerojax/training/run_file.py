@@ -269,7 +269,9 @@ def _model_of(config: ModelConfig, vocab_size: int) -> Any:
 
 
 def _changes(config: ModelConfig, sizes: Any) -> dict[str, Any]:
-    """Returns {field: value} of a run's model settings that override a Hugging Face config."""
+    """Returns {field: value} of the run's model settings that replace those of a Hugging Face
+    config.
+    """
     fields = {field.name for field in dataclasses.fields(sizes)}
     may_change = ("dropout", "remat", "loss_chunk", "mlp_chunk", "matmul_dtype", "attention")
     changes = {name: getattr(config, name) for name in may_change if name in fields}
@@ -334,7 +336,7 @@ def _inputs_of(config: RunConfig, batch: Any, vocab_size: int, platform: str | N
 
 
 def _precision(config: RunConfig, platform: str | None) -> tuple[Precision, list[str]]:
-    """Returns (dtypes of a run, reasons for those that its file does not set)."""
+    """Returns (dtypes of a run, reasons for the dtypes that its file does not set)."""
     name, reasons = config.precision, []
     if name is None:
         name, why = default_precision(platform)

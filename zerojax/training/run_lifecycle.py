@@ -88,7 +88,7 @@ def open_run(spec: RunSpec, plan: Plan) -> Run:
 
 
 def _common_settings(spec: RunSpec) -> dict[str, Any]:
-    """Returns the settings of the loop that must be equal in all processes."""
+    """Returns the loop settings that must be equal in all processes."""
     return {
         "log_every": spec.loop.log_every,
         "eval_every": spec.loop.eval_every,
@@ -136,7 +136,8 @@ def fit(run: Run) -> Trainer:
 
 
 def _under_way(plan: Plan, trainer: Trainer | None) -> tuple[Plan, Any, int, Any]:
-    """Returns (plan, state, batches consumed, jitted step) of a run for an out-of-memory page.
+    """Returns (plan, state, batches consumed, jitted step) of a run, for the page about
+    out-of-memory errors.
 
     State and step are None if there is no trainer yet.
     """

@@ -298,7 +298,7 @@ def abstract_of(batch: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class _Checked:
-    """The fields of a record whose types the configuration loader can check."""
+    """The fields of a record whose types the configuration loader checks."""
 
     architecture: str
     model_name: str
@@ -358,7 +358,7 @@ def _called(config_class: type) -> Callable[[Mapping[str, Any]], Any]:
 
 
 def _structure(module: nnx.Module) -> dict[str, Any]:
-    """Returns {path: (class, attributes that are not arrays)} of a module's submodules."""
+    """Returns {path: (class, static attributes)} of the submodules of a module."""
     found = {}
     for path, node in nnx.iter_graph(module):
         if isinstance(node, nnx.Module):
@@ -409,7 +409,9 @@ def _with_adapters(
 
 
 def _as_json(tree: Any) -> Any:
-    """Returns JSON of a batch of dicts, lists, tuples and arrays; None for other containers."""
+    """Returns the JSON form of a batch made of dicts, lists, tuples and arrays; None for other
+    containers.
+    """
     if isinstance(tree, jax.ShapeDtypeStruct):
         return {"shape": list(tree.shape), "dtype": np.dtype(tree.dtype).name}
     if type(tree) is dict and all(isinstance(key, str) for key in tree):

@@ -25,7 +25,7 @@ logger = logging.getLogger("zerojax.training")
 
 @dataclasses.dataclass(kw_only=True)
 class StepProgram:
-    """The step of one length.
+    """The compiled step for one row length.
 
     Attributes:
       plan: of the step; its `abstract_batch` has the length's shapes.
@@ -41,7 +41,7 @@ class StepProgram:
 
     @property
     def is_waited_for(self) -> bool:
-        """Whether the next call compiles, or waits for the compilation."""
+        """Whether the next call has to compile, or to wait for a compilation in progress."""
         return not self.was_called and (self.compiling is None or self.compiling.is_alive())
 
     def compile_ahead(self) -> None:

@@ -329,7 +329,9 @@ class StepRunner:
         return self
 
     def _release_files(self) -> None:
-        """Called before the files of a durable state are replaced; does nothing here."""
+        """Hook that is called before the files of a durable state are replaced; does nothing
+        here.
+        """
 
     def to_model(self, *, weights: Weights = "trained") -> Any:
         """Returns the trained model in the user's form: `nnx.Module`, linen variables or a tree.

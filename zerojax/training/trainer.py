@@ -166,7 +166,7 @@ class Trainer(StepRunner):
 
     @contextlib.contextmanager
     def _stopping(self) -> Iterator[StopRequest]:
-        """Turns a signal in the block into a request to end the run."""
+        """Converts a signal in the block into a request to end the run after the current step."""
 
         def describe() -> str:
             hint = self.loop_settings.resume_hint
@@ -202,7 +202,7 @@ class Trainer(StepRunner):
 
     @contextlib.contextmanager
     def _failing_well(self) -> Iterator[None]:
-        """Saves the state after an error of the data or of a callback, in a single process.
+        """Saves the state if data or a callback raise an error in the block; single process only.
 
         With several processes nothing is saved: a save needs all of them, and the others do not
         know of the error. If another process has ended, raises `PeerLostError` instead.
@@ -361,7 +361,7 @@ class Trainer(StepRunner):
         return self.num_steps == last
 
     def _methods(self, name: str) -> list[Any]:
-        """Returns the bound methods `name` of the callbacks that have one."""
+        """Returns the bound methods called `name` of all callbacks that have one."""
         found = (getattr(callback, name, None) for callback in self.loop_settings.callbacks)
         return [method for method in found if callable(method)]
 
@@ -546,7 +546,7 @@ class Trainer(StepRunner):
         return self.num_steps
 
     def _stateful(self) -> dict[str, Any]:
-        """Returns {name in a checkpoint: callback} of the callbacks that have a state."""
+        """Returns {name in a checkpoint: callback} for callbacks with a state."""
         found: dict[str, Any] = {}
         for callback in self.loop_settings.callbacks:
             if callable(getattr(callback, "state", None)) and hasattr(callback, "load_state"):

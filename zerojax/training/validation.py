@@ -40,7 +40,7 @@ DEFAULT_BATCHES = 8
 
 
 class LeftOutError(ValueError):
-    """Raised for a batch with too few rows if the loss cannot exclude the missing rows."""
+    """Raised for a batch with too few rows if missing rows cannot be excluded from the loss."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,7 +229,9 @@ def _is_short(rows: int, missing: int) -> str:
 
 
 def _why_refused(plan: Plan, *, of_dataset: bool = False) -> str | None:
-    """Returns why batches with missing rows are refused, with a remedy; None if they are not."""
+    """Returns why batches with missing rows are refused, with a remedy; None if they are
+    accepted.
+    """
     if jax.process_count() > 1 and not of_dataset:
         return (
             "with several processes every batch needs all of its rows; drop them, or fill the "
@@ -243,7 +245,7 @@ def _why_refused(plan: Plan, *, of_dataset: bool = False) -> str | None:
 
 
 def why_not_filled(plan: Plan) -> str | None:
-    """Returns why missing rows of a batch cannot be filled with copies; None if they can.
+    """Returns why missing rows of a batch cannot be replaced by copies; None if they can.
 
     They can if everything that the loss returns is a sum over rows, or a mean over a fixed number
     of rows. Then missing rows are filled with copies of one row, and the contribution of the
@@ -268,7 +270,7 @@ def why_not_filled(plan: Plan) -> str | None:
 
 
 class Filler:
-    """Computes the loss sums of batches, also of batches with missing rows.
+    """Computes loss sums of batches, including batches with missing rows.
 
     Missing rows are filled with copies, and the contribution of the copies is subtracted.
 

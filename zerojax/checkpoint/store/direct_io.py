@@ -135,7 +135,8 @@ def check_space(folder: Path, needed: int, *, remedy: str | None) -> None:
         others = f"or {other}" if remedy is None else f"{other}, {remedy}"
         raise OSError(
             errno.ENOSPC,
-            f"{folder}: needs {needed / _MIB:,.1f} MiB of disk, {there / _MIB:,.1f} MiB are free; "
+            f"{folder}: {needed / _MIB:,.1f} MiB of disk are needed, {there / _MIB:,.1f} MiB "
+            "are free; "
             f"free {(needed - there) / _MIB:,.1f} MiB, {others}",
         )
 

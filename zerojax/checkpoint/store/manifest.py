@@ -204,10 +204,12 @@ def slot_path(folder: Path, slot: int) -> Path:
 def tell_mixed(folder: Path, manifest: Manifest) -> str:
     """Returns the error message for a scratch store whose last sweep did not end."""
     return (
-        f"{folder}: the sweep that began generation {manifest.begun} did not end, so some buckets "
-        f"belong to it and some to generation {manifest.generation}; create the store again "
-        "(replace=True) and fill it from the last checkpoint; durable=True would have kept a "
-        "complete generation, for twice the disk space"
+        f"{folder}: a pass over the buckets that writes generation {manifest.begun} was "
+        "interrupted: some buckets "
+        f"belong to that generation and some to generation {manifest.generation}; create the "
+        "store again "
+        "(replace=True) and fill it from the last checkpoint; durable=True keeps a "
+        "complete generation in such a case, for twice the disk space"
     )
 
 
@@ -240,7 +242,9 @@ def make_files(folder: Path, manifest: Manifest) -> None:
     give_up(folder)
     disk_bytes = manifest.num_slots * manifest.file_bytes
     two_manifests = 2**16 + 96 * manifest.num_buckets  # while one replaces the other
-    remedy = "or keep one generation (durable=False)" if manifest.durable else "or keep less on it"
+    remedy = (
+        "or store one generation only (durable=False)" if manifest.durable else "or keep less on it"
+    )
     check_space(folder, disk_bytes + two_manifests, remedy=remedy)
     try:
         for path in paths:

@@ -241,7 +241,7 @@ def _as_pieces(data: Path, entry: dict[str, Any], size: int) -> _Pieces:
     for first, count, offset in runs:
         numbers += [first, count, offset]
         if offset + count * dtype.itemsize > size or first + count > math.prod(shape):
-            raise ValueError(f"a piece of {quoted(entry['name'])} is not in the file")
+            raise ValueError(f"a part of {quoted(entry['name'])} is missing in the file")
     for pair in sums or ():
         numbers += pair
     if not all(type(number) is int and 0 <= number < 2**62 for number in numbers):

@@ -284,7 +284,8 @@ class BucketStore:
             raise StoreError(self._refusal)
         if self._sweeping:
             raise StoreError(
-                f"{self.folder}: another sweep is in progress; end it, or leave its loop, first"
+                f"{self.folder}: another sweep (pass over the buckets) is in progress; finish "
+                "its loop first"
             )
         self._sweeping = True
         written: dict[int, int] = {}  # bucket -> checksum
@@ -315,8 +316,10 @@ class BucketStore:
             if self._wait(transfer, f"bucket {index} could not be read") != checksum:
                 raise StoreError(
                     f"{slot_path(self.folder, slot)}: bucket {index} (bytes {offset} to "
-                    f"{offset + len(buffer)}) is not what generation {self.generation} wrote: the "
-                    "bytes were torn or changed on disk; delete the folder and fill the store "
+                    f"{offset + len(buffer)}) differs from what generation {self.generation} "
+                    "wrote: the "
+                    "write was incomplete, or the bytes changed on disk; delete the folder and "
+                    "fill the store "
                     "again, from a checkpoint, and check that disk for errors"
                 )
 
@@ -412,7 +415,8 @@ class BucketStore:
 def _tell_unsure(folder: Path, manifest: Manifest) -> str:
     return (
         f"{folder}: the manifest of generation {manifest.begun} could not be written; close the "
-        "store, fix the problem with the disk, and open it: it has the last complete generation"
+        "store, fix the problem with the disk, and open it: the store then has the last "
+        "complete generation"
     )
 
 

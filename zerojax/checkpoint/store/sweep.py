@@ -173,8 +173,9 @@ def sweep_buckets(
     def write(place: int) -> None:
         if order[place] in repeated:
             raise StoreError(
-                f"bucket {order[place]} comes more than once in this sweep, so it may have been "
-                "read ahead already; write it in a sweep that visits it once"
+                f"bucket {order[place]} occurs more than once in the order of this sweep, so it "
+                "may have been "
+                "prefetched already; write it in a sweep whose order has it once"
             )
         writes[place] = start_write(order[place], ring[place % len(ring)])
 

@@ -111,12 +111,12 @@ def check_asked(encoded: EncodedChat) -> None:
     """
     if not encoded.asked.any():
         raise RecordError(
-            "no token of the chat is part of an answer, so there is nothing to learn; leave the "
+            "no token of the chat is part of an answer, so nothing can be trained on; leave the "
             "row out, or check the template's generation marks"
         )
     if encoded.asked.all():
         raise RecordError(
-            "every token of the text is part of an answer, so it has no question; add a "
+            "every token of the text is part of an answer, so it has no question; add the "
             "question, or prepare such text with --format text"
         )
 

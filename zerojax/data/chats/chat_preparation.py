@@ -402,7 +402,7 @@ class _Preparation:
     def _is_good(self, place: str, encoded: EncodedChat) -> bool:
         try:
             if not encoded.ids.size:
-                raise RecordError("it has no tokens; leave the row out")
+                raise RecordError("the text has no tokens; leave the row out")
             check_asked(encoded)
             self._check_vocabulary(encoded.ids)
         except RecordError as error:
@@ -432,7 +432,10 @@ class _Preparation:
 def _why_not(rendering: Rendering) -> str | None:
     """Returns the reason why a rendered chat has no text with answers; None if it has."""
     if rendering.error is not None:
-        return f"the template fails ({rendering.error}); fix the row, or pass --template FILE"
+        return (
+            f"the template cannot render this chat ({rendering.error}); fix the row, or pass "
+            "--template FILE"
+        )
     if rendering.turn is not None:
         return (
             f"{rendering.turn}, so the answer's tokens cannot be identified; use a template with "

@@ -170,7 +170,7 @@ class ChatTemplate:
             pieces.append(piece)
             self._written += len(piece)
             if self._written > self._limits.characters:
-                raise ValueError(f"it writes more than {self._limits.characters} characters")
+                raise ValueError(f"its output has more than {self._limits.characters} characters")
         return "".join(pieces), self._answers
 
     def answers(
@@ -205,8 +205,9 @@ class ChatTemplate:
             return text, [self._place(messages, tools, turn, text) for turn in turns]
         if len(turns) < len(known) and len(marked) != len(known):
             raise TurnError(
-                f"the template marks {len(marked)} answers of {len(known)}, so the answers without "
-                "loss cannot be identified; correct the template's generation marks"
+                f"the template marks {len(marked)} answers of {len(known)}, so the answers that "
+                "have no "
+                "loss cannot be found; correct the template's generation marks"
             )
         if len(turns) == len(known):
             return text, marked
@@ -230,8 +231,9 @@ class ChatTemplate:
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Returns a message without empty entries, with its reasoning under every name that some
-    template reads."""
+    """Returns a message without empty entries, with its reasoning text stored under each key that
+    known templates use.
+    """
     kept = {key: value for key, value in message.items() if value is not None}
     thought = next((kept[key] for key in REASONING if key in kept), None)
     if thought is not None:
@@ -273,9 +275,9 @@ def _answer(template: ChatTemplate, chat: dict[str, Any]) -> dict[str, Any]:
     except TurnError as error:
         return {"turn": str(error)}
     except MemoryError:
-        return {"error": "it needs more memory than the limit"}
+        return {"error": "the template needs more memory than the limit"}
     except RecursionError:
-        return {"error": "it has infinite recursion"}
+        return {"error": "the template has infinite recursion"}
     except Exception as error:  # untrusted code raises anything
         return {"error": in_one_line(error)}
     return {"text": found[0], "answers": found[1]}

@@ -136,12 +136,12 @@ def _with_system(
     if system is None or system == "":
         return messages
     if not isinstance(system, str):
-        raise RecordError(f"the system is {quoted(system)}; make it text")
+        raise RecordError(f"the key system is {quoted(system)}, not text; make it text")
     if messages[0]["role"] != "system":
         return ({"role": "system", "content": system}, *messages)
     if messages[0].get("content") != system:
         raise RecordError(
-            f"the system is {quoted(system)}, but the first message, of the system, has the "
+            f"the key system is {quoted(system)}, but the first message, with role system, has the "
             f"content {quoted(messages[0].get('content'))}; remove one of them"
         )
     return messages
@@ -151,8 +151,9 @@ def _prompt_and_completion(prompt: Any, completion: Any, tools: Any, system: Any
     if isinstance(prompt, str) and isinstance(completion, str):
         if system:
             raise RecordError(
-                f"the system is {quoted(system)}, but a prompt of text is not rendered, so it has "
-                "no place; write it into the prompt, or make both lists of messages"
+                f"the key system is {quoted(system)}, but a prompt of plain text has no "
+                "template, so it has "
+                "no position; write it into the prompt, or make both lists of messages"
             )
         if not completion:
             raise RecordError("the completion is empty; leave the row out, or write a completion")
@@ -171,7 +172,7 @@ def _checked(chat: Chat) -> Chat:
     if not any(message["role"] == ASSISTANT for message in chat.messages[chat.first :]):
         roles = sorted({message["role"] for message in chat.messages})
         raise RecordError(
-            f"no message is the assistant's (the roles are {', '.join(roles)}), so there is "
+            f"no message has role 'assistant' (the roles are {', '.join(roles)}), so there is "
             "nothing to learn; leave the row out, or give the answers role 'assistant'"
         )
     if not chat.turns:
@@ -201,7 +202,7 @@ def _messages(value: Any, name: str) -> tuple[Mapping[str, Any], ...]:
 
 
 def _message(item: Any, number: int, name: str) -> Mapping[str, Any]:
-    where = f"entry {number} of its {name}"
+    where = f"entry {number} of {name}"
     if not isinstance(item, Mapping):
         raise RecordError(f"{where} is {quoted(item)}, which is not an object; {_FORMS}")
     item = {key: value for key, value in item.items() if value is not None}
@@ -209,7 +210,8 @@ def _message(item: Any, number: int, name: str) -> Mapping[str, Any]:
         role = _ROLES.get(item["from"]) if isinstance(item["from"], str) else None
         if role is None:
             raise RecordError(
-                f"{where} is from {quoted(item['from'])}; known are {', '.join(_ROLES)}: rename it"
+                f"{where} has {quoted(item['from'])} for the key 'from'; known values are "
+                f"{', '.join(_ROLES)}: rename it"
             )
         marks = {key: item[key] for key in _MARKS if key in item}
         item = {"role": role, "content": item.get("value"), **marks}
@@ -293,5 +295,5 @@ def _tools(value: Any) -> Any:
                 f"the text of tools {error.what}; make them a list of objects"
             ) from error
     if not isinstance(value, list):
-        raise RecordError(f"the tools are {quoted(value)}; make them a list of objects")
+        raise RecordError(f"the key tools is {quoted(value)}; make it a list of objects")
     return value or None

@@ -168,11 +168,11 @@ class TemplateProcess:
         try:
             code = self._process.wait(_WAIT_SECONDS)
         except subprocess.TimeoutExpired:
-            return "the process that renders it closed its output"
+            return "the rendering process closed its output"
         if code == -signal.SIGPROF:
-            return f"it needs more than {self._limits.seconds:g} s of processor time"
+            return f"rendering needs more than {self._limits.seconds:g} s of processor time"
         how = f"signal {-code}" if code < 0 else f"status {code}"
-        return f"the process that renders it ended ({how})"
+        return f"the rendering process ended ({how})"
 
 
 def _rendering(answer: Mapping[str, Any]) -> Rendering:

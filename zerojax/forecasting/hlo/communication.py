@@ -169,7 +169,7 @@ class _Finder:
         ]
 
     def read(self, where: Computation, instruction: Instruction) -> Collective:
-        """Reads a collective instruction, as executed once outside of all loops."""
+        """Parses a collective instruction, counted as executed once outside of all loops."""
         kind = _kind(instruction)
         sent = where.operand_arrays(instruction)
         if instruction.opcode == "send" or kind == "ragged-all-to-all":
@@ -273,8 +273,8 @@ def read_groups(text: str, num_devices: int) -> list[Group]:
     if text.startswith("{{"):
         return [_integers(group) for group in re.findall(r"\{([\d,\s]*)\}", text)]
     raise ValueError(
-        f"replica_groups={text!r} is a notation that zerojax does not know; "
-        "add it to zerojax/forecasting/hlo/communication.py"
+        f"replica_groups={text!r} has an unknown notation; "
+        "extend zerojax/forecasting/hlo/communication.py"
     )
 
 
@@ -284,7 +284,9 @@ def read_pairs(text: str) -> list[tuple[int, int]]:
 
 
 def connected(pairs: Sequence[tuple[int, int]]) -> Group:
-    """Returns the devices that the first pair reaches over any number of pairs; () if no pairs."""
+    """Returns the devices reachable from the first pair through any number of pairs; () without
+    pairs.
+    """
     group = set(pairs[0]) if pairs else set()
     while more := {d for pair in pairs if group.intersection(pair) for d in pair} - group:
         group |= more
@@ -324,7 +326,9 @@ def _read_mesh(text: str) -> list[Group]:
 
 
 def _cut_axis(size: int, parts: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Returns (size of the dimensions before it, length) of each part that an axis is cut into."""
+    """Returns (product of the dimensions before it, length) of each part into which an axis is
+    split.
+    """
     cut, before = [], 1
     for pre, length in sorted(parts):
         if pre > before:

@@ -191,7 +191,9 @@ def _convolution_flops(computation: Computation, convolution: Instruction) -> in
 
 
 def _products_of_kernel(convolution: Instruction, kernel: Array, output: Array) -> int:
-    """Counts FLOPs: each output element uses every kernel element of its feature, with padding."""
+    """Counts FLOPs of a convolution: each output element uses every kernel element of its feature,
+    including padding.
+    """
     labels = re.fullmatch(r"\w+_(\w+)->\w+", convolution.attributes["dim_labels"])
     if labels is None:
         raise ValueError(f"dim_labels of {convolution!r} are not like b01f_01io->b01f")
@@ -236,7 +238,7 @@ def _attention_flops(computation: Computation, call: Instruction, target: str) -
 
 
 def _find_setting(config: dict[str, Any], key: str) -> dict[str, Any] | None:
-    """Returns the setting `key`, at any depth."""
+    """Returns the value of `key` in a nested configuration, at any depth."""
     if key in config:
         return config[key]
     inner = (_find_setting(value, key) for value in config.values() if isinstance(value, dict))
@@ -264,7 +266,7 @@ class HbmTraffic:
         return ScheduleSum(self._program, self.of_kernel)
 
     def of_kernel(self, where: Computation, instruction: Instruction) -> int:
-        """Returns the bytes that one execution of an instruction reads and writes.
+        """Returns the bytes that one kernel launch reads and writes.
 
         The instruction is not control flow.
 
@@ -286,7 +288,7 @@ class HbmTraffic:
         return reads + _bytes(_without_workspace(instruction))
 
     def _of_done(self, where: Computation, done: Instruction) -> int:
-        """Returns the bytes that the done of an asynchronous operation writes.
+        """Returns the bytes that the done instruction of an asynchronous operation writes.
 
         These are 0 if its start wraps a computation, in which they are counted.
         """
@@ -316,7 +318,7 @@ def _bytes(arrays: tuple[Array, ...] | list[Array]) -> int:
 
 
 def _without_workspace(instruction: Instruction) -> tuple[Array, ...]:
-    """Returns the result without the scratch memory that cuBLAS and cuDNN return."""
+    """Returns the result without the scratch memory that cuBLAS and cuDNN add to it."""
     arrays = instruction.arrays
     target = instruction.attributes.get("custom_call_target", "") if len(arrays) > 1 else ""
     is_library = target.startswith(('"__cublas', '"__cudnn'))
@@ -324,7 +326,7 @@ def _without_workspace(instruction: Instruction) -> tuple[Array, ...]:
 
 
 def _written(body: Computation, result: Instruction) -> int:
-    """Returns the bytes of a fusion's result that is not an update in place."""
+    """Returns the bytes of those results of a fusion that are not updates in place."""
     if result.opcode == "get-tuple-element":
         source = body[result.operands[0]]
         if int(result.attributes["index"]) >= len(_without_workspace(source)):
@@ -359,7 +361,7 @@ def _update_operand(where: Computation, update: Instruction) -> Instruction:
 
 
 def _results(body: Computation) -> list[Instruction]:
-    """Returns the results of a fusion, one instruction per array, bitcasts removed."""
+    """Returns the instructions that compute a fusion's results, one per array, without bitcasts."""
     roots = body.operands_of(body.root) if body.root.opcode == "tuple" else [body.root]
     return [_renamed(body, root) for root in roots]
 
@@ -399,7 +401,9 @@ def _elements_needed(body: Computation, in_place: set[str]) -> dict[str, int]:
 
 
 def _part_needed(user: Instruction, index: int, operand: Instruction, of_user: int) -> int:
-    """Returns how many elements of its operand an instruction needs for `of_user` of its own."""
+    """Returns how many elements of its operand an instruction needs so that its user gets `of_user`
+    elements.
+    """
     size = _size(operand)
     if (user.opcode in _SLICES or user.opcode in _UPDATES) and index > 0:
         return size

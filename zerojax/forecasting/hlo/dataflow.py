@@ -16,7 +16,7 @@ Value: TypeAlias = tuple[str, tuple[int, ...]]
 
 
 class Edge(enum.Enum):
-    """The way a value contributes to another one."""
+    """How a value contributes to another value: moved, summed or computed."""
 
     SAME = "same"
     """The same numbers: moved, cut, joined, cast, scaled, repeated, gathered, or device sums."""
@@ -95,7 +95,7 @@ class Dataflow:
         return self._out_of.get(value, [])
 
     def array(self, value: Value) -> Array | None:
-        """Returns dtype and shape; None for a tuple and for a value that is not in the program."""
+        """Returns dtype and shape of a value; None for tuples and unknown values."""
         name, index = value
         found: Type | None = self.instructions[name].type if name in self.instructions else None
         for position in index:
@@ -117,7 +117,7 @@ class Dataflow:
         self._out_of[source].append((target, edge))
 
     def _pass_on(self, source: Value, target: Value) -> None:
-        """Links all elements of `source` to the same elements of `target`."""
+        """Links every element of `source` to the same element of `target`."""
         name, index = source
         for element, _ in _elements(self.instructions[name].type):
             if element[: len(index)] == index:
@@ -226,7 +226,9 @@ class Dataflow:
         return Edge.USED
 
     def _accumulates(self, instruction: Instruction) -> dict[int, tuple[int, ...]]:
-        """Returns {operand of a custom call: the element of the result that overwrites it}."""
+        """Returns {operand of a custom call: element of the result that is written into the
+        operand's memory}.
+        """
         text = instruction.attributes.get("output_to_operand_aliasing", "")
         return {
             int(operand): tuple(int(n) for n in index.split(",") if n.strip())
@@ -248,7 +250,9 @@ class Dataflow:
 
 
 def _operands(instruction: Instruction) -> list[Value]:
-    """Returns operands with the element that is read of each: `%fusion#1` is element 1."""
+    """Returns the operands with the tuple element that is read of each: `%fusion#1` is element
+    1.
+    """
     if instruction.opcode in ("constant", "parameter"):
         return []
     text = instruction.operand_text

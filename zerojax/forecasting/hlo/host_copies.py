@@ -128,7 +128,9 @@ def _is_within_host(where: Computation, instruction: Instruction) -> bool:
 def _executed(
     program: Program, where: Computation, times: int, depth: int
 ) -> Iterator[tuple[Computation, Instruction, int, int]]:
-    """Yields (computation, instruction, times per step, enclosing loops); keeps kernels closed."""
+    """Yields (computation, instruction, executions per step, enclosing loops); does not enter
+    kernels.
+    """
     for instruction in where.instructions:
         opcode = instruction.opcode
         if opcode in _CONTROL_FLOW and not _is_kernel(program, instruction):
@@ -149,7 +151,7 @@ def _is_kernel(program: Program, instruction: Instruction) -> bool:
 
 
 def _copies_of(program: Program, where: Computation, instruction: Instruction) -> list[HostCopy]:
-    """Returns what one instruction moves, at most one copy for each direction."""
+    """Returns the host-device copies of one instruction, at most one per direction."""
     if _is_kernel(program, instruction):
         inner = program.computations[instruction.callees["calls"][0]]
         moved = _moved_by_kernel(inner)
@@ -176,7 +178,7 @@ _Moved = dict[str, list[tuple[int, bool]]]
 
 
 def _moved_by_one(where: Computation, instruction: Instruction) -> _Moved:
-    """Returns the parts moved by an instruction that is not in a fusion."""
+    """Returns the bytes copied by an instruction outside of a fusion."""
     if instruction.opcode == "copy-start":  # (target, source, context)
         target, source = instruction.arrays[:2]
         return _between(source, target, linear=True)
@@ -200,7 +202,9 @@ def _between(source: Array, target: Array, *, linear: bool) -> _Moved:
 
 
 def _moved_by_kernel(inner: Computation) -> _Moved:
-    """Returns the parts moved by a fusion: slices of host arrays read, and updates written."""
+    """Returns the bytes copied by a fusion: slices read from host arrays, and updates written to
+    them.
+    """
     if not any(_on_host(array) for one in inner.instructions for array in one.arrays):
         return {}
     slices = [i for i in inner.instructions if i.opcode in (*_SLICES, "dynamic-update-slice")]
@@ -256,7 +260,7 @@ def _on_host(array: Array) -> bool:
 
 
 def _opposite(copy: HostCopy, copies: list[HostCopy]) -> int:
-    """Returns the bytes of copies in the other direction that are in progress beside `copy`."""
+    """Returns the bytes of copies in the opposite direction that run at the same time as `copy`."""
     return sum(
         other.bytes
         for other in copies

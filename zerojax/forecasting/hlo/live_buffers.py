@@ -44,7 +44,7 @@ class LiveValue:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LiveAtPeak:
-    """The content of one device when the block of temporaries is fullest; bytes of device memory.
+    """Memory of one device when the block of temporaries is fullest, in bytes.
 
     Attributes:
       moment: position in the schedule. It may differ from the compiler's peak, which counts
@@ -100,7 +100,7 @@ def read_live(folder: Path) -> LiveAtPeak | None:
         assignment, ranges, text = (paths[0].read_text() for paths in found)
         return live_at_peak(assignment, ranges, read_program(text))
     except ValueError as problem:  # also of `read_program`
-        warn_user(f"memory cannot be reported by role, which changes nothing else: {problem}")
+        warn_user(f"memory cannot be reported by role; everything else is unaffected: {problem}")
         return None
 
 
@@ -129,7 +129,7 @@ class _Allocation:
 
 @dataclasses.dataclass(frozen=True)
 class _Span:
-    """A value in the block of temporaries, and its lifetime from instruction `start` to `end`."""
+    """A value in the block of temporaries, live from instruction `start` to `end`."""
 
     value: _Placed
     start: int
@@ -274,7 +274,7 @@ def _read_header(line: str) -> _Allocation:
 
 
 def _read_ranges(text: str) -> dict[tuple[str, tuple[int, ...]], tuple[int, int]]:
-    """Returns {(name, index): first and last instruction at which a value has its memory}."""
+    """Returns {(name, index): (first, last) instruction at which a value occupies memory}."""
     _, found, rest = text.partition("BufferLiveRange:\n")
     if not found:
         raise _NotUnderstood("XLA's live ranges have no part called BufferLiveRange")
@@ -300,7 +300,8 @@ def _as_index(text: str | None) -> tuple[int, ...]:
 
 
 def _fullest(spans: Sequence[_Span]) -> tuple[int, list[tuple[_Span, int]]]:
-    """Returns (the first moment at which most bytes are used, its values with their own bytes).
+    """Returns (first instruction with the most bytes in use, the values live there with their
+    bytes).
 
     The sum of sizes is an upper bound of the bytes in use, so that only few moments are examined.
     """
@@ -324,7 +325,7 @@ def _fullest(spans: Sequence[_Span]) -> tuple[int, list[tuple[_Span, int]]]:
 
 
 def _own_bytes(spans: Sequence[_Span]) -> list[tuple[_Span, int]]:
-    """Returns each span with the bytes that no younger one shares; the sum is the bytes in use."""
+    """Returns each span with its bytes that no later span reuses; the sum is the bytes in use."""
     owned, taken = [], []
     for span in sorted(spans, key=lambda span: (-span.start, span.end, span.value.name)):
         block, first, end = span.place

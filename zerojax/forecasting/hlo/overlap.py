@@ -15,7 +15,7 @@ _SAME_VALUE = ("copy", "bitcast", "opt-barrier")
 
 
 class Started(Protocol):
-    """The interface of a `Collective` or a `HostCopy`."""
+    """Interface of an asynchronous operation: a `Collective` or a `HostCopy`."""
 
     @property
     def name(self) -> str: ...
@@ -27,7 +27,7 @@ class Started(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """The work of one device between a collective's start and its done.
+    """Work that a device does between the start and the done of a collective.
 
     Attributes:
       matmuls: number of matrix products.
@@ -76,7 +76,7 @@ def find_overlap(program: Program, collectives: Iterable[Started]) -> dict[str, 
 
 @dataclasses.dataclass(frozen=True)
 class _Flight:
-    """The instructions scheduled between a start and its done, in stretches, in order."""
+    """Instructions scheduled between a start and its done, as ranges in order."""
 
     done: str
     stretches: list[tuple[Computation, int, int]]
@@ -133,7 +133,8 @@ class _Finder:
     def _follow(
         self, where: Computation, begin: int, value: str, path: _Path
     ) -> tuple[_Flight | None, _Path | None]:
-        """Follows the started value, element `path` of `value`, from position `begin` on.
+        """Follows element `path` of the started value through the schedule, from position `begin`
+        on.
 
         Returns:
           The stretches to its done, if that is in this computation or in a loop that it runs; else

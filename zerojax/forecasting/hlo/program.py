@@ -184,7 +184,8 @@ class Instruction:
         return tuple(int(n) for n in re.findall(r"\d+", self.attributes.get(attribute, "")))
 
     def runs(self) -> Iterator[tuple[str, int]]:
-        """Yields each computation that the instruction runs and how often; branches count once.
+        """Yields each computation that the instruction calls and how often; each branch counts
+        once.
 
         A loop whose trip count is not known counts as one iteration.
         """
@@ -269,7 +270,7 @@ class Program:
         return {self.entry.name: 1}
 
     def times_run(self, name: str) -> int:
-        """Returns how often one step runs the computation `name`.
+        """Returns how often one step executes the computation `name`.
 
         It is the product of the enclosing trip counts, summed over the places that run it. Each
         branch of a conditional counts as taken. A loop of `unknown_loops` counts as one iteration.
@@ -285,7 +286,7 @@ class Program:
         return self._times[name]
 
     def shares_of(self, instruction: Instruction) -> list[float | None]:
-        """Returns the share of a model's layers that takes each branch; None: unknown."""
+        """Returns the fractions of layers that take each branch; None if unknown."""
         return [
             share_of_branch(
                 (inner.op_name for inner in self.computations[name].instructions),

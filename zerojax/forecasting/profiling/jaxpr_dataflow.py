@@ -1,4 +1,6 @@
-"""Finds the parameters in values of a traced program, and the equations that results need."""
+"""Tracks which parameters the values of a traced program contain, and which equations its outputs
+need.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ NOTHING, SCALAR = ParameterOrigin(), ParameterOrigin(is_scalar=True)
 
 
 def join_origins(first: ParameterOrigin, second: ParameterOrigin) -> ParameterOrigin:
-    """Returns the origin of a value that comes from one of two places, such as two branches."""
+    """Returns the origin of a value that comes from either of two sources, such as two branches."""
     if first == second or not second.names:
         return first
     if not first.names:
@@ -56,7 +58,9 @@ def join_origins(first: ParameterOrigin, second: ParameterOrigin) -> ParameterOr
 
 
 def origin_of_output(equation: Any, given: Sequence[ParameterOrigin]) -> ParameterOrigin:
-    """Returns the origin of an equation's first output, if the equation only moves its inputs."""
+    """Returns the origin of an equation's first output if the equation only rearranges its inputs;
+    else None.
+    """
     kind, params = equation.primitive.name, equation.params
     if not any(origin.names for origin in given):
         spread = kind == "broadcast_in_dim" or kind in _SAME
@@ -111,7 +115,9 @@ def _sliced(equation: Any, params: Any, origin: ParameterOrigin) -> ParameterOri
 
 
 def _reshaped(equation: Any, params: Any, origin: ParameterOrigin) -> ParameterOrigin:
-    """Finds the dimension of the same size with as many elements before it."""
+    """Finds the dimension of the reshaped array with the same size and the same number of elements
+    before it.
+    """
     assert origin.dim is not None
     before, after = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
     ahead = math.prod(before[: origin.dim])

@@ -74,7 +74,7 @@ def flops_by_parameter(plan: Plan, step: Any) -> list[ParameterFlops]:
 
 
 def _inputs(plan: Plan) -> list[str | None]:
-    """Returns, for each input of the step, the parameter that it holds."""
+    """Returns the parameter, if any, that each input of the step contains."""
     names: list[str | None] = []
     for path, _ in jax.tree_util.tree_leaves_with_path(plan.abstract_state):
         role = getattr(path[0], "key", None)
@@ -119,7 +119,7 @@ class _Product:
 
 
 class _Walk:
-    """A traversal that collects the products of a program."""
+    """Traversal of a program that collects its products."""
 
     def __init__(self) -> None:
         self.products: list[_Product] = []
@@ -133,7 +133,7 @@ class _Walk:
         times: float,
         collect: bool,
     ) -> list[_Value]:
-        """Returns the values of a program's outputs.
+        """Processes a program and returns what is known about its outputs.
 
         Args:
           outputs: whether the loss depends on each output.
@@ -264,7 +264,7 @@ _KEEP_IDENTITY = frozenset(
 
 
 def _rest(given: Sequence[_Value], equation: Any) -> Iterator[tuple[_Value, Any]]:
-    """Returns the operands of an equation after the first."""
+    """Returns all operands of an equation except the first."""
     return zip(given[1:], equation.invars[1:], strict=True)
 
 
@@ -314,7 +314,9 @@ def _joined(names: Sequence[str]) -> str:
 
 
 def _partners(products: Sequence[_Product], known: Any) -> dict[object, list[tuple[int, _Product]]]:
-    """Returns {identity of a factor: products by parameters with it}; gradients of inputs first."""
+    """Returns {id of a factor: products of that factor with parameters}; gradients of inputs come
+    first.
+    """
     found: dict[object, list[tuple[int, _Product]]] = collections.defaultdict(list)
     for product in products:
         if product.names and not product.is_forward:

@@ -81,7 +81,9 @@ def draw(profile: StepProfile) -> str:
 
 
 def _log_folder(trace: Path) -> Path:
-    """Returns the folder above plugins/profile/DATE/HOST.trace.json.gz."""
+    """Returns the folder that contains plugins/profile/DATE/HOST.trace.json.gz, as tools expect
+    it.
+    """
     return trace.parents[3] if len(trace.parents) > 3 else trace.parent
 
 
@@ -94,7 +96,7 @@ def _speed(profile: StepProfile) -> str:
     if profile.mfu is not None:
         words.append(f"MFU {profile.mfu:.1%}")
     else:
-        words.append(f"MFU not known: no peak of '{profile.device_kind}' is published")
+        words.append(f"MFU unknown: no published peak for '{profile.device_kind}'")
     peak = profile.memory.get("peak")
     if peak:
         words.append(f"peak memory {format_bytes(peak)} ({profile.memory.get('source')})")
@@ -106,10 +108,10 @@ def _wall_clock(profile: StepProfile) -> str:
     total = sum(profile.spent.values())
     names = {
         "data": "waiting for data",
-        "step": "the step, dispatched or waited for",
+        "step": "dispatching steps and waiting for them",
         "save": "saving",
         "eval": "evaluating",
-        "host": "reports, callbacks and the loop itself",
+        "host": "reports, callbacks and the training loop",
     }
     lines = ["Wall clock, per step"]
     for key, seconds in profile.spent.items():
@@ -118,7 +120,7 @@ def _wall_clock(profile: StepProfile) -> str:
             lines.append(f"  {seconds / profile.steps * 1e3:>10.3f} ms {share:>6.1%}  {names[key]}")
     if profile.save_seconds is not None:
         lines.append(
-            f"  {profile.save_seconds * 1e3:>10.3f} ms         one save, until steps go on"
+            f"  {profile.save_seconds * 1e3:>10.3f} ms         one save, until training continues"
         )
     return "\n".join(lines)
 
@@ -126,7 +128,7 @@ def _wall_clock(profile: StepProfile) -> str:
 def _top_ops(profile: StepProfile) -> str:
     total = sum(op.seconds for op in profile.ops)
     if not total:
-        return "Top operations: the trace holds none of this step's"
+        return "Top operations: the trace has no operations of this step"
     each = profile.traced_steps * profile.traced_devices
     lines = [
         f"Top operations, per step and device ({total / each * 1e3:.4g} ms in all)",
@@ -165,7 +167,7 @@ def _flops(profile: StepProfile) -> str:
         sum(getattr(r, k) for r in profile.flops) for k in ("forward", "backward", "recomputed")
     ]
     numbers = " ".join(f"{format_count(value) if value else '-':>8}" for value in sums)
-    lines.append(f"  {numbers} {sum(sums) / counted:>6.1%}  together")
+    lines.append(f"  {numbers} {sum(sums) / counted:>6.1%}  total")
     return "\n".join(lines)
 
 
@@ -287,7 +289,7 @@ def _kind(opcode: str, flops: float) -> str:
 
 
 def _short(op_name: str) -> str:
-    """Shortens "jit(step)/shard_map/while/body/.../dot_general" to its last few names."""
+    """Shortens "jit(step)/shard_map/while/body/.../dot_general" to its last names."""
     noise = ("shard_map", "while", "body", "closed_call", "checkpoint", "jit(main)")
     parts = [part for part in op_name.split("/") if part not in noise]
     return "/".join(parts[-3:])

@@ -1,4 +1,5 @@
-"""Searches for bucket sizes that expose less wire time: time without products beside it.
+"""Searches for bucket sizes that reduce exposed communication time (time not overlapped with
+products).
 
 How much of a collective the compiler hides depends on its schedule, so only the compiled step
 shows it. The formula selects the sizes that are worth a compilation.
@@ -99,7 +100,8 @@ def search_buckets(
         return BucketSearch(
             trials=(), own=own, before=exposed, after=exposed, words=(),
             sentence=(
-                f"Buckets as they are: {exposed * 1e3:.3g} ms of the wire not hidden, {share:.1%} "
+                f"Buckets as they are: {exposed * 1e3:.3g} ms of communication time not hidden, "
+                f"{share:.1%} "
                 "of the step; no other size was compiled."
             ),
         )  # fmt: skip
@@ -118,7 +120,8 @@ def search_buckets(
 
 
 def bare_seconds(plan: Plan, gpu: Gpu) -> float:
-    """Returns the wire time of a step that no schedule can hide behind products, by formula.
+    """Returns the communication time per step, by formula, that no schedule can overlap with
+    products.
 
     The first gather of a step comes before all products that read it, and its last reduction after
     all products whose gradients it sums: one bucket each. So does the last reduction of each
@@ -166,7 +169,7 @@ def _ring_bandwidth(plan: Plan, gpu: Gpu) -> float:
 def _ranked(
     make_plan_for: MakePlan, gpu: Gpu, sizes: Sequence[tuple[str, int]], own: float
 ) -> list[BucketTrial]:
-    """Returns trials of one size each, in the order in which they are compiled.
+    """Returns trials that each change one bucket size, in the order in which they are compiled.
 
     The least exposed wire time by formula comes first, among nearly equal ones the largest buckets,
     which are fewest. Sizes that expose more than the plan's own are ruled out.
@@ -174,7 +177,7 @@ def _ranked(
     found = [_by_formula(make_plan_for, gpu, {option: size}) for option, size in sizes]
     for place, trial in enumerate(found):
         if trial.status == NOT_TRIED and (trial.formula or 0.0) > own:
-            reason = "exposes more wire time, by formula"
+            reason = "exposes more communication time, by formula"
             found[place] = dataclasses.replace(trial, status=BEATEN, reason=reason)
     step = NEARLY * own or 1.0
     return sorted(found, key=lambda x: (_steps(x.formula, step), -max(x.sizes.values())))
@@ -190,7 +193,7 @@ def _by_formula(make_plan_for: MakePlan, gpu: Gpu, sizes: Sizes) -> BucketTrial:
     except ValueError as error:
         reason = str(error).split("\n")[0]
         return BucketTrial(sizes=dict(sizes), status=IMPOSSIBLE, reason=reason)
-    reason = "the budget was spent, or others come first by formula"
+    reason = "the time budget was used up, or other sizes are better by formula"
     return BucketTrial(sizes=dict(sizes), status=NOT_TRIED, reason=reason, formula=bare)
 
 
@@ -229,7 +232,9 @@ class _Search:
         )
 
     def gains(self, trial: BucketTrial) -> bool:
-        """Returns whether a trial fits and shortens both exposed wire time and step."""
+        """Returns whether a trial fits and reduces both exposed communication time and step
+        time.
+        """
         own = self.before.estimate
         assert own.step_seconds is not None
         return (
@@ -251,11 +256,12 @@ class _Search:
         before = self.before.estimate
         best = min(filter(self.gains, self.trials), key=_cost, default=None)
         tried = sum(trial.exposed is not None for trial in self.trials)
-        now = f"{before.exposed_wire_seconds * 1e3:.3g} ms of the wire not hidden"
+        now = f"{before.exposed_wire_seconds * 1e3:.3g} ms of communication time not hidden"
         if best is None:
             sizes = f"{tried} other size{'s were' if tried != 1 else ' was'} compiled"
             kept = (
-                f"Buckets as they are: {now}; {sizes}, and none leaves less and gains {MARGIN:.1%}."
+                f"Buckets as they are: {now}; {sizes}, and none reduces this time and gains "
+                f"{MARGIN:.1%}."
             )
             return BucketSearch(
                 trials=self._explained(None),
@@ -282,13 +288,19 @@ class _Search:
         )
 
     def _explained(self, best: BucketTrial | None) -> tuple[BucketTrial, ...]:
-        """Returns the trials with reasons, the chosen one marked."""
+        """Returns the trials with a reason for each, and with the chosen one marked."""
         found = []
         for trial in self.trials:
             if trial is best:
-                trial = dataclasses.replace(trial, status=CHOSEN, reason="least wire not hidden")
+                trial = dataclasses.replace(
+                    trial, status=CHOSEN, reason="least communication time not hidden"
+                )
             elif trial.status == BEATEN and not trial.reason:
-                why = "leaves more than the chosen one" if self.gains(trial) else "gains too little"
+                why = (
+                    "exposes more communication time than the chosen one"
+                    if self.gains(trial)
+                    else "gains too little"
+                )
                 trial = dataclasses.replace(trial, reason=why)
             found.append(trial)
         return tuple(found)

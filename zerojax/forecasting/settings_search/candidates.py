@@ -58,7 +58,7 @@ class Candidate:
 
     @property
     def simplicity(self) -> tuple[int, ...]:
-        """Sort key: the least is the simplest, which is preferred among equal ones."""
+        """Sort key: among equally fast candidates, the one with the smallest key is preferred."""
         remat = REMATS.index(self.remat)
         return (self.stage, self.model, self.expert, self.num_microbatches, remat, self.zero)
 
@@ -261,7 +261,7 @@ def bounds_on(gpu: Gpu, make_plan_for: MakePlan) -> FindBounds:
 
 
 def bounds_of(plan: Plan, gpu: Gpu, repeat: float) -> Bounds:
-    """Returns the bounds of a plan whose step has `repeat` times the FLOPs of one without remat.
+    """Returns the bounds of a plan whose step has `repeat` times the FLOPs of a step without remat.
 
     A pipeline also computes in empty slots, and waits for its slowest stage.
     """
@@ -300,7 +300,9 @@ def bounds_of(plan: Plan, gpu: Gpu, repeat: float) -> Bounds:
 
 
 def layer_bytes(plan: Plan) -> int:
-    """Returns bytes of the layers' weights on one device in the compute dtype; not of experts."""
+    """Returns the bytes of the layers' weights on one device in the compute dtype, without
+    experts.
+    """
     leaves = plan.placement.leaves.values()
     size = plan.precision.compute_dtype.itemsize
     return sum(
@@ -311,6 +313,6 @@ def layer_bytes(plan: Plan) -> int:
 
 
 def repeated(plan: Plan) -> float:
-    """Returns FLOPs of the step with recomputation, divided by those without."""
+    """Returns the FLOPs of a step with recomputation divided by those without."""
     traced = build_step(plan).trace(plan.abstract_state, plan.abstract_batch)
     return count_program_flops(traced.jaxpr) / counts.model_flops(plan)

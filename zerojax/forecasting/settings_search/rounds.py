@@ -79,7 +79,7 @@ def find_settings(
 
 
 class _Rounds:
-    """The rounds of one search."""
+    """State of one search over several rounds: without offload, then with increasing offload."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class _Rounds:
         self.budget, self.clock, self.began = budget, clock, clock()
 
     def left(self) -> float:
-        """Returns the remaining seconds."""
+        """Returns the remaining seconds of the search's time budget."""
         return max(self.budget - (self.clock() - self.began), 0.0)
 
     def run_all(self) -> SearchResult:
@@ -125,7 +125,9 @@ class _Rounds:
         )
 
     def with_offload(self, without: SearchResult) -> tuple[SearchResult, dict[str, Any]]:
-        """Returns the result of the first round of offload in which something fits, its options."""
+        """Returns the result of the first round of offload in which a candidate fits, and its
+        options.
+        """
         sentences, result = [without.sentence], without
         for fields in OFFLOADS:
             if not self.left() and result is not without:
@@ -148,7 +150,7 @@ class _Rounds:
     def with_share(
         self, result: SearchResult, options: dict[str, Any]
     ) -> tuple[SearchResult, dict[str, Any], list[str]]:
-        """Puts as much of the optimizer's state on the device as fits there.
+        """Tries to keep as much of the optimizer's state as fits on the device.
 
         Returns:
           The result, its mesh options, and sentences about them: those of the round unless the
@@ -178,7 +180,11 @@ class _Rounds:
         result = dataclasses.replace(
             result, trials=trials, chosen=trial, forecast=found, settings=words
         )
-        return result, {"offload": offload}, [f"With {words[0]} it still fits, and is faster."]
+        return (
+            result,
+            {"offload": offload},
+            [f"With {words[0]} the plan still fits, and is faster."],
+        )
 
     def share_that_fits(
         self, candidate: Candidate, options: Mapping[str, Any], forecast: ForecastNumbers
@@ -223,7 +229,7 @@ def _words(fields: Mapping[str, Any]) -> list[str]:
 
 
 def _chosen_sizes(result: SearchResult) -> dict[str, int]:
-    """Returns the bucket sizes that replace the plan's own; {} keeps them."""
+    """Returns the bucket sizes that replace those of the plan; {} if the plan's sizes stay."""
     if result.buckets is None:
         return {}
     chosen = next((trial for trial in result.buckets.trials if trial.status == CHOSEN), None)

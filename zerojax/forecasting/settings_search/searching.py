@@ -158,8 +158,8 @@ class _Search:
         return True
 
     def leave(self, candidate: Candidate) -> None:
-        """Closes a candidate without planning it."""
-        why = self.no_compiler or "the budget was spent"
+        """Closes a candidate without planning it, because the time budget is used up."""
+        why = self.no_compiler or "the time budget was used up"
         self.closed.append(Trial(candidate=candidate, status=NOT_TRIED, reason=why))
         self.is_complete = False
 
@@ -191,7 +191,7 @@ class _Search:
         self.open.append(entry)
         if bounds.peak > bounds.limit:
             sizes = f"{format_bytes(bounds.peak)} of {format_bytes(bounds.limit)}"
-            self.close(entry, TOO_LARGE, f"without activations already {sizes}")
+            self.close(entry, TOO_LARGE, f"{sizes} needed even without activations")
             self.refused[mesh] = self.closed[-1]
 
     def close(self, entry: OpenCandidate, status: str, reason: str) -> None:
@@ -207,7 +207,7 @@ class _Search:
         )
 
     def drop_beaten_stages(self) -> None:
-        """Closes candidates that another one, with another ZeRO stage only, beats in everything."""
+        """Closes candidates for which another ZeRO stage is at least as good in everything."""
         for entry in list(self.open):
             winner = next((other for other in self.open if _beats(other, entry)), None)
             if winner is not None:
@@ -215,7 +215,7 @@ class _Search:
                 self.close(entry, BEATEN, f"zero={stage} needs no more memory and sends no more")
 
     def take_next(self) -> OpenCandidate | None:
-        """Returns the most promising open candidate; closes those that cannot win."""
+        """Returns the most promising open candidate; closes candidates that cannot win."""
         for entry in list(self.open):
             reasons = (why_too_large(entry, other) for other in self.compiled)
             too_large = next(filter(None, reasons), None)
@@ -227,7 +227,7 @@ class _Search:
         return min(self.open, key=self.promise, default=None)
 
     def promise(self, entry: OpenCandidate) -> tuple:
-        """Returns the sort key of a candidate; the least is compiled next.
+        """Sort key of an open candidate: the one with the smallest key is compiled next.
 
         Candidates that should fit come first, then faster ones, then simpler ones.
         """
@@ -248,7 +248,9 @@ class _Search:
         )
 
     def why_beaten(self, entry: OpenCandidate) -> str | None:
-        """Returns why `entry` need not be compiled, given the best one so far; None if it must."""
+        """Returns why `entry` need not be compiled, given the best result so far; None if it must
+        be compiled.
+        """
         best = self.best()
         if best is None:
             return None
@@ -264,7 +266,9 @@ class _Search:
         return None
 
     def is_simpler_twin(self, entry: OpenCandidate, best: Trial) -> bool:
-        """Returns whether `entry` is the best one with fewer microbatches, and should still fit."""
+        """Returns whether `entry` is the best candidate with fewer microbatches and may still
+        fit.
+        """
         mine, theirs = entry.candidate, best.candidate
         peak = expected_peak(entry, self.compiled)
         return (
@@ -316,7 +320,7 @@ class _Search:
     def finish(self, elapsed: float) -> SearchResult:
         certain = not self.open and self.is_complete
         for entry in list(self.open):
-            self.close(entry, NOT_TRIED, self.no_compiler or "the budget was spent")
+            self.close(entry, NOT_TRIED, self.no_compiler or "the time budget was used up")
         best = self.best()
         sentence = " ".join(self.sentences(best, certain))
         trials = [c.trial for c in self.compiled]
@@ -345,14 +349,14 @@ class _Search:
             yield f"Nothing was chosen: {self.no_compiler}"
             return
         if best is None:
-            found = "fits" if certain else "was found to fit before the budget was spent"
+            found = "fits" if certain else "was found to fit within the time budget"
             yield f"None of the candidates {found} on {self.gpu.title}."
             return
         time_of = "" if best.seconds is None else f", {best.seconds:.3g} s per step at best"
         yield f"{best.candidate.describe()}{time_of}: the cheapest that was found to fit."
         if best.candidate.expert > 1 and _spans_nodes(best.candidate, self.gpu):
             yield (
-                "Its experts are on several nodes, between which rows are sent over the network; "
+                "Its experts are on several nodes, so rows are sent over the network; "
                 "the time includes that."
             )
         too_large = [*(c.trial for c in self.compiled), *self.closed]
@@ -366,11 +370,11 @@ class _Search:
             yield f"No other one should be more than {TOLERANCE:.0%} faster."
         else:
             left = sum(t.status == NOT_TRIED for t in self.closed)
-            yield f"The budget was spent with {left} left that might be faster."
+            yield f"The time budget was used up; {left} remaining might be faster."
 
 
 def _size(candidate: Candidate) -> tuple[int, ...]:
-    """Sort key; the least is the candidate that should need the least memory."""
+    """Sort key of a candidate: the smallest key is expected to need the least memory."""
     return (
         candidate.stage,
         candidate.model,
@@ -382,12 +386,13 @@ def _size(candidate: Candidate) -> tuple[int, ...]:
 
 
 def _spans_nodes(candidate: Candidate, gpu: Gpu) -> bool:
-    """Returns whether devices that exchange rows of experts are not all in one node."""
+    """Returns whether the devices of one expert group are on several nodes."""
     return candidate.expert * candidate.stage * candidate.model > gpu.node_devices
 
 
 def _is_no_larger(compiled: CompiledCandidate, candidate: Candidate) -> bool:
-    """Returns whether a compiled plan does not fit, and `candidate` needs no less memory.
+    """Returns whether `candidate` needs at least as much memory as a compiled plan that does not
+    fit.
 
     It has the same axes, and no higher ZeRO stage, no more remat and no more microbatches.
     """
@@ -404,7 +409,9 @@ def _is_no_larger(compiled: CompiledCandidate, candidate: Candidate) -> bool:
 
 
 def _beats(one: OpenCandidate, other: OpenCandidate) -> bool:
-    """Returns whether `one` differs from `other` only in its stage, and is nowhere worse."""
+    """Returns whether `one` differs from `other` only in its ZeRO stage and is not worse in
+    anything.
+    """
     if (
         one is other
         or dataclasses.replace(one.candidate, zero=other.candidate.zero) != other.candidate
@@ -534,7 +541,7 @@ def why_too_large(entry: OpenCandidate, other: CompiledCandidate) -> str | None:
 
 
 def only_adds_work(entry: OpenCandidate, other: CompiledCandidate) -> bool:
-    """Returns whether `entry` is a fitting plan with only more microbatches or remat added."""
+    """Returns whether `entry` equals a fitting plan with only more microbatches or remat."""
     mine, theirs = entry.candidate, other.entry.candidate
     return (
         other.trial.status == FITS
@@ -546,7 +553,8 @@ def only_adds_work(entry: OpenCandidate, other: CompiledCandidate) -> bool:
 
 
 def _beyond_formula(compiled: CompiledCandidate) -> tuple[int, int]:
-    """Returns a compiled plan's (bytes beyond its formula, those of them that are activations).
+    """Returns (bytes of a compiled plan in addition to its formula, the part of them that is
+    activations).
 
     The others, such as gathered weights that wait, do not grow with the rows.
     """

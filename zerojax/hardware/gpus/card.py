@@ -168,12 +168,14 @@ def grouped(notes: Mapping[str, str]) -> tuple[str, ...]:
 def split_notes(notes: Any) -> dict[str, str]:
     """Splits grouped keys: {"a, b": "x"} -> {"a": "x", "b": "x"}; names must be keys of a card."""
     if not isinstance(notes, Mapping):
-        raise CardError(f"expected lines KEY, KEY: TEXT; got {notes!r:.60}")
+        raise CardError(f"expected entries KEY, KEY: TEXT; got {notes!r:.60}")
     result = {}
     for names, text in notes.items():
         for name in str(names).split(","):
             if name.strip() not in CARD_KEYS:
-                raise CardError(f"no key of a card{_nearest(name.strip(), CARD_KEYS)}", str(names))
+                raise CardError(
+                    f"not a key of a GPU card{_nearest(name.strip(), CARD_KEYS)}", str(names)
+                )
             result[name.strip()] = _text(text)
     return result
 
@@ -189,7 +191,7 @@ def _checked(
     missing = [key for key in kinds if key not in values and key not in optional]
     if missing:
         remedy = "add it, or start from a known card with `base: h100`"
-        raise CardError(f"a card needs {', '.join(missing)}; {remedy}", missing[0])
+        raise CardError(f"a GPU card needs {', '.join(missing)}; {remedy}", missing[0])
     checked = {}
     for key, value in values.items():
         try:
@@ -231,7 +233,7 @@ def _number(value: Any) -> float:
         hint = f"; write {value} without quotes" if _is_quoted_number(value) else ""
         raise CardError(f"expected a number, got {value!r} ({type(value).__name__}){hint}")
     if not (math.isfinite(value) and value > 0):
-        raise CardError(f"{value!r} is not above 0; leave out what is not known")
+        raise CardError(f"{value!r} is not above 0; leave out unknown values")
     return float(value)
 
 

@@ -120,8 +120,8 @@ def target_text(gpu: Gpu) -> str:
     target = gpu.target
     if target is None:
         raise ValueError(
-            f"gpu={gpu.name!r} has no description for the compiler: too little is published about "
-            "it. Use a card that has one, or a YAML file with `base: " + gpu.name + "` and a "
+            f"gpu={gpu.name!r} has no compiler description, because too little is published about "
+            "it. Use a card with a description, or a YAML file with `base: " + gpu.name + "` and a "
             "section `compiler` as in zerojax/hardware/gpus/cards/h100.yaml."
         )
     if target.capability not in ARCHITECTURES:

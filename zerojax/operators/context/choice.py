@@ -84,7 +84,9 @@ def wire_bytes(way: Way, sizes: Sizes) -> Wire:
 
 
 def why_not(way: Way, sizes: Sizes) -> str | None:
-    """Returns the reason why a method is not possible, with a remedy; None if it is possible."""
+    """Returns why an attention method is impossible for these sizes, with a remedy; None if it is
+    possible.
+    """
     option = f"context_parallel={way!r}"
     if sizes.devices == 1:
         return None
@@ -103,13 +105,13 @@ def why_not(way: Way, sizes: Sizes) -> str | None:
     if sizes.tokens % parts:
         return (
             f"{option} splits a sequence into {parts} parts with context={sizes.devices}, but "
-            f"{sizes.tokens} tokens do not divide by {parts}; use sequences of "
+            f"{sizes.tokens} tokens are not divisible by {parts}; use sequences of "
             f"{nearest_lengths(order, sizes.tokens, sizes.devices)} tokens"
         )
     if way == "ulysses" and sizes.heads % sizes.devices:
         fewer = max(n for n in range(1, sizes.devices) if sizes.heads % n == 0)
         return (
-            f"{option} splits the heads over devices, but {sizes.heads} heads do not divide by "
+            f"{option} splits the heads over devices, but {sizes.heads} heads are not divisible by "
             f"context={sizes.devices}; use context={fewer}, or context_parallel='ring' or "
             "'allgather'"
         )
@@ -137,7 +139,7 @@ def choose_way(context_parallel: Asked, sizes: Sizes, *, crosses_nodes: bool = F
         if against[context_parallel] is not None:
             raise ValueError(against[context_parallel])
         way = context_parallel
-        return Choice(way, ORDERS[way], f"context_parallel {way} (asked for)")
+        return Choice(way, ORDERS[way], f"context_parallel {way} (requested)")
     possible = [way for way in WAYS if against[way] is None]
     if not possible:
         raise ValueError(against["allgather"])
@@ -148,9 +150,9 @@ def choose_way(context_parallel: Asked, sizes: Sizes, *, crosses_nodes: bool = F
         inside: list[Way] = [way for way in possible if way != "ring"]
         way, why = min(inside, key=sent.__getitem__), "fewest bytes within a node"
     elif "ring" in possible:
-        way, why = "ring", "heads do not divide over the devices"
+        way, why = "ring", "the number of heads is not divisible by the devices"
     else:
-        way, why = "allgather", "the only possible one"
+        way, why = "allgather", "the only possible method"
     shown = ", ".join(f"{name} {sent[name] / MIB:.1f}" for name in possible)
     return Choice(
         way, ORDERS[way], f"context_parallel {way} (auto: {why}; MiB sent per layer: {shown})"

@@ -35,7 +35,7 @@ def order_of_tokens(order: Order, tokens: int, devices: int) -> np.ndarray:
     """
     if tokens % parts_of(order, devices):
         raise ValueError(
-            f"{tokens} tokens do not divide into {parts_of(order, devices)} parts; use "
+            f"{tokens} tokens are not divisible by {parts_of(order, devices)} parts; use "
             f"{nearest_lengths(order, tokens, devices)} tokens"
         )
     index = np.arange(tokens)
@@ -47,7 +47,7 @@ def order_of_tokens(order: Order, tokens: int, devices: int) -> np.ndarray:
 
 
 def inverse_order(order: Order, tokens: int, devices: int) -> np.ndarray:
-    """Returns the place of each token of the sequence in the order on the devices, int64 [tokens].
+    """Returns the position of each token in the order on the devices, int64 [tokens].
 
     >>> there = order_of_tokens("zigzag", 8, 2)
     >>> there[inverse_order("zigzag", 8, 2)].tolist()

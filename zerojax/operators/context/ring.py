@@ -28,7 +28,7 @@ LOW, HIGH = 0, 1
 
 
 class Keys(NamedTuple):
-    """Arrays that circulate: halved, [2, batch, tokens / 2, ...], with the low chunk first."""
+    """Arrays passed around the ring, in halves: [2, batch, tokens / 2, ...], low chunk first."""
 
     key: jax.Array
     value: jax.Array
@@ -36,7 +36,7 @@ class Keys(NamedTuple):
 
 
 class Merged(NamedTuple):
-    """Float32 attention over the keys that were processed so far, halved as in `Keys`."""
+    """Attention over the keys processed so far, in float32, halved as in `Keys`."""
 
     out: jax.Array
     log_sum: jax.Array
@@ -204,14 +204,16 @@ def merge(first: Merged, second: Merged) -> Merged:
 
 
 def _pass_on(ring: _Ring, tree: Any) -> Any:
-    """Sends arrays to the next device of the ring and receives those of the previous one."""
+    """Sends arrays to the next device of the ring, and returns those received from the previous
+    device.
+    """
     devices = lax.axis_size(ring.axis)
     hops = [(i, (i + 1) % devices) for i in range(devices)]
     return jax.tree.map(lambda x: lax.ppermute(x, ring.axis, hops), tree)
 
 
 def _around(ring: _Ring, carry: Any, step: Callable[[Any, jax.Array, bool], Any]) -> Any:
-    """Runs `step(carry, number, is_last)` for steps 1 .. P - 1, all but the last in a loop."""
+    """Runs `step(carry, number, is_last)` for ring steps 1 .. P - 1, all but the last in a loop."""
     devices = lax.axis_size(ring.axis)
     if devices > 2:
         carry, _ = lax.scan(

@@ -82,7 +82,7 @@ def ulysses_attention(
     repeats = kv_repeats(heads, kv_heads, devices)
     if repeats is None:
         raise ValueError(
-            f"{heads} heads do not divide over {devices} devices; use "
+            f"{heads} heads are not divisible by {devices} devices; use "
             "context_parallel='ring' or 'allgather'"
         )
     if repeats > 1:

@@ -168,7 +168,9 @@ class _Weights:
         return values_to_read(self.config, inputs, constants, frozen)
 
     def cut(self, extras: Arrays, key_data: Any, microbatches: Arrays, *, train: bool):
-        """Divides the loss of one microbatch into pieces, traced with all layers."""
+        """Splits the loss of one microbatch into embedding, layers and head; traced with all
+        layers.
+        """
         layers = self.layout.num_layers
 
         def run(values: Arrays, extras: Arrays, key: jax.Array, batch: Arrays):
@@ -201,7 +203,9 @@ class _Weights:
         microbatches: Arrays,
         loss_factor: jax.Array | None,
     ) -> StageWork:
-        """Returns the functions that the executor calls; `counts` are the extras from `_count`."""
+        """Returns the functions that the executor calls; `counts` are the extras computed by
+        `_count`.
+        """
         key = shard_key(key_data)
         fixed = self.of_all(self.constants)
         run_embed, run_head = self.rewritten(pieces.embed), self.rewritten(pieces.head)
@@ -238,7 +242,9 @@ class _Weights:
         trained = self.of_all(self.inputs).keys()
 
         def may_run_alone(reads: frozenset[str], program: Any) -> bool:
-            """Returns whether a piece, forward and backward, needs no device of another stage."""
+            """Returns whether forward and backward of a part of the loss need no communication with
+            other stages.
+            """
             collective = holds_collectives(program) or reads & self.on_read.keys()
             return self.config.mesh.shape[MODEL] == 1 and not collective
 
@@ -273,7 +279,8 @@ class _Weights:
 
 
 def _count(pieces: LossPieces, extras: Arrays, number: int) -> tuple[Arrays, Arrays]:
-    """Computes extras that only count forward passes, such as random counts, in advance.
+    """Computes in advance the extras (non-parameter arrays) that only count forward passes, such as
+    random counts.
 
     Returns:
       ({name: [microbatches, ...], value before each}, {name: value afterwards}).
@@ -288,7 +295,9 @@ def _count(pieces: LossPieces, extras: Arrays, number: int) -> tuple[Arrays, Arr
 
 
 def _agree_on_extras(layout: PipelineLayout, before: Arrays, found: Results) -> Arrays:
-    """Returns the extras after the pass, equal on every stage: each has its writer's value."""
+    """Makes extras equal on every stage after the pass: each takes the value of the stage that
+    writes it.
+    """
     stage, schedule = lax.axis_index(STAGE), layout.schedule
     first, _ = schedule.locate(0)
     last, _ = schedule.locate(schedule.num_virtual_stages - 1)

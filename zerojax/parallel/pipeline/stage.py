@@ -74,7 +74,9 @@ def _select(chosen: jax.Array, new: Any, old: Any) -> Any:
 
 
 def _only(chosen: jax.Array, alone: bool, function: Callable[[Any], Any], state: Any) -> Any:
-    """Returns `function(state)` if `chosen`, else `state`; uses a `cond` if `alone` allows it."""
+    """Returns `function(state)` if `chosen`, else `state`; uses `lax.cond` if `alone` permits
+    it.
+    """
     if alone:
         return lax.cond(chosen, function, lambda state: state, state)
     return _select(chosen, function(state), state)
@@ -111,7 +113,9 @@ class Stage:
 
     @property
     def kept_slot(self) -> str:
-        """Name of the slot under which an operation's extras are kept."""
+        """Name of the buffer slot in which the extras (non-parameter arrays) of an operation are
+        stored.
+        """
         return "residual" if self.stashes_residuals else "input"
 
     def start(self, extras: Arrays, accumulate_dtype: Any) -> Arrays:
@@ -253,7 +257,7 @@ class Stage:
     # Extras
 
     def write_rows(self, state: Arrays, changes: Arrays, rows: jax.Array, chosen: Any) -> None:
-        """Writes the rows of extras that a chunk changed, for its layers."""
+        """Writes the rows of extras (non-parameter arrays) that a chunk changed, for its layers."""
         extras = dict(state["extras"])
         for name, values in changes.items():
             # Indices out of bounds are dropped; a negative one would count from the end.
@@ -263,7 +267,9 @@ class Stage:
         state["extras"] = extras
 
     def found(self, state: Arrays, slot: jax.Array) -> Arrays:
-        """Returns the extras that the forward pass read whose results are in buffer `slot`."""
+        """Returns the extras as the forward pass read them, for the forward pass whose results are
+        in buffer `slot`.
+        """
         kept = {
             name: lax.dynamic_index_in_dim(buffer, slot, keepdims=False)
             for name, buffer in state["kept"].items()
@@ -271,11 +277,13 @@ class Stage:
         return {**state["extras"], **kept}
 
     def becoming(self, names: frozenset[str]) -> Arrays:
-        """Returns the overwritten extras in `names`: those replaced by their gradient."""
+        """Returns the extras in `names` that are overwritten by their gradient."""
         return {name: self.overwritten[name] for name in sorted(names)}
 
     def keep_largest(self, state: Arrays, new: Arrays, number: jax.Array, active: Any) -> None:
-        """Updates the maximum of overwritten extras with the rows from a chunk's backward pass."""
+        """Updates the maximum of overwritten extras with the rows from the backward pass of a
+        chunk.
+        """
         rows, totals = self.rows[number], dict(state["overwritten"])
         for name, value in new.items():
             places = jnp.where(rows >= 0, rows, value.shape[0])
@@ -393,12 +401,14 @@ class Stage:
             self.embed_backward(state, row, sent)
 
     def weight_slot(self, state: Arrays, row: Arrays) -> None:
-        """Runs a W slot: gradients of a chunk's weights, which the B slots left out."""
+        """Runs a W slot: computes the gradients of a chunk's weights, which B slots do not
+        compute.
+        """
         grads, _ = self.pull(state, row, "weight")
         self.add_chunk(state, grads, row["weight_chunk"], row["weight_active"] > 0)
 
     def pull(self, state: Arrays, row: Arrays, slot: str) -> tuple[Arrays, Several]:
-        """Returns (gradients of a chunk's weights, of its floating inputs)."""
+        """Returns (gradients of a chunk's weights, gradients of its floating-point inputs)."""
         weights, fixed = self.chunk(row[f"{slot}_chunk"])
         gradients = _take(state["gradients"], row[f"{slot}_gradient"])
         if self.passes is not None:

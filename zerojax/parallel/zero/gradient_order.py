@@ -21,7 +21,7 @@ from zerojax.tracing.jaxpr import free_variables, split_scan, variables
 
 
 def given_by_loops(program: Jaxpr, is_loop: Callable[[Any], bool]) -> set[Any]:
-    """Returns the floating-point variables that loops over layers pass to later equations.
+    """Returns the floating-point outputs of layer loops that later equations use.
 
     Args:
       program: has the loops at its top level.
@@ -82,7 +82,9 @@ def with_gradients_first(
 
 @jax.custom_vjp
 def together(values: list[jax.Array]) -> list[jax.Array]:
-    """Returns the same values; in the backward pass all cotangents wait for each other."""
+    """Returns the same values; in the backward pass, no cotangent is used before all are
+    computed.
+    """
     return values
 
 

@@ -226,7 +226,9 @@ def build_evaluating(
 
 
 def for_evaluation(config: PassConfig, stored: Arrays, extras: Arrays, batch: Arrays) -> PassConfig:
-    """Returns the configuration of a pass that evaluates: no scatters, reads as it needs them."""
+    """Returns the configuration of an evaluation pass: no reduce-scatters, and parameters read as
+    evaluation needs them.
+    """
     abstract = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # noqa: E731
     leaves = config.placement.leaves
     params = {

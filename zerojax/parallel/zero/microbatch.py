@@ -75,7 +75,7 @@ class PassConfig:
 
     @property
     def tree(self) -> TreeOrder | None:
-        """The order in which gradients are summed; None if any order is allowed.
+        """Fixed order in which gradients are summed; None if the order is free.
 
         From stage 2 on the gradients of each virtual shard are exchanged separately, so devices
         come first; below, a device's gradients are summed before they are exchanged.
@@ -99,7 +99,9 @@ def split_batch(batch: Arrays, number: int) -> Arrays:
 
 
 def shard_key(key_data: jax.Array) -> jax.Array:
-    """Folds the index of this part of the batch into the step's key: parts drop other units."""
+    """Folds the index of this data shard into the step's key, so that shards have different dropout
+    masks.
+    """
     index = lax.axis_index(PASS_AXES)
     return jax.random.fold_in(jax.random.wrap_key_data(key_data), index)
 
@@ -125,7 +127,7 @@ def run_microbatch(
     *,
     train: bool,
 ) -> tuple[Arrays, Arrays]:
-    """Runs one microbatch on the values that parameters read as.
+    """Runs one microbatch with the given parameter values.
 
     Returns:
       (`losses.as_sums`, extras afterwards).
@@ -231,10 +233,10 @@ def _with_keywords(local: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def over_batch(config: PassConfig, local: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `local`, traced in the context of the mesh.
+    """Wraps `local` so that its trace knows the mesh axes that split the batch and the experts.
 
-    In it `zerojax.batch_sum` sums over devices and `zerojax.experts` has only the device's own
-    experts.
+    Inside `local`, `zerojax.batch_sum` sums over devices and `zerojax.experts` has only the
+    device's own experts.
     """
     axes = PASS_AXES if config.virtual_shards is None else None
     axis = EXPERT if config.mesh.shape[EXPERT] > 1 else None
@@ -248,5 +250,5 @@ def over_batch(config: PassConfig, local: Callable[..., Any]) -> Callable[..., A
 
 
 def specs_of(config: PassConfig, arrays: Arrays) -> dict[str, P]:
-    """Returns {name: spec of a parameter in the region}."""
+    """Returns {name: partition spec of a parameter inside the `shard_map`}."""
     return {name: config.placement.leaves[name].manual_spec for name in arrays}

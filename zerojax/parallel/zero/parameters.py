@@ -157,7 +157,8 @@ def cast(value: jax.Array, dtype: Any) -> jax.Array:
 
 
 def values_to_read(config: PassConfig, inputs: Arrays, constants: Arrays, frozen: Arrays) -> Arrays:
-    """Returns the values bound into the model: a value, a shard, or (whole, shard).
+    """Returns the values bound into the model for each parameter: a full value, a shard, or (full
+    value, shard).
 
     (whole, shard) is for the early scatter.
     """
@@ -168,7 +169,8 @@ def values_to_read(config: PassConfig, inputs: Arrays, constants: Arrays, frozen
 
 
 def build_reads(config: PassConfig, frozen: Arrays) -> dict[str, Any]:
-    """Returns {parameter: function that runs where the model reads it}, for special reads.
+    """Returns {parameter: function applied where the model reads it}, for parameters that are
+    gathered or decoded there.
 
     These gather, decode or look up the value, or scatter its gradient.
     """
@@ -254,7 +256,9 @@ def build_rewriting(config: PassConfig, frozen: Arrays) -> Rewriting:
 
 
 def _slice_size(leaf: LeafPlacement) -> int:
-    """Returns the number of elements that one read of a parameter returns: of one layer."""
+    """Returns the number of elements that one read of a parameter returns; for a stack, those of
+    one layer.
+    """
     return math.prod(leaf.shape) // max(leaf.num_slices, 1)
 
 

@@ -92,7 +92,8 @@ class Rewriting:
 
 
 def is_made_again(primitive: Any, params: Mapping[str, Any]) -> bool:
-    """Returns whether a checkpoint policy must not save the result of a traced operation.
+    """Returns whether a checkpoint policy must recompute, not save, the result of a traced
+    operation.
 
     True for zerojax's gathers, decoded weights, and marks of gathered experts. A gather is in a
     `shard_map` inside a `custom_vjp` call; the policy sees that call if the parameter is not
@@ -112,7 +113,7 @@ def is_made_again(primitive: Any, params: Mapping[str, Any]) -> bool:
 
 
 def _keep_what_is_dear(primitive: Any, *_: Any, **params: Any) -> bool:
-    """Checkpoint policy: saves everything except gathers and changes of layout."""
+    """Checkpoint policy that saves everything except gathers and layout changes."""
     return primitive.name not in _LAYOUT and not is_made_again(primitive, params)
 
 
@@ -132,7 +133,9 @@ def _without_gathers(policy: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Surroundings:
-    """The context of a program: a loop (which needs no guard against CSE), a model's checkpoint."""
+    """Context of a program: whether it is in a loop (which needs no guard against CSE) or a model's
+    checkpoint.
+    """
 
     in_loop: bool = False
     checkpointed: bool = False
@@ -253,7 +256,7 @@ def _evaluate_scan(rules: Rewriting, equation: Any, inputs: Sequence[Any]) -> Se
 
 @dataclasses.dataclass(frozen=True)
 class _Read:
-    """One read of a parameter: its name, its call, and the variable that holds the result."""
+    """One read of a parameter: name, equation, and the variable that holds the result."""
 
     name: str
     call: Any
@@ -268,7 +271,9 @@ def _piece(
     needed: Sequence[Any],
     where: _Surroundings,
 ) -> Callable[..., Sequence[Any]]:
-    """Returns a straight piece as a function of its inputs, with a layer's reads joined."""
+    """Returns straight-line equations as a function of their inputs, with the reads of a layer
+    merged.
+    """
     by_number = not (where.in_loop or rules.everywhere)
     groups = _groups(rules, equations, taken, needed, by_number=by_number)
     together = [read for group in groups for read in group]
@@ -317,7 +322,8 @@ def _groups(
     *,
     by_number: bool,
 ) -> list[list[_Read]]:
-    """Groups the reads of a piece that depend only on its inputs, in buckets of two or more.
+    """Groups reads that depend only on the inputs of a straight-line part into buckets of two or
+    more.
 
     A read whose result is not used is in no group: `if self.scale` in a Flax layer is such a read,
     and only the read after it counts.

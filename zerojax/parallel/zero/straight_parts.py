@@ -1,4 +1,4 @@
-"""Finds the layers of a straight piece of a program by the numbers in parameter names.
+"""Finds the layers in straight-line parts of a program by the numbers in parameter names.
 
 A loop over layers has one layer in its body. Layers that a Python loop calls follow each other in
 one piece; only names such as `layers/3/attn/q` show where one ends.
@@ -17,7 +17,7 @@ from zerojax.tracing.trees import layer_of
 
 
 def cut_at_layers(equations: Sequence[Any], needed: Sequence[Any]) -> list[list[Any]]:
-    """Cuts the equations of a straight piece where the reads of another layer begin.
+    """Splits straight-line equations at the first read of each layer's parameters.
 
     No value computed from parameters alone crosses a cut: a checkpoint around the following part
     would save that value for the backward pass. A value that a model computes from all parameters
@@ -47,13 +47,13 @@ def cut_at_layers(equations: Sequence[Any], needed: Sequence[Any]) -> list[list[
 
 
 def _names_read(equations: Sequence[Any]) -> dict[Any, str]:
-    """Returns {result of a read, before its mark: the parameter}."""
+    """Returns {variable with a parameter's value, before its mark: parameter name}."""
     marks = ((e.invars[0], read_name(e)) for e in equations if e.invars)
     return {variable: name for variable, name in marks if name is not None}
 
 
 def _made_of_reads(equations: Sequence[Any], names: Mapping[Any, str]) -> set[Any]:
-    """Returns the variables that are read or computed from read ones alone."""
+    """Returns the variables that depend only on parameter reads."""
     whole = set(names)
     for equation in equations:
         given = list(variables(equation.invars))
@@ -69,7 +69,7 @@ def run_in_turn(
     needed: Sequence[Any],
     run_part: Callable[..., Callable[..., Any]],
 ) -> Callable[..., list[Any]]:
-    """Returns a straight piece as a function that runs its parts one after the other.
+    """Returns straight-line equations as a function that runs their parts in sequence.
 
     Args:
       parts: equations of the piece, cut.

@@ -27,7 +27,7 @@ _STAND_IN = "zerojax.stand_in:"
 
 @dataclasses.dataclass(frozen=True)
 class StandIn:
-    """The read of a table whose rows are looked up: returns a marked array of zeros."""
+    """Replaces the read of a looked-up table: returns a marked array of zeros."""
 
     name: str
     table: OwnedTable
@@ -68,7 +68,7 @@ class _Rules:
 
 @dataclasses.dataclass(frozen=True)
 class _Held:
-    """The table that a variable stands for, and the dtypes it was cast to, in order."""
+    """The table that a variable represents, and the dtypes to which it was cast, in order."""
 
     name: str
     casts: tuple[Any, ...] = ()
@@ -129,7 +129,7 @@ def _follow(program: Jaxpr, inputs: Sequence[_Held | None]) -> tuple[set[int], l
 
 
 def _tables_made(equation: Any, given: Sequence[_Held | None]) -> list[_Held | None]:
-    """Returns the results of an equation that are tables; None for other results."""
+    """Returns for each result of an equation the table that it represents, or None."""
     kind, name = equation.primitive.name, _marked(equation)
     if name is not None:
         return [_Held(name)]
@@ -143,7 +143,7 @@ def _tables_made(equation: Any, given: Sequence[_Held | None]) -> list[_Held | N
 
 
 def _run(rules: _Rules, equation: Any, given: Sequence[Any]) -> Sequence[Any]:
-    """Evaluates an equation that creates or takes a table."""
+    """Evaluates an equation that creates or uses a table."""
     kind = equation.primitive.name
     if kind in SAME:
         return _tables_made(equation, _held_among(given))
@@ -188,7 +188,7 @@ def _run_checkpoint(rules: _Rules, equation: Any, given: Sequence[Any]) -> Seque
 
 
 def _joined(tables: Sequence[_Held | None], arrays: Sequence[Any]) -> list[Any]:
-    """Merges `tables` and `arrays`: returns `tables` with an array in place of each None."""
+    """Merges two lists: returns `tables` with the next item of `arrays` in place of each None."""
     rest = iter(arrays)
     return [next(rest) if table is None else table for table in tables]
 

@@ -139,8 +139,9 @@ def _check_rows(batch: Arrays, count: int) -> None:
     rows = jax.tree.leaves(batch)[0].shape[0]
     if rows % count:
         raise ValueError(
-            f"evaluation batch with {rows} rows on each device: deterministic='mesh' computes "
-            f"{count} pieces of it one after the other; use a multiple of {count} rows per device"
+            f"the evaluation batch has {rows} rows on each device, but deterministic='mesh' "
+            "computes "
+            f"{count} equal parts of them in sequence; use a multiple of {count} rows per device"
         )
 
 
@@ -161,7 +162,7 @@ def virtual_key(key_data: jax.Array, number: jax.Array, count: int) -> jax.Array
 
 
 def sum_of_pieces(noted: jax.Array) -> jax.Array:
-    """Sums, over all virtual shards, the numbers that each device recorded for its own.
+    """Sums numbers over all virtual shards; each device has recorded those of its own.
 
     Args:
       noted: float32 [pieces of this device, numbers].
@@ -183,7 +184,7 @@ def _float32(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def _round(config: PassConfig, grads: Arrays) -> Arrays:
-    """Rounds each virtual shard's gradients to the dtype of reductions, as float32.
+    """Rounds the gradients of each virtual shard to the reduction dtype; returns float32.
 
     Gradients that were already scattered are sums and are not rounded.
     """
@@ -210,7 +211,7 @@ def _sum_changes(config: PassConfig, changes: Arrays) -> Arrays:
 
 
 def _sum_whole(config: PassConfig, values: Arrays, wire: Any) -> Arrays:
-    """Sums replicated values over the devices, one exchange per bucket; float32."""
+    """Sums replicated values over the devices in float32, with one exchange per bucket."""
     assert config.tree is not None
     order = config.tree
     sizes = {name: value.size for name, value in values.items()}

@@ -47,7 +47,7 @@ def draw(schedule: Schedule) -> str:
     blocks = []
     for place, start in enumerate(starts):
         if len(starts) > kept and place == kept - 1:
-            left_out = f"... ticks {start} to {starts[-1] - 1} are left out"
+            left_out = f"... ticks {start} to {starts[-1] - 1} are not shown"
             blocks.append([f"{left_out}; `zerojax schedule ... --svg FILE` draws them all"])
         if place < kept - 1 or place == len(starts) - 1:
             stop = min(start + per_block, schedule.num_ticks)
@@ -140,8 +140,8 @@ def describe(schedule: Schedule, simulation: Simulation) -> str:
 
 def _describe_bubble(simulation: Simulation) -> str:
     return (
-        f"{simulation.bubble:.1%} of the time with all stages in step, as zerojax runs them; "
-        f"{simulation.asynchronous_bubble:.1%} if no stage waited for the others"
+        f"{simulation.bubble:.1%} of the time with all stages in lockstep, as zerojax runs them; "
+        f"{simulation.asynchronous_bubble:.1%} if stages waited only for their inputs"
     )
 
 
@@ -213,7 +213,7 @@ def _heading(schedule: Schedule, simulation: Simulation) -> list[str]:
         _text(
             GAP,
             38,
-            f"{simulation.num_ticks} ticks, bubble {simulation.bubble:.1%} in step "
+            f"{simulation.num_ticks} ticks, bubble {simulation.bubble:.1%} in lockstep "
             f"({simulation.asynchronous_bubble:.1%} asynchronous), in flight {in_flight}",
         ),
     ]

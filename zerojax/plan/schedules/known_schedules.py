@@ -42,11 +42,11 @@ from zerojax.runtime.user_files import replace_text
 
 SCHEDULES = {
     "1f1b": "one forward and one backward in every tick; memory does not grow with microbatches",
-    "gpipe": "all forwards, then all backwards; every stage holds all microbatches",
-    "interleaved": "1f1b with several chunks on each stage; the smallest bubble in step",
+    "gpipe": "all forwards, then all backwards; every stage stores all microbatches",
+    "interleaved": "1f1b with several chunks on each stage; the smallest bubble in lockstep",
     "zb_h1": "1f1b with the gradient of the weights as a separate operation",
-    "zb_v": "the same, two chunks folded like a V; all stages hold the same memory",
-    "1f1b_classic": "1f1b as published, for comparison; half of its slots idle in step",
+    "zb_v": "as zb_h1, with two chunks placed like a V; all stages need the same memory",
+    "1f1b_classic": "1f1b as published, for comparison; half of its slots are idle in lockstep",
 }
 """Name -> one line on what it is good for."""
 
@@ -216,13 +216,13 @@ def _check_interleaved(stages: int, microbatches: int, chunks: int) -> None:
         )
     if microbatches < stages:
         raise ScheduleError(
-            f"microbatches={microbatches} are fewer than the {stages} stages, and interleaved "
+            f"microbatches={microbatches} are fewer than the {stages} stages, but interleaved "
             f"sends groups of {stages}; use {stages} microbatches or 1f1b"
         )
     if microbatches % stages:
         below = microbatches - microbatches % stages
         raise ScheduleError(
-            f"microbatches={microbatches} is not divisible by the {stages} stages, and interleaved "
+            f"microbatches={microbatches} is not divisible by the {stages} stages, but interleaved "
             f"sends groups of {stages}; use {below} or {below + stages} microbatches, or 1f1b"
         )
 
@@ -433,7 +433,8 @@ def read_csv(path: str | Path) -> Schedule:
         raise ScheduleError(f"{path}: {error.what}; give a table ({_EXAMPLE} writes one)") from None
     except OSError as error:
         raise ScheduleError(
-            f"{path}: {error.strerror or error}; give a table ({_EXAMPLE} writes one), or the name "
+            f"{path}: {error.strerror or error}; pass a table file ({_EXAMPLE} writes one), or "
+            "the name "
             "of a schedule"
         ) from None
     except UnicodeDecodeError as error:
@@ -493,13 +494,13 @@ def _read_rows(path: Path, lines: list[tuple[int, str]]) -> Iterator[tuple[int, 
         num_cells = num_cells or len(fields)
         if len(fields) != num_cells:
             raise ScheduleError(
-                f"{path}:{number}: {len(fields)} columns where the first line has {num_cells}; "
+                f"{path}:{number}: {len(fields)} columns, but the first line has {num_cells}; "
                 "write . for an idle stage"
             )
         tick = place - has_ticks
         if has_ticks and fields.pop(0) != str(tick):
             raise ScheduleError(
-                f"{path}:{number}: tick {line.partition(',')[0].strip()!r} where tick {tick} is "
+                f"{path}:{number}: tick {line.partition(',')[0].strip()!r}, but tick {tick} is "
                 "next; ticks count from 0 without gaps"
             )
         yield number, tuple(_read_cell(path, number, stage, f) for stage, f in enumerate(fields))

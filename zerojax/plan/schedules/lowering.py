@@ -269,7 +269,7 @@ def _write_message(
 
 
 def _cut(columns: dict[str, np.ndarray], sizes: dict[str, int]) -> list[TickRun]:
-    """Returns the longest runs in which every tick uses the same slots."""
+    """Splits ticks into the longest runs that use the same slots in every tick."""
     used = np.stack([columns[f"{slot}_active"].any(axis=1) for slot in _SLOTS.values()], axis=1)
     changes = np.flatnonzero((used[1:] != used[:-1]).any(axis=1)) + 1
     borders = [0, *changes.tolist(), len(used)]
@@ -293,7 +293,7 @@ def _cut(columns: dict[str, np.ndarray], sizes: dict[str, int]) -> list[TickRun]
 
 
 def _join(runs: list[TickRun], max_runs: int) -> list[TickRun]:
-    """Joins neighbouring runs, first those that add the fewest masked slots."""
+    """Merges neighbouring runs, starting with those that add the fewest masked slots."""
     runs = list(runs)
     while len(runs) > max_runs:
         place = min(range(len(runs) - 1), key=lambda i: _masked(runs[i], runs[i + 1]))
@@ -316,6 +316,6 @@ def _merge(left: TickRun, right: TickRun) -> TickRun:
 
 
 def _masked(left: TickRun, right: TickRun) -> int:
-    """Returns the masked slots times ticks if the two runs were joined."""
+    """Returns the number of masked slots, summed over ticks, if the two runs were merged."""
     merged = sum(_merge(left, right)[2:5])
     return sum((run.stop - run.start) * (merged - sum(run[2:5])) for run in (left, right))

@@ -77,7 +77,7 @@ def parse_cell(text: str) -> Cell:
         match = _OPERATION.fullmatch(word.strip())
         if match is None:
             raise ScheduleError(
-                f"{text!r} is not a cell; write F, B or W, the microbatch and, behind a point, the "
+                f"{text!r} is not a cell; write F, B or W, the microbatch and, after a point, the "
                 "chunk, joined by +, such as F4.1+B0, or . for idle"
             )
         kind, microbatch, chunk = match.groups()
@@ -284,7 +284,7 @@ def _check_shape(schedule: Schedule) -> None:
     for tick, row in enumerate(schedule.table):
         if len(row) != schedule.num_stages:
             raise ScheduleError(
-                f"tick {tick}: {len(row)} cells where the first tick has {schedule.num_stages}, "
+                f"tick {tick}: {len(row)} cells, but the first tick has {schedule.num_stages}, "
                 "one for each stage; write . for an idle stage",
                 tick=tick,
             )
@@ -385,7 +385,8 @@ def _require(schedule: Schedule, event: Event, needed: tuple[str, int, int], del
     what = "activation" if kind == "F" else "gradient"
     reason = f"whose {what} arrives one tick later" if delay else "in the slot before"
     raise ScheduleError(
-        f"{_where(event)} needs {Operation(kind, microbatch, chunk)} of stage {stage}, which is at "
+        f"{_where(event)} needs the result of {Operation(kind, microbatch, chunk)} of stage "
+        f"{stage}, which runs at "
         f"tick {tick}, {reason}; put {event.operation} at tick {tick + delay} or later",
         tick=event.tick,
     )
@@ -395,6 +396,6 @@ def _check_memory(in_flight: tuple[int, ...], limit: int) -> None:
     most = max(in_flight)
     if most > limit:
         raise ScheduleError(
-            f"stage {in_flight.index(most)} holds {most} activations at a time, the limit is "
+            f"stage {in_flight.index(most)} stores {most} activations at a time, but the limit is "
             f"{limit}; start its forwards later or its backwards earlier"
         )

@@ -31,7 +31,7 @@ the second stops at once; a third kills them."""
 
 @dataclasses.dataclass(frozen=True)
 class Signalled:
-    """Event: the launcher itself received a signal."""
+    """Event: the launcher received a signal."""
 
     number: int
 
@@ -102,10 +102,10 @@ class _Launcher:
         self.num_signals += 1
         name = signal.Signals(number).name
         if self.num_signals > _MAX_FORWARDED:
-            self.printer.say(f"{name} again; the processes are killed")
+            self.printer.say(f"{name} received again; the processes are killed")
             self.children.kill()
             return
-        self.printer.say(f"{name}: passed on to the processes, which save and stop")
+        self.printer.say(f"{name} received: forwarded to the processes, which save and stop")
         self.children.forward(number)
 
 
@@ -180,15 +180,14 @@ class _Leader(_Launcher):
         self.children.end_soon(since)
 
     def _outcome(self, ends: list[End]) -> tuple[int, str | None]:
-        """Returns the exit code of the run for these ends of processes, and a sentence if it is a
-        failure."""
+        """Returns the exit code of the run for these ends of processes, and a sentence if the run
+        failed.
+        """
         failure = first_failure(ends)
         if failure is None and not self.lost:
             codes = {end.code for end in ends if not end.was_killed}
             if any(end.was_killed for end in ends):
-                return exit_code(
-                    -signal.SIGKILL
-                ), "the processes were killed before they had saved."
+                return exit_code(-signal.SIGKILL), "the processes were killed before they saved."
             return (SAVED_AND_STOPPED if SAVED_AND_STOPPED in codes else OK), None
         if failure is None:
             return FAILED, f"the launcher of host {min(self.lost)} was lost first; all were ended."
@@ -208,7 +207,7 @@ class _Leader(_Launcher):
         if self.lost:
             return " No restart without that host."
         if not may_restart(code):
-            return " No restart: it would end the same way."
+            return " No restart: the run would fail in the same way."
         return f" All {self.job.max_restarts} restarts are used up."
 
 
@@ -258,7 +257,9 @@ class _Follower(_Launcher):
 
 
 def _end_of(content: dict) -> End:
-    """Converts a message about the end of a process on another host to this host's clock."""
+    """Converts the message that a process on another host ended to an `End` in this host's
+    clock.
+    """
     when = time.monotonic() - float(content["ago"])
     return End(int(content["ended"]), int(content["code"]), when, bool(content["was_killed"]))
 

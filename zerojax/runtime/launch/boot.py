@@ -82,7 +82,7 @@ def _first_on_path(folder: str) -> Iterator[None]:
 
 
 def _become(words: list[str]) -> int:
-    """Replaces this process by another program; the kernel still ends it when its parent ends."""
+    """Replaces this process by another program, which the kernel also ends when the parent ends."""
     try:
         os.execvp(words[0], words)
     except OSError as error:
@@ -91,7 +91,7 @@ def _become(words: list[str]) -> int:
 
 
 def _without_boot(error: BaseException) -> BaseException:
-    """Removes the frames of this module and of `runpy` from an error's traceback."""
+    """Removes frames of this module and of `runpy` from an error's traceback."""
     outside = (__file__, runpy.run_path.__code__.co_filename)
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename in outside:

@@ -63,8 +63,8 @@ class Token:
             self._check(self._text, TOKEN)
         elif self._path is None:
             raise ValueError(
-                f"several hosts need a token to refuse strangers, and {CACHE_VARIABLE}=off leaves "
-                f"no place for one; {REMEDY}"
+                f"several hosts need a token for authentication, but {CACHE_VARIABLE}=off leaves "
+                f"no folder for it; {REMEDY}"
             )
 
     def __repr__(self) -> str:
@@ -72,7 +72,7 @@ class Token:
 
     @property
     def place(self) -> str:
-        """Where the token comes from, for messages."""
+        """Source of the token (environment variable or file), for messages."""
         return TOKEN if self._text else str(self._path)
 
     def make(self) -> None:
@@ -153,7 +153,7 @@ class Handshake:
         self._deadline = time.monotonic() + self.seconds
 
     def hear(self) -> tuple[dict[str, int], bytes]:
-        """Receives a follower's introduction.
+        """Receives and checks the introduction of a follower.
 
         Returns:
           (numbers of its job, its nonce, which `accept` takes).
@@ -167,7 +167,7 @@ class Handshake:
         said = self._read()
         numbers, other, proof = _numbers(said.get("hello")), said.get("nonce"), said.get("proof")
         if numbers is None or not (isinstance(other, str) and isinstance(proof, str)):
-            raise UnauthenticatedPeer("its message is not that of a launcher")
+            raise UnauthenticatedPeer("its message is not from a launcher")
         if not hmac.compare_digest(
             proof.encode(), self._proof("host", nonce, other, numbers).encode()
         ):
@@ -224,14 +224,14 @@ class Handshake:
             got = self.connection.recv(1)
             if not got:
                 early = "" if text else " before any message"
-                raise UnauthenticatedPeer(f"it closed the connection{early}")
+                raise UnauthenticatedPeer(f"the peer closed the connection{early}")
             text += got
         try:
             said = loads(text)
         except JsonError as error:
             raise UnauthenticatedPeer(f"its message {error}") from None
         if not isinstance(said, dict):
-            raise UnauthenticatedPeer("its message is not that of a launcher")
+            raise UnauthenticatedPeer("its message is not from a launcher")
         return said
 
     def _left(self) -> float:

@@ -81,7 +81,10 @@ class Connection:
                         raise JsonError("is not one that it may send")
                     self._events.put(Message(self._host, content))
         except JsonError as error:
-            self._say(f"a message of the launcher of host {self._host} {error}; it counts as lost")
+            self._say(
+                f"a message of the launcher of host {self._host} {error}; "
+                "this launcher counts as lost"
+            )
             self.close()
         except (OSError, ValueError):  # the connection is lost, or was closed here
             pass
@@ -137,8 +140,9 @@ class Followers:
                 if time.monotonic() > deadline:
                     missing = sorted(set(range(1, num_hosts)) - set(links))
                     raise TimeoutError(
-                        f"no launcher has come from host {', '.join(map(str, missing))} to "
-                        f"{address} within {seconds:g} seconds; start it on that host with "
+                        f"no launcher of host {', '.join(map(str, missing))} to "
+                        f"{address} connected within {seconds:g} seconds; start it on that host "
+                        "with "
                         f"--node-rank {missing[0]}, or set ZEROJAX_JOIN_SECONDS to wait longer"
                     )
                 with contextlib.suppress(TimeoutError):
@@ -178,7 +182,7 @@ class Followers:
 
 @dataclasses.dataclass
 class _Guest:
-    """Launcher of this run that has been authenticated, and its connection."""
+    """Authenticated launcher of this run, and its connection."""
 
     handshake: Handshake
     numbers: dict[str, int]
@@ -186,7 +190,8 @@ class _Guest:
 
 
 class _Door:
-    """Handshakes with launchers that connect, each in its own thread, so that none delays another.
+    """Accepts connections of launchers; each handshake runs in its own thread, so that none delays
+    another.
 
     Attributes:
       come_in: authenticated launchers, in order.
@@ -281,7 +286,7 @@ def reach_leader(
         try:
             secret = token.read()
             if secret is None:
-                raise UnauthenticatedPeer(f"there is no token at {token.place} yet")
+                raise UnauthenticatedPeer(f"the token file {token.place} does not exist yet")
             connection = socket.create_connection((host, port), timeout=5)
             try:
                 refusal = Handshake(connection, secret).introduce(hello)
@@ -314,7 +319,7 @@ def _line(content: dict[str, Any]) -> bytes:
 
 @dataclasses.dataclass(frozen=True)
 class _EndsOf:
-    """Check whether a message reports the end of one of a follower's processes."""
+    """Checks whether a message reports the end of one of a follower's processes."""
 
     process_ids: range
 
@@ -354,8 +359,8 @@ def _check_hello(
     ):
         if hello[name] != mine:
             return (
-                f"host {host} was launched with {option} {hello[name]}, host 0 with {option} "
-                f"{mine}; give the same to all"
+                f"host {host} was launched with {option} {hello[name]}, but host 0 with {option} "
+                f"{mine}; use the same value on all hosts"
             )
     if not 0 < host < num_hosts or host in known:
         return f"two launchers have --node-rank {host}; give each host its own"

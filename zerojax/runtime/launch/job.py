@@ -45,10 +45,10 @@ _OPTIONS = {
 TOGETHER = 0.5
 """Seconds within which ends of processes may be observed in another order than they happened."""
 _MEANINGS = {
-    BAD_INPUT: "exit code 2: its input was wrong, see its message above",
-    HUNG: f"exit code {HUNG}: it was stuck, and its watchdog ended it",
+    BAD_INPUT: "exit code 2: invalid input, see its message above",
+    HUNG: f"exit code {HUNG}: it made no progress, and its watchdog ended it",
     INTERRUPTED: f"exit code {INTERRUPTED}: it was interrupted",
-    -signal.SIGKILL: "SIGKILL: a user killed it, or the kernel did for lack of memory",
+    -signal.SIGKILL: "SIGKILL: killed by a user, or by the kernel for lack of memory",
     -signal.SIGSEGV: "SIGSEGV: a crash in compiled code",
     -signal.SIGBUS: "SIGBUS: a crash in compiled code, or /dev/shm is full",
     -signal.SIGABRT: "SIGABRT: JAX's runtime gave up, see its message above",
@@ -94,7 +94,8 @@ class Job:
         for name, least in (("num_processes", 1), ("num_hosts", 1), ("max_restarts", 0)):
             if getattr(self, name) < least:
                 raise ValueError(
-                    f"{_OPTIONS[name]} {getattr(self, name)} is less than {least}; give more"
+                    f"{_OPTIONS[name]} {getattr(self, name)} is less than {least}; use at least "
+                    f"{least}"
                 )
         if self.cpu_devices is not None and self.cpu_devices < 1:
             raise ValueError(f"--cpu-devices {self.cpu_devices} is less than 1; give 1 or more")
@@ -110,7 +111,7 @@ class Job:
         if self.num_hosts > 1 and self.coordinator is None:
             raise ValueError(
                 f"--nnodes {self.num_hosts} needs --coordinator HOST:PORT, an address of host 0 "
-                "that the others can reach; give the same to every launcher"
+                "that the others can reach; use the same value for every launcher"
             )
         if self.coordinator is not None:
             split_address(self.coordinator, "--coordinator")
@@ -127,7 +128,7 @@ class Job:
         return range(first, first + self.num_processes)
 
     def host_of(self, process_id: int) -> int:
-        """Returns the index of the host that runs a process."""
+        """Returns the index of the host on which a process runs."""
         return process_id // self.num_processes
 
 
@@ -142,7 +143,8 @@ def check_gpus(job: Job, environment: Mapping[str, str]) -> None:
     num_gpus = visible_gpus(environment)
     if num_gpus == 1 and job.num_processes > 1:
         raise ValueError(
-            f"--nprocs {job.num_processes} processes cannot share the one visible GPU; start one, "
+            f"--nprocs {job.num_processes} processes cannot share the one visible GPU; start "
+            "one process, "
             "or try it on CPUs with --cpu-devices 1"
         )
     if num_gpus % job.num_processes:
@@ -266,5 +268,5 @@ def exit_code(code: int) -> int:
 
 
 def may_restart(code: int) -> bool:
-    """Returns whether a restart can help after a process has ended with exit code `code`."""
+    """Returns whether a restart can help after a process ended with exit code `code`."""
     return code not in (OK, BAD_INPUT, SAVED_AND_STOPPED, INTERRUPTED)

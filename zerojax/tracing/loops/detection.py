@@ -30,7 +30,7 @@ _ROW_BY_ROW = frozenset(["convert_element_type", "copy", "name"])
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stack:
-    """Stacked parameter, or one of its arrays, with the steps from it to the loop.
+    """Stacked parameter (or one of its arrays), with the equations between it and the loop.
 
     Attributes:
       input: position of the parameter among the inputs of the program.
@@ -41,7 +41,9 @@ class Stack:
     steps: tuple[Any, ...]
 
     def apply(self, rows: jax.Array) -> jax.Array:
-        """Applies the steps to some rows [n, ...] of the input: returns what the loop slices."""
+        """Applies these equations to some rows [n, ...] of the input; returns what the loop
+        slices.
+        """
         for step in self.steps:
             rows = step.primitive.bind(rows, **step.params)
         return rows
@@ -113,7 +115,9 @@ class LayerLoop:
         return cut_piece(self.program, self._carry[0])
 
     def cut_after(self, outputs: Sequence[Any]) -> Piece:
-        """Returns the piece that computes `outputs` from the results of the last layer."""
+        """Returns the part of the program that computes `outputs` from the results of the last
+        layer.
+        """
         return cut_piece(self.program, outputs, self._carry[1])
 
     @property
@@ -129,13 +133,13 @@ class LayerLoop:
 
     @property
     def _carry(self) -> tuple[list[Any], list[Any]]:
-        """Inputs of the first layer, and results of the last layer."""
+        """Carried inputs of the first layer, and carried results of the last layer."""
         num_consts, num_carry = split_scan(self.equation)
         before = self.equation.invars[num_consts : num_consts + num_carry]
         return before, self.equation.outvars[:num_carry]
 
     def row_outputs(self) -> list[Any]:
-        """Returns the outputs of the loop with one row for each layer."""
+        """Returns the outputs of the loop that have one row per layer."""
         return self.equation.outvars[split_scan(self.equation)[1] :]
 
     def names_of(self, inputs: Any) -> frozenset[str]:
@@ -143,7 +147,7 @@ class LayerLoop:
         return frozenset(name for i in inputs if (name := self.names[i]) is not None)
 
     def dependence(self) -> LabelsOf:
-        """Returns a function from a value to those results of the loop that it depends on.
+        """Returns a function that maps a value to the loop results that it depends on.
 
         They are "activations" and "rows".
         """
@@ -231,7 +235,7 @@ class _ParameterLoop:
 
 
 def _hold(program: Any, holders: Mapping[Any, int]) -> dict[Any, int]:
-    """Returns {variable: the input whose rows it holds}."""
+    """Returns {variable: the program input whose rows it contains}."""
     held = dict(holders)
     for equation in program.eqns:
         if equation.primitive.name in _ROW_BY_ROW and _get(held, equation.invars[0]) is not None:
@@ -317,7 +321,7 @@ def _describe_loops(closed: ClosedJaxpr, names: Sequence[str | None]) -> str:
 
 
 def _stack(atom: Any, held: Mapping[Any, int], made_by: Mapping[Any, Any]) -> Stack | None:
-    """Returns the parameter of a sliced value with its steps to the loop; None for other values."""
+    """Returns the `Stack` of a sliced value; None if the value is not a parameter."""
     place = _get(held, atom)
     if place is None:
         return None
@@ -329,7 +333,7 @@ def _stack(atom: Any, held: Mapping[Any, int], made_by: Mapping[Any, Any]) -> St
 
 
 def _check_effects(closed: ClosedJaxpr) -> None:
-    """Refuses callbacks: pieces would run them on idle ticks, twice, or never."""
+    """Refuses callbacks, which a pipeline would run in idle ticks, twice, or never."""
     if not has_side_effects(closed.effects):
         return
     names = (e.primitive.name for e in closed.jaxpr.eqns if has_side_effects(e.effects))
@@ -378,7 +382,7 @@ def _check_uses(loop: LayerLoop, held: Mapping[Any, int]) -> None:
 
 
 def _parameters(program: Any, names: Sequence[str | None]) -> LabelsOf:
-    """Returns a function from a value to the names of the parameters it depends on."""
+    """Returns a function that maps a value to the names of the parameters that it depends on."""
     pairs = zip(program.invars, names, strict=True)
     return follow_labels(program, {v: frozenset([name]) for v, name in pairs if name is not None})
 

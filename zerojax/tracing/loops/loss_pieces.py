@@ -1,4 +1,4 @@
-"""Traced loss of a microbatch in three pieces: before, inside and after the layers.
+"""Splits the traced loss of a microbatch into three parts: before, inside and after the layers.
 
 The computation of the layers is unchanged, with its checkpoints, custom derivatives and reads. Each
 part of the model's own state is written by one piece; if another piece reads it, it is refused.
@@ -46,7 +46,7 @@ def cut_loss(
     skips: bool = False,
     overwritten: Set[str] = frozenset(),
 ) -> LossPieces:
-    """Cuts a loss into pieces around its loop over layers.
+    """Splits a loss into three parts around its loop over layers.
 
     Args:
       function: `(values, extras, key, batch) -> (sums, new extras)`, for one microbatch;
@@ -105,7 +105,7 @@ def cut_loss(
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class LossPieces:
-    """Loss in three pieces: `embed`, then `layers` once or more, then `head` give the whole loss.
+    """Loss in three parts: `embed`, then `layers` once or more, then `head` compute the whole loss.
 
     Each piece is a function to trace, with derivatives by `jax.vjp`; `count` is a fourth piece, for
     the extras that only count. They have common arguments: `outer` {name: value} has at least the
@@ -166,7 +166,9 @@ class LossPieces:
     def embed(
         self, outer: Arrays, extras: Arrays, key: Any, batch: Any
     ) -> tuple[Activations, Arrays]:
-        """Returns (the inputs of the first layer, {name: new value} of the extras written here)."""
+        """Returns (inputs of the first layer, {name: new value} of the extras (non-parameter
+        arrays) written in this part).
+        """
         outputs = self._embed((), self._inputs(outer, extras, key, batch))
         count = len(self.activations)
         activations = tuple(map(_as_data, outputs[:count]))
@@ -216,7 +218,7 @@ class LossPieces:
     def surroundings(
         self, outer: Arrays, extras: Arrays, key: Any, batch: Any
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Returns (values that every layer takes whole, values with a row for each layer).
+        """Returns (values that every layer uses unsliced, values with one row per layer).
 
         These are the inputs of layers beside parameters (keys, masks, tables of positions), for a
         caller that runs layers one by one with `layer`.
@@ -275,7 +277,9 @@ class LossPieces:
     def head(
         self, outer: Arrays, extras: Arrays, key: Any, batch: Any, activations: Activations
     ) -> tuple[Sums, Arrays]:
-        """Returns (sums, {name: new value} of the extras written here)."""
+        """Returns (loss sums, {name: new value} of the extras (non-parameter arrays) written in
+        this part).
+        """
         inputs = self._inputs(outer, extras, key, batch)
         outputs = self._head(self._as_carried(activations), inputs)
         number = self._sums.num_leaves
@@ -283,7 +287,7 @@ class LossPieces:
         return sums, dict(zip(self._head_extras, outputs[number:], strict=True))
 
     def count(self, extras: Arrays) -> Arrays:
-        """Returns {name: new value} of the extras that count microbatches.
+        """Returns {name: new value} of the extras (non-parameter arrays) that count microbatches.
 
         Each is computed only from such extras, so a microbatch's value is known before any other
         microbatch has passed the layers: the caller gives each microbatch its own.
@@ -374,7 +378,9 @@ class LossPieces:
 
 
 def _check_rest(loop: LayerLoop, sums: Sums) -> None:
-    """Refuses a weight or a metric that no stage could compute; the loss is checked elsewhere."""
+    """Refuses a weight or metric that no pipeline stage could compute; the loss is checked
+    elsewhere.
+    """
     depends = loop.dependence()
     for title, parts in [("weight of the loss", sums["weight"]), *_metrics(sums)]:
         if any("rows" in depends(atom) for atom in jax.tree.leaves(parts)):
@@ -390,7 +396,7 @@ def _metrics(sums: Sums) -> list[tuple[str, Any]]:
 
 
 def _pair(positions: Any, values: Any) -> dict[int, Any]:
-    """Returns {position: array}, for trees of the same structure."""
+    """Returns {position: array} of trees with equal structure."""
     is_leaf = lambda x: isinstance(x, ShardedWeight)  # noqa: E731
     leaves = jax.tree.leaves(values, is_leaf=is_leaf)
     return dict(zip(jax.tree.leaves(positions), leaves, strict=True))
@@ -432,7 +438,7 @@ def _is_key(value: Any) -> bool:
 
 
 def _as_data(value: jax.Array) -> jax.Array:
-    """Returns a plain array with a strong dtype: the data of keys, and Python numbers as arrays."""
+    """Returns an array without weak dtype: PRNG keys as their data, Python numbers as arrays."""
     if _is_key(value):
         return jax.random.key_data(value)
     return lax.convert_element_type(value, value.dtype)

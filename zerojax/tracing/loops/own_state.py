@@ -1,4 +1,6 @@
-"""Writers and readers of a model's own state, in a loss that is cut at its layers."""
+"""Finds which part of a loss, split at its layers, writes and reads each of the model's extras
+(non-parameter arrays).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from zerojax.tracing.loops.detection import LayerLoop
 
 
 class Writers(NamedTuple):
-    """Extras (state of the model) that a loss writes, by the piece that writes them.
+    """Extras (non-parameter arrays) that a loss writes, grouped by the part of the loss that writes
+    them.
 
     Attributes:
       counters: {name: value of the program}, computed only from counters and unwritten extras.
@@ -27,7 +30,7 @@ class Writers(NamedTuple):
 
 
 def sort_extras(loop: LayerLoop, written: Mapping[str, Any], places: Mapping[str, int]) -> Writers:
-    """Sorts the extras that a loss writes by the piece of the loss that writes them.
+    """Groups the extras that a loss writes by the part of the loss that writes them.
 
     Args:
       loop: over the layers.
@@ -61,7 +64,9 @@ def sort_extras(loop: LayerLoop, written: Mapping[str, Any], places: Mapping[str
 def _counters(
     loop: LayerLoop, free: Mapping[str, Any], written: Mapping[str, Any], places: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Returns the extras among `free` that depend only on each other and on unwritten extras."""
+    """Returns the extras in `free` that depend only on each other and on extras that the loss does
+    not write.
+    """
     reads = {name: set(cut_piece(loop.program, [atom]).inputs) for name, atom in free.items()}
     counters = dict(free)
     while True:
@@ -75,7 +80,7 @@ def _counters(
 def check_readers(
     writers: Writers, places: Mapping[str, int], *, embed: Piece, around: Piece, head: Piece
 ) -> None:
-    """Raises if one pipeline stage writes an extra that another stage reads.
+    """Raises if one pipeline stage writes an extra (non-parameter array) that another stage reads.
 
     Args:
       writers: the written extras.
@@ -101,7 +106,8 @@ def check_readers(
 
 
 class Overwritten(NamedTuple):
-    """Extras that are overwritten with their gradient, by the piece that reads them.
+    """Extras that are overwritten by their gradient, grouped by the part of the loss that reads
+    them.
 
     Each extra of `layers` has one row for each layer, which only that layer reads.
     """
@@ -125,7 +131,7 @@ def sort_overwritten(
     around: Piece,
     head: Piece,
 ) -> Overwritten:
-    """Sorts the overwritten extras by the piece that reads them, without unread extras.
+    """Groups overwritten extras by the part of the loss that reads them; omits unread extras.
 
     The new value is the gradient of one piece. With two readers, or a reader on two stages, there
     would be two gradients to add, but the values of microbatches are combined by their maximum.
@@ -156,7 +162,7 @@ def sort_overwritten(
 
 
 def _check_rows(loop: LayerLoop, name: str, place: int) -> None:
-    """Raises unless the layers read an overwritten extra only as one row for each layer."""
+    """Raises unless layers read an overwritten extra only as one row per layer."""
     variable = loop.program.jaxpr.invars[place]
     rest = [atom for atom in loop.others if atom is not variable]
     if place in cut_piece(loop.program, [*loop.consts, *rest]).inputs:

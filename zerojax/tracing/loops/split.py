@@ -115,7 +115,7 @@ def _is_key(value: Any) -> bool:
 
 
 def _depending_on(program: ClosedJaxpr, variables: Sequence[Any]) -> set[Any]:
-    """Returns all variables that depend on `variables`, themselves included."""
+    """Returns all variables that depend on any of `variables`, including these."""
     dependent = set(variables)
     for equation in program.jaxpr.eqns:
         if any(not isinstance(atom, Literal) and atom in dependent for atom in equation.invars):
@@ -126,7 +126,9 @@ def _depending_on(program: ClosedJaxpr, variables: Sequence[Any]) -> set[Any]:
 def _restricted(
     program: ClosedJaxpr, num_inputs: int, outputs: Sequence[Any]
 ) -> Callable[..., list[jax.Array]]:
-    """Returns a function of the first inputs that computes these variables of a program."""
+    """Returns the part of a program that computes these variables, as a function of the first
+    inputs.
+    """
     needed = {atom for atom in outputs if not isinstance(atom, Literal)}
     equations = []
     for equation in reversed(program.jaxpr.eqns):

@@ -63,7 +63,8 @@ class Equality:
         self._compared: dict[tuple[int, int], tuple[Any, Any, set[Hole] | None]] = {}
 
     def holes(self, first: Any, second: Any) -> set[Hole] | None:
-        """Returns the literals in which two equations differ; None if they differ otherwise.
+        """Returns the literals in which two equations differ; None if they also differ in something
+        else.
 
         Their operands are not compared. Only literals in the program of a checkpoint may differ.
         """
@@ -229,7 +230,7 @@ class _Opened:
 
 
 def _bind(names: dict[Any, Any], first: Sequence[Any], second: Sequence[Any]) -> bool:
-    """Records which variables correspond to each other; returns False if their types differ."""
+    """Records that variables correspond to each other; returns False if their types differ."""
     if len(first) != len(second):
         return False
     names.update(zip(first, second, strict=True))

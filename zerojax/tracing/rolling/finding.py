@@ -66,17 +66,19 @@ class Loop:
 
     @property
     def prefix(self) -> str:
-        """Name of the list: "layers/", "blocks_"."""
+        """Common prefix of the layers' names, such as "layers/" or "blocks_"."""
         return self.layers.prefix
 
     @property
     def title(self) -> str:
-        """Name of the layers, for messages: "layers/0..23"."""
+        """Name of the layers for messages, such as "layers/0..23"."""
         return self.layers.title_of(name for names in self.stacks.values() for name in names)
 
     @property
     def has_small_rows(self) -> bool:
-        """Whether stacked values other than parameters are small relative to the carry."""
+        """Whether stacked values other than parameters are small compared with the carried
+        values.
+        """
         return self.row_bytes <= ROW_SHARE * self.carry_bytes * self.count
 
     def describe(self) -> str:
@@ -152,7 +154,9 @@ def find_loops(
 
 
 def _joined(named: NamedProgram, lists: Sequence[LayerList]) -> list[LayerList]:
-    """Returns the first list joined with those of the same Python loop, then the list alone."""
+    """Returns the first list merged with the lists of the same Python loop, then the first list
+    alone.
+    """
     first, together = lists[0], [lists[0]]
     # Lists within its layers, such as two norms of each, are no partners.
     others = [other for other in lists[1:] if first.places.keys().isdisjoint(other.places)]
@@ -199,7 +203,7 @@ def _find(
 
 
 class _Runs:
-    """Runs of layers to try, by the number of layers to compile, then by their start.
+    """Queue of runs of consecutive layers to try: those with most layers first, then by position.
 
     Attributes:
       why_not_all: first difference between the parameters of layers, if any.
@@ -239,7 +243,7 @@ class _Runs:
             yield start, period, count
 
     def split(self, run: Run, iteration: int | None) -> None:
-        """Splits a run of layers that form no loop; adds its parts to the runs to try.
+        """Splits a run of layers that form no loop, and adds the parts to the queue.
 
         Args:
           run: the run.
@@ -275,7 +279,9 @@ def _describe_difference(
 def _kinds(
     named: NamedProgram, layers: LayerList, kind_of: Callable[[str], Any]
 ) -> list[frozenset[Any]]:
-    """Returns for each layer its parameters: names in the layer, shapes, dtypes and kinds."""
+    """Returns, for each layer, the name in the layer, shape, dtype and settings of its
+    parameters.
+    """
     kinds: list[set[Any]] = [set() for _ in range(layers.num_layers)]
     for variable, name in zip(named.closed.jaxpr.invars, named.names, strict=True):
         place = layers.places.get(name) if name is not None else None
@@ -347,7 +353,7 @@ def _check_reads(rolled: Rolled) -> None:
 
 
 def _reads_inside(program: Jaxpr, around: str) -> Iterator[str]:
-    """Yields the enclosing operations of reads, other than loops and checkpoints."""
+    """Yields the operations, other than loops and checkpoints, that enclose reads of parameters."""
     for equation in program.eqns:
         if read_name(equation) is not None and around:
             yield around

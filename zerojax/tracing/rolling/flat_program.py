@@ -19,7 +19,7 @@ _CALLS = ("jit", "pjit", "closed_call")
 
 
 class Mismatch(Exception):
-    """Failure to form one loop from layers; the message is the reason.
+    """Raised if layers cannot form one loop; the message is the reason.
 
     Attributes:
       iteration: index of the first iteration that differs from those before it; None if unknown.
@@ -51,7 +51,7 @@ def open_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
 def _opened(
     equations: Iterable[Any], names: dict[Any, Any], consts: list[tuple[Any, Any]] | None
 ) -> Iterator[Any]:
-    """Yields equations with new result variables, with calls inlined.
+    """Yields equations with fresh result variables, and with calls inlined.
 
     Args:
       equations: of a program.
@@ -101,7 +101,9 @@ def _read(names: Mapping[Any, Any], atom: Any) -> Any:
 
 
 def _opens(equation: Any) -> bool:
-    """Returns whether an equation is a call without shardings or compiler options."""
+    """Returns whether an equation is a call that can be inlined (no shardings or compiler
+    options).
+    """
     if equation.primitive.name not in _CALLS:
         return False
     shardings = (
@@ -126,7 +128,9 @@ def _needed(equations: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Parameter within a list of layers: the index of its layer, and its name in the layer."""
+    """Location of a parameter in a list of layers: index of the layer, and name inside the
+    layer.
+    """
 
     layer: int
     within: str
@@ -178,7 +182,7 @@ class LayerProgram:
                 self._last[layer] = number
 
     def _reached(self) -> dict[Any, int]:
-        """Returns {variable: the last layer that uses values computed from it}."""
+        """Returns {variable: last layer that uses values depending on it}."""
         reach: dict[Any, int] = {}
         for equation in reversed(self.equations):
             operands = list(variables(equation.invars))
@@ -198,7 +202,7 @@ class LayerProgram:
         return dependent
 
     def goes_on(self, variable: Any, layer: int) -> bool:
-        """Returns whether a layer after `layer` uses values computed from this variable."""
+        """Returns whether a layer after `layer` uses values that depend on this variable."""
         return self._reach.get(variable, -1) > layer
 
     @property
@@ -207,7 +211,8 @@ class LayerProgram:
         return min(self._first.values(), default=0), max(self._last.values(), default=0)
 
     def cuts(self, start: int, layers: Sequence[int], *, early: bool) -> list[list[Any]]:
-        """Returns for each of these layers the values that are live between it and the next.
+        """Returns, for each of these layers, the values that are live between it and the next
+        layer.
 
         A cut lies between the last use of a layer's parameters and the first of the next layer's,
         at the place with the fewest live bytes of values defined since the previous cut.

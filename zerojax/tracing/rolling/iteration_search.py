@@ -49,7 +49,7 @@ def roll(program: LayerProgram, equality: Equality, start: int, period: int, cou
 
 
 class _Search:
-    """Search for the carried values and the body.
+    """Search for the carried values and the body of a loop.
 
     Values that no layer takes, such as losses of each layer in a list, are outputs of the body.
     """
@@ -118,7 +118,9 @@ class _Search:
         return [values[i + 1] for i in self.iterations.numbers]
 
     def _last_value(self, number: int) -> Any:
-        """Returns the last iteration's value that matches the one of the iteration before it."""
+        """Returns the last iteration's value that corresponds to the given value of the previous
+        iteration.
+        """
         before, why = self.carry[number][self.count - 1], None
         last_two = dataclasses.replace(self.iterations, numbers=(self.count - 2, self.count - 1))
         inner = [
@@ -136,7 +138,8 @@ class _Search:
         raise Mismatch(text, self.count - 1)
 
     def _candidates(self, variable: Any) -> list[Any]:
-        """Returns values of the last iteration that are computed as this value of the one before.
+        """Returns values of the last iteration that are computed like the given value of the
+        previous iteration.
 
         The value at the same place among similar values comes first, then the others in order.
         """
@@ -207,7 +210,7 @@ class _Search:
 
 
 def _check(rolled: Rolled) -> None:
-    """Refuses parameters of the loop that are read outside of it.
+    """Refuses loop parameters that are also read outside of the loop.
 
     Raises:
       Mismatch: with the reason.
@@ -230,7 +233,7 @@ def _check(rolled: Rolled) -> None:
 def _slice(
     program: LayerProgram, needed: Sequence[Any], is_known: Callable[[Any], bool]
 ) -> tuple[list[Any], list[Any]]:
-    """Returns (equations that compute `needed`, known variables that they start from).
+    """Returns (equations that compute `needed`, variables that these equations start from).
 
     Args:
       program: flat program.
@@ -298,7 +301,7 @@ class _Body:
 
 
 def _filled(equation: Any, holes: Sequence[tuple[int, int]]) -> Any:
-    """Returns the program of a checkpoint with some of its literals as further inputs."""
+    """Returns a checkpoint's program with some of its literals turned into inputs."""
     closed = program_of(equation)
     inner = closed.jaxpr
     made = {hole: Var(inner.eqns[hole[0]].invars[hole[1]].aval) for hole in holes}

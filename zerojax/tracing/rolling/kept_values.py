@@ -1,4 +1,4 @@
-"""Values of each iteration of a loop that are saved for the backward pass.
+"""Decides which values of each loop iteration are saved for the backward pass.
 
 XLA recomputes element-wise results that it fuses into their users. It cannot do so between two
 loops: every result of the forward loop is stored for every iteration. The policy here recomputes

@@ -18,7 +18,8 @@ _NUMBER = re.compile(r"(?:^|(?<=[A-Za-z/._-]))(\d+)(?=[/.]|$)")
 
 @dataclasses.dataclass(frozen=True)
 class LayerList:
-    """Parameters of numbered layers with a common prefix, or of several such lists in parallel.
+    """Parameters of numbered layers with a common name prefix, or of several such lists used
+    together.
 
     Layers are counted from 0, in the order of the numbers in their names: `layer1` to `layer6` are
     layers 0 to 5.
@@ -72,7 +73,7 @@ def _list_of(prefix: str, places: Mapping[str, Place]) -> LayerList:
 
 
 def _repeated(places: Mapping[str, Place]) -> dict[str, Place]:
-    """Drops parameters that only one layer has; they may belong to all layers (tied weights)."""
+    """Drops parameters that only one layer has; all layers may share them (tied weights)."""
     count = collections.Counter(place.within for place in places.values())
     return {name: place for name, place in places.items() if count[place.within] > 1}
 

@@ -24,7 +24,7 @@ Shape = tuple[Any, ...]
 
 @dataclasses.dataclass(eq=False)
 class _Kind:
-    """One result of equations that are equal but for the row of the stacks.
+    """One result of a group of equations that differ only in the row of the stacks.
 
     Attributes:
       size: number of rows of the stacks.
@@ -39,13 +39,13 @@ class _Kind:
         return len(self.members) == self.size
 
     def places(self) -> dict[Any, tuple[_Kind, int]]:
-        """Returns {variable of a row: (this kind, the row)}."""
+        """Returns {variable of a row: (this kind, row)}."""
         return {variable: (self, row) for row, variable in self.members.items()}
 
 
 @dataclasses.dataclass(eq=False)
 class _Group:
-    """Equations that are equal but for the row of the stacks, one for each row.
+    """Equations, one per row, that differ only in the row of the stacks.
 
     Attributes:
       first: the first of these equations, in order of the program.
@@ -198,7 +198,8 @@ def _without_repeats(flat: ClosedJaxpr) -> ClosedJaxpr:
 def _grouped(
     flat: ClosedJaxpr, kind_of: dict[Any, tuple[_Kind, int]]
 ) -> list[tuple[_Group, list[int]]]:
-    """Groups equations that every row has; returns (group, their indices) and extends `kind_of`.
+    """Groups corresponding equations of all rows; returns (group, their indices) and extends
+    `kind_of`.
 
     Equal equations have operands of the same depth, so the groups of each depth are complete before
     the next. An equation that only some rows have belongs to no row: a sum over all rows adds one
@@ -231,7 +232,7 @@ def _grouped(
 
 
 def _levels(equations: Sequence[Any]) -> Iterable[list[tuple[int, Any]]]:
-    """Groups equations by depth, from the inputs on: lists of (index, equation).
+    """Groups equations by their depth from the inputs: lists of (index, equation).
 
     The depth is the length of the longest chain of equations up to the equation.
     """
@@ -245,7 +246,7 @@ def _levels(equations: Sequence[Any]) -> Iterable[list[tuple[int, Any]]]:
 
 
 def _signature(equation: Any, kind_of: Mapping[Any, tuple[_Kind, int]]) -> Any:
-    """Returns a key that equal equations of different rows share."""
+    """Returns a key that is the same for corresponding equations of different rows."""
 
     def of(atom: Any) -> Any:
         if isinstance(atom, Literal):

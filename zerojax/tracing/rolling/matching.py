@@ -1,4 +1,4 @@
-"""Backward matching of layers: one value of each iteration of a loop at a time.
+"""Matches layers backwards: compares one value of every loop iteration at a time.
 
 The search starts at the values between layers and goes back to their operands; equations of all
 iterations are compared at once. A tuple of values, one of each iteration, is the same value in all
@@ -23,28 +23,30 @@ Values = tuple[Any, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Shared:
-    """Same value in every iteration: a literal, or a variable from outside of the loop."""
+    """Value that is the same in every iteration: a literal, or a variable from outside of the
+    loop.
+    """
 
     atom: Any
 
 
 @dataclasses.dataclass(frozen=True)
 class Carried:
-    """Carried value of the previous iteration, by its index."""
+    """Carried value of the previous iteration, identified by its index."""
 
     index: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Row of a stack with one row for each iteration, by its index."""
+    """Row of a stack with one row per iteration, identified by the index of the stack."""
 
     index: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """Result of an equation of the body."""
+    """Result of an equation in the loop's body."""
 
     node: tuple[int, ...]
     index: int
@@ -55,7 +57,7 @@ Operand = Shared | Carried | Row | Result
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-    """Equation of the body.
+    """Equation in the loop's body.
 
     Attributes:
       equations: the equation of each iteration.
@@ -149,7 +151,7 @@ class Matcher:
         return answer
 
     def _step(self, values: Values) -> _Step:
-        """Matches one value of each iteration; yields tuples of values whose operands it needs."""
+        """Matches one value of each iteration; yields the operands that must be matched first."""
         operand = self._simple(values)
         if operand is not None:
             return operand
@@ -161,7 +163,7 @@ class Matcher:
             return self._stack(values)  # computed before the loop, a row for each iteration
 
     def _simple(self, values: Values) -> Operand | None:
-        """Matches values without comparing their equations; None if these have to be compared.
+        """Matches values without comparing equations; None if equations must be compared.
 
         Raises:
           Mismatch: the values cannot be matched.
@@ -212,7 +214,7 @@ class Matcher:
             )
 
     def _parameters(self, values: Values) -> Operand | None:
-        """Matches a stack of parameters; None if the values are not parameters."""
+        """Matches values that are parameters to a stack; None if they are not parameters."""
         places = [self.program.places.get(v) for v in values if not isinstance(v, Literal)]
         owners = [place for place in places if place is not None]
         if len(owners) != len(values):

@@ -105,7 +105,7 @@ class _FlatValues:
 def _are_filled(
     source: Any, equation: Any, differing: set[Hole], fillings: Mapping[Hole, Any]
 ) -> bool:
-    """Returns whether an equation differs from `source` only in holes with the given values."""
+    """Returns whether an equation equals `source` except for the given values of literals."""
 
     def literal(place: Hole) -> Any:
         return program_of(equation).jaxpr.eqns[place[0]].invars[place[1]]
@@ -117,7 +117,7 @@ def _are_filled(
 
 
 def _check_order(rolled: Rolled) -> None:
-    """Refuses a program around the loop that reads values before they are computed.
+    """Refuses a program that reads values, around the loop, before they are computed.
 
     Raises:
       Mismatch: with the operation that reads them.

@@ -58,7 +58,9 @@ class Rolled:
 
     @property
     def other_rows(self) -> list[tuple[Any, ...]]:
-        """Stacks of other values: keys, masks, constants that differ."""
+        """Stacked values other than parameters: keys, masks, constants that differ between
+        layers.
+        """
         return [row for row in self.rows if not self._is_stack(row)]
 
     @property
@@ -128,7 +130,7 @@ class Rolled:
         return [read(atom) for atom in jaxpr.outvars]
 
     def _needed_of(self, equations: Sequence[Any]) -> list[Any]:
-        """Returns the results of these equations that anything else reads."""
+        """Returns those results of these equations that other equations read."""
         made = {variable for equation in equations for variable in equation.outvars}
         rows = [value for row in self.rows for value in row]
         read = [*rows, *self.inits, *self.shared, *self.program.closed.jaxpr.outvars]
@@ -148,7 +150,7 @@ class Rolled:
 
 
 def _layers_with(body: ClosedJaxpr, remat: str) -> Callable[..., list[Any]]:
-    """Returns a body as a function, with this remat."""
+    """Returns the loop's body as a function with this remat policy."""
     if remat == "model":
         return jaxpr_as_fun(_without_barriers(body))
 
@@ -162,7 +164,7 @@ def _layers_with(body: ClosedJaxpr, remat: str) -> Callable[..., list[Any]]:
 
 
 def _without_barriers(body: ClosedJaxpr) -> ClosedJaxpr:
-    """Returns a body whose checkpoints do not prevent CSE.
+    """Returns a body whose checkpoints permit common-subexpression elimination.
 
     The backward pass is a separate loop, so there are no common subexpressions. Without the
     barriers of these checkpoints, a collective can move into the previous iteration.

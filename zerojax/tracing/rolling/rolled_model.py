@@ -83,7 +83,7 @@ class RolledModel:
     def _stack_all(
         self, params: Mapping[str, Any], stack: Callable[[Sequence[Any]], Any]
     ) -> Arrays:
-        """Returns parameters with layers stacked; a stack has the position of its first row."""
+        """Stacks the parameters of layers; each stack takes the position of its first row."""
         result: Arrays = {}
         for name in params:
             stack_of_row = self._stack_of.get(name)
@@ -94,7 +94,7 @@ class RolledModel:
         return result
 
     def rows(self, params: Mapping[str, Any]) -> Arrays:
-        """Returns parameters by the user's names and in the user's order; stacks become rows."""
+        """Converts parameters to the user's names and order, with stacks replaced by their rows."""
         rows = {}
         for stack, names in self.stacks.items():
             for number, name in enumerate(names):
@@ -131,7 +131,7 @@ class RolledModel:
         return jax.tree.unflatten(jax.tree.structure(shape), outputs)
 
     def _stored(self, name: str) -> str:
-        """Returns the name of the stack, or of the parameter itself, that holds a parameter."""
+        """Returns the name of the stack that holds a parameter, or of the parameter itself."""
         return self._stack_of.get(name, name)
 
     def _abstract_rows(self, params: Arrays, reads: OnRead) -> Arrays:
@@ -151,7 +151,9 @@ class RolledModel:
         return named
 
     def _reads_of(self, reads: OnRead) -> dict[str, Callable[[Any], jax.Array]]:
-        """Returns the reads by the names of rows, which the marks in the program have."""
+        """Returns the read functions under the names of rows, which the marks in the program
+        use.
+        """
         stored = {name: self._stored(name) for name in self._order}
         return {name: reads[holder] for name, holder in stored.items() if holder in reads}
 

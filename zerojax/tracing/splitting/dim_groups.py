@@ -28,7 +28,7 @@ _SCORES = "is summed over in a product of two activations, whose whole result wo
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DimGroup:
-    """Dimensions of parameters that can only be split together.
+    """Dimensions of parameters that can only be split over devices together.
 
     Attributes:
       factor: number of the group in its program.
@@ -60,7 +60,7 @@ class DimGroup:
 
 @dataclasses.dataclass
 class _Role:
-    """Uses of the parameters that have a dimension in one group, see `DimGroup`."""
+    """Kinds of uses of the parameters that have a dimension in one group; see `DimGroup`."""
 
     columns: set[str] = dataclasses.field(default_factory=set)
     rows: set[str] = dataclasses.field(default_factory=set)
@@ -120,7 +120,7 @@ class DimGroups:
         return tuple(self._sums.get(factor, ()))
 
     def totals(self, factors: Collection[int], *, added_first: bool) -> list[tuple[int, Sum]]:
-        """Returns (group, sum) for each all-reduce of a program in which groups are split.
+        """Returns (group, sum) for each all-reduce of a program in which these groups are split.
 
         Args:
           factors: numbers of the groups, which all are split over the same devices.
@@ -139,7 +139,9 @@ class DimGroups:
         return list(found.values())
 
     def meet(self, first: int, second: int) -> bool:
-        """Returns whether any value has both of two groups, which then cannot both be split."""
+        """Returns whether any value has dimensions of both groups, so that the two cannot both be
+        split.
+        """
         return any(first in held and second in held for held in self._held)
 
     def _group(self, factor: int, dims: Mapping[str, int]) -> DimGroup:
@@ -163,18 +165,20 @@ class DimGroups:
         )
 
     def _is_inner(self, factor: int) -> bool:
-        """Returns whether a dimension of a parameter has the group inside of another one."""
+        """Returns whether the group is an inner factor of a parameter's dimension."""
         every = (dim for dims in self._weights.values() for dim in dims)
         return any(factor in self._groups(dim)[1:] for dim in every)
 
     def _groups(self, dim: Dim) -> list[int]:
-        """Returns the groups of a dimension, outermost first."""
+        """Returns the groups that make up a dimension, outermost first."""
         leaves = self._record.factors.leaves(dim)
         return [self._linked.get(factor, factor) for factor in leaves]
 
     @functools.cached_property
     def _linked(self) -> dict[int, int]:
-        """{factor: group}, for factors of which one is a part of another, or joined with it."""
+        """Returns {factor: group} for factors that are contained in, or merged with, another
+        factor.
+        """
         parents: dict[int, int] = {}
 
         def root(factor: int) -> int:
@@ -191,14 +195,16 @@ class DimGroups:
 
     @functools.cached_property
     def _held(self) -> list[frozenset[int]]:
-        """The groups of each value, each set once."""
+        """Returns the groups of the dimensions of each value, without repeated sets."""
         arrays = (*self._weights.values(), *self._record.seen)
         held = (frozenset(group for dim in dims for group in self._groups(dim)) for dims in arrays)
         return list(dict.fromkeys(held))
 
     @functools.cached_property
     def _sums(self) -> dict[int, list[Sum]]:
-        """{group: operations whose result lacks it}."""
+        """Returns {group: operations whose result lacks the dimensions of the group (sums over
+        it)}.
+        """
         found: dict[int, list[Sum]] = {}
         for one in self._record.totals:
             if isinstance(one, Sum):
@@ -208,7 +214,7 @@ class DimGroups:
 
     @functools.cached_property
     def _obstacles(self) -> dict[int, list[str]]:
-        """{group: reasons why it cannot be split}."""
+        """Returns {group: reasons why the group cannot be split}."""
         found: dict[int, list[str]] = {}
         for dim, why in self._record.obstacles:
             for group in self._groups(dim):
@@ -232,7 +238,7 @@ class DimGroups:
 
     @functools.cached_property
     def _roles(self) -> dict[int, _Role]:
-        """{group: uses of parameters that have it}."""
+        """Returns {group: uses of the parameters that have the group}."""
         roles: dict[int, _Role] = {}
         for use in self._record.uses:
             places = {"columns": use.free, "rows": use.contracted, "tables": use.looked_up}
@@ -244,7 +250,7 @@ class DimGroups:
         return roles
 
     def _holding(self, use: WeightUse, group: int) -> Iterator[str]:
-        """Yields the parameters of a product that have the group themselves."""
+        """Yields the parameters of a product that have a dimension in the group."""
         for name in use.weights:
             if any(group in self._groups(dim) for dim in self._weights[name]):
                 yield name

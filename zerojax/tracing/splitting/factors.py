@@ -1,4 +1,5 @@
-"""Dimensions of traced values as products of factors, and which factors are one dimension.
+"""Represents dimensions of traced values as products of factors, and records which factors are
+equal.
 
 A dimension is a tuple of factors, outermost first, whose sizes multiply to its size; a dimension
 of size 1 is the empty tuple. A reshape that splits `heads * features` into two dimensions cuts a
@@ -18,7 +19,7 @@ Dims = tuple[Dim, ...]
 
 
 class Factors:
-    """Union-find over factors that can also be cut in two."""
+    """Union-find structure of dimension factors, which can also be split in two."""
 
     def __init__(self) -> None:
         self._sizes: list[int] = []
@@ -38,7 +39,7 @@ class Factors:
         return self._sizes[factor]
 
     def leaves(self, dim: Iterable[int]) -> Dim:
-        """Returns a dimension as its finest factors known so far."""
+        """Returns the finest known factors of a dimension."""
         found: list[int] = []
         for factor in dim:
             root = self._root(factor)
@@ -103,10 +104,10 @@ class Factors:
         return factor
 
     def _join(self, first: int, second: int) -> None:
-        """Records that two factors of equal size, neither of them cut, are the same."""
+        """Records that two uncut factors of equal size are the same."""
         self._parents[self._root(second)] = self._root(first)
 
     def _cut(self, leaf: int, outer: int) -> None:
-        """Cuts a leaf into a factor of size `outer` and the rest."""
+        """Splits a factor into one of size `outer` and the remaining factor."""
         root = self._root(leaf)
         self._parts[root] = (self._new(outer), self._new(self._sizes[root] // outer))

@@ -1,4 +1,6 @@
-"""What a walk over a program learns about its dimensions: sums, uses of weights, obstacles."""
+"""Defines the facts that a walk over a program collects about dimensions: sums, uses of weights,
+obstacles.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,7 @@ class WeightUse:
 
 
 class Record:
-    """Everything that a walk over one program has found; factors are resolved afterwards.
+    """All facts found by a walk over one program; equal factors are resolved afterwards.
 
     `totals` holds sums, and additions of two results of sums as the numbers of both: the compiler
     may add parts before it all-reduces them.
@@ -89,7 +91,9 @@ class Record:
         self.times: float = 1.0
 
     def unify(self, first: Dim, second: Dim) -> None:
-        """Records that two dimensions are the same; makes both obstacles if factors do not nest."""
+        """Records that two dimensions are the same; if their factors do not nest, both become
+        unsplittable.
+        """
         if self.factors.total(first) != self.factors.total(second):
             return  # one of them is 1: broadcast
         if not self.factors.unify(first, second):
@@ -97,12 +101,14 @@ class Record:
             self.block(second, "is cut in two ways that do not nest")
 
     def block(self, dim: Dim, why: str) -> None:
-        """Notes that a dimension cannot be split without moving values."""
+        """Records why a dimension cannot be split without moving values between devices."""
         if dim:
             self.obstacles.append((dim, why))
 
     def cut_from(self, dim: Dim, size: int, why: str) -> Dim:
-        """Returns a new dimension of a part (or join) of an old one, both with an obstacle."""
+        """Returns a new dimension that is a part (or concatenation) of an old one; both become
+        unsplittable.
+        """
         made = self.factors.new_dim(size)
         self.block(dim, why)
         self.block(made, why)

@@ -1,4 +1,6 @@
-"""Rules by primitive: which dimensions of an equation's result are which of its operands."""
+"""Defines rules by primitive: which dimensions of an equation's result equal which dimensions of
+its operands.
+"""
 
 from __future__ import annotations
 
@@ -199,7 +201,9 @@ def _transpose(record: Record, equation: Any, operands: Sequence[Value]) -> Sequ
 
 
 def _part(record: Record, equation: Any, operands: Sequence[Value]) -> Sequence[Dims]:
-    """Handles slices and padding: a dimension of another size is a part of the operand's."""
+    """Handles slices and padding: the result's dimension of another size is a part of the operand's
+    dimension.
+    """
     kind, value = equation.primitive.name, operands[0]
     shape = _shape(equation.outvars[0])
     padding = equation.params.get("padding_config", [(0, 0, 0)] * len(shape))
@@ -217,7 +221,7 @@ def _rev(record: Record, equation: Any, operands: Sequence[Value]) -> Sequence[D
 
 
 def _along(record: Record, equation: Any, operands: Sequence[Value]) -> Sequence[Dims]:
-    """Handles operations that need all of one dimension, and keep all other dimensions."""
+    """Handles operations that need all of one dimension and preserve all other dimensions."""
     kind = equation.primitive.name
     axis = equation.params[_ALONG[kind]]
     arrays = [value.dims for value in operands]
@@ -277,7 +281,7 @@ def _dynamic_update_slice(
 
 
 def _gather(record: Record, equation: Any, operands: Sequence[Value]) -> Sequence[Dims]:
-    """Handles lookups of rows by an index; other dimensions of the table are taken whole."""
+    """Handles lookups of rows by an index, which take all other dimensions of the table in full."""
     numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
     table, index = operands[:2]
     variable = equation.outvars[0]

@@ -101,7 +101,7 @@ def _total(record: Record, kind: str, operands: list[Value], before: int) -> int
 
 
 def _joined(values: Sequence[Value]) -> frozenset[str] | None:
-    """Returns the parameters that a value is made of; None if it depends on the batch."""
+    """Returns the parameters that a value consists of; None if the value depends on the batch."""
     names: frozenset[str] = _CONSTANT
     for value in values:
         if value.weights is None:
@@ -111,14 +111,16 @@ def _joined(values: Sequence[Value]) -> frozenset[str] | None:
 
 
 def _same(record: Record, first: Value, second: Value) -> Value:
-    """Returns a value that is either of two, along which their dimensions are the same."""
+    """Returns a value that is one of two alternatives, whose dimensions are thereby equal."""
     for a, b in zip(first.dims, second.dims, strict=True):
         record.unify(a, b)
     return Value(first.dims, _joined([first, second]))
 
 
 def _scan(record: Record, equation: Any, operands: list[Value]) -> list[Value]:
-    """Follows the body of a loop once; what is carried has the same dimensions every time."""
+    """Processes the body of a loop once; the dimensions of the carry are the same in every
+    iteration.
+    """
     body, length = equation.params["jaxpr"].jaxpr, equation.params["length"]
     num_consts, num_carry = split_scan(equation)
     stacks = operands[num_consts + num_carry :]
@@ -143,7 +145,7 @@ def _carried(value: Value) -> Value:
 
 
 def _while(record: Record, equation: Any, operands: list[Value]) -> list[Value]:
-    """Follows a loop once; rounds of experts that equal loads do not need count 0 times."""
+    """Processes a loop once; expert rounds that equal loads do not need count as 0 iterations."""
     params, before = equation.params, record.times
     if FURTHER_ROUNDS in str(equation.source_info.name_stack):
         record.times = 0.0

@@ -49,7 +49,9 @@ class Chart:
 
 
 def thin(points: Points, limit: int = MAX_POINTS) -> Points:
-    """Returns about `limit` points that keep peaks: lowest, highest and gaps of each bucket."""
+    """Reduces a curve to about `limit` points; keeps the lowest and highest point and gaps of each
+    bucket.
+    """
     if len(points) <= limit:
         return points
     buckets = limit // 2
@@ -159,7 +161,7 @@ def _value_axis(chart: Chart, shown: Sequence[Series]) -> tuple[float, float, bo
 
 
 def _label_class(place: float) -> str:
-    """Returns the CSS class that keeps the outermost labels inside the frame."""
+    """Returns the CSS class that keeps the first and last label inside the frame."""
     if 0.03 * BOX < place < 0.97 * BOX:
         return ""
     return ' class="start"' if place < BOX / 2 else ' class="end"'

@@ -68,7 +68,9 @@ def write_comparison(run_dirs: Sequence[str | Path], path: str | Path | None = N
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """Returns a short name for each run: the last parts of its path that tell the runs apart."""
+    """Returns a short name for each run: the trailing parts of its path that differ between the
+    runs.
+    """
     parts = [folder.resolve().parts for folder in folders]
     for depth in range(1, max(map(len, parts)) + 1):
         names = ["/".join(each[-depth:]) for each in parts]
@@ -103,7 +105,7 @@ def _page(runs: Sequence[Run], folders: Sequence[Path]) -> str:
 
 
 def comparing_charts(runs: Sequence[Run]) -> list[Chart]:
-    """Returns charts with one curve per run, without those that no run measured."""
+    """Returns charts with one curve per run; omits metrics that no run measured."""
     units = {loss_unit(metrics) for _, metrics, _ in runs}
     unit = units.pop() if len(units) == 1 else "in units that differ"
     size: dict[str, Any] = {"text": short, "from_zero": True}

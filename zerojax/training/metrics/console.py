@@ -77,7 +77,9 @@ def format_number(value: float | None) -> str:
 
 
 def _fixed(value: float, digits: int) -> str:
-    """Formats with fixed decimals, so that columns align, unless very small or large."""
+    """Formats a number with fixed decimals, so that columns align; very small or large numbers
+    differ.
+    """
     usual = value == 0 or 10.0**-digits <= abs(value) < 1e5
     return f"{value:.{digits}f}" if usual else format_number(value)
 

@@ -84,7 +84,7 @@ class MetricsFile:
 
 
 def set_aside(path: str | Path) -> Path | None:
-    """Renames the metrics file of an earlier run, so that a new run starts with its own file.
+    """Renames the metrics file of an earlier run, so that the new run writes its own file.
 
     Removes the file if it has no reports, as after a failure at the first step.
 
@@ -156,7 +156,7 @@ def _lines_of(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _checked(record: dict[str, Any], place: str) -> dict[str, Any]:
-    """Returns a record after checking the types of its values; non-finite values become None."""
+    """Returns a record after checking the types of its values, with non-finite values as None."""
     for key, value in record.items():
         if key == "step":
             is_good, wanted = type(value) is int and 0 <= value < 2**63, "a number of steps"

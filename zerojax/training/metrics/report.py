@@ -318,7 +318,9 @@ def _memory_source(train: Records) -> str:
 
 
 def ending(metrics: Metrics) -> tuple[str, str] | None:
-    """Returns ("failed" or "interrupted", message) if the run's last start ended so; else None."""
+    """Returns ("failed" or "interrupted", message) if the run's last start ended in that way; else
+    None.
+    """
     since = _start(metrics).get("time") or 0.0
     for event in reversed(metrics.events):
         if event["event"] in ("failed", "interrupted") and (event.get("time") or 0.0) >= since:
@@ -333,7 +335,7 @@ def breakdown(metrics: Metrics) -> dict[str, float]:
 
 
 def _times(metrics: Metrics) -> str:
-    """Returns a table of the time by activity; "" for a run that did not measure it."""
+    """Returns a table of the time per activity; "" for a run that did not measure it."""
     spent = breakdown(metrics)
     total = sum(spent.values())
     rows = [
@@ -432,7 +434,7 @@ def _schedule(path: Path) -> str:
 
 
 def short(value: float) -> str:
-    """Formats a number with a unit letter, such as 12.3k or 4.5M."""
+    """Formats a number with a unit letter, as in 12.3k or 4.5M."""
     for limit, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= limit:
             return f"{value / limit:.3g}{letter}"
@@ -440,7 +442,7 @@ def short(value: float) -> str:
 
 
 def _text(path: Path) -> str:
-    """Returns the text of a file; "" if it does not exist."""
+    """Returns the text of a file; "" if the file does not exist."""
     try:
         return bounded_json.read_bytes(path).decode("utf-8")
     except FileNotFoundError:

@@ -174,7 +174,7 @@ class RunLog:
         self._began = self._last_time = self._clock()
 
     def keep_files(self, names: Sequence[str]) -> None:
-        """Remembers the content of these files, to write them again if the folder is deleted.
+        """Stores the contents of these files in memory, to rewrite them if the folder is deleted.
 
         If the folder of a running run is deleted or replaced, writing does not fail: open files
         stay writable, but no one can find them.
@@ -186,7 +186,7 @@ class RunLog:
         self._identity = _identity(self.run_dir)
 
     def _see_folder(self, step: int) -> None:
-        """Writes the run's files again if its folder was deleted or replaced."""
+        """Rewrites the run's files if the run folder was deleted or replaced."""
         folder = self.run_dir
         if folder is None or self._identity is None:
             return
@@ -251,7 +251,9 @@ class RunLog:
         self._display.message(f"{line}  (validation)")
 
     def see_loss(self, step: int, loss: float) -> str | None:
-        """Adds the loss of a step; returns a description if it jumped. Call it for every step."""
+        """Adds the loss of a step; returns a description if the loss spiked. Call this method for
+        every step.
+        """
         spike = self._spikes.see(loss)
         if spike is None:
             return None
@@ -321,7 +323,9 @@ class RunLog:
 
     @contextlib.contextmanager
     def untimed(self) -> Iterator[None]:
-        """Excludes the time of the block (evaluation, saving) from the time of training steps."""
+        """Excludes the duration of the block (evaluation, saving) from the time of training
+        steps.
+        """
         began = self._clock()
         try:
             yield
@@ -399,7 +403,7 @@ class RunLog:
             self._wandb.log(dict(tagged), step=step)
 
     def _give_up(self, writer: MetricsFile | EventWriter | None, what: str, error: OSError) -> None:
-        """Stops writing a file after an error such as a full disk, with one warning.
+        """Stops writing a file after an error such as a full disk; warns once.
 
         Training continues.
         """
@@ -461,7 +465,7 @@ class RunLog:
         return tokens and tokens * steps, flops and flops * steps
 
     def _seen(self, step: int) -> dict[str, int]:
-        """Returns the tokens of all steps so far, if they differ by step."""
+        """Returns the tokens of all steps so far, if steps have different numbers of tokens."""
         if self._work is None:
             return {}
         before, tokens = self._tokens_seen
@@ -485,7 +489,7 @@ class RunLog:
 
 @contextlib.contextmanager
 def _every(seconds: float, say: Callable[[], object]) -> Iterator[None]:
-    """Calls `say` every `seconds` seconds from a thread while the block runs."""
+    """Calls `say` every `seconds` seconds, from a thread, while the block runs."""
     over = threading.Event()
 
     def repeat() -> None:

@@ -64,7 +64,7 @@ class ProcessTimes:
 
     @property
     def late(self) -> float:
-        """Seconds per step in which the process kept its devices idle."""
+        """Seconds per step in which the devices were idle because of this process."""
         return (self.late_data + self.late_host) / max(self.steps, 1)
 
 
@@ -104,7 +104,7 @@ class Stragglers:
         self._named: set[int] = set()
 
     def see(self, rows: Sequence[ProcessTimes]) -> list[Finding]:
-        """Adds a report of all processes, in process order; returns new findings."""
+        """Adds one report of all processes, in process order; returns new findings."""
         findings = []
         for process, row in enumerate(rows):
             others = [other.late for at, other in enumerate(rows) if at != process]

@@ -63,7 +63,9 @@ def choose_attention(
 
 
 def attention_question(plan: Plan, call: Call, reference: str, other: str) -> Question:
-    """Returns the question which of two implementations computes a call faster, with gradients."""
+    """Returns the question (two candidates) which of two attention implementations is faster,
+    gradients included.
+    """
     sizes = _on_one_device(plan, call)
     make = on_device(plan, lambda: _drawn(sizes))
     assert isinstance(plan.mesh, Mesh)
@@ -92,7 +94,7 @@ def attention_question(plan: Plan, call: Call, reference: str, other: str) -> Qu
 
 
 def programs_of(call: Call, name: str, mesh: Mesh) -> tuple[Any, Any]:
-    """Returns jitted (forward and backward pass, the same `AT_ONCE` times).
+    """Returns two jitted functions: forward and backward pass once, and `AT_ONCE` times.
 
     Both take query, key, value and the gradient of the output.
 
@@ -165,7 +167,7 @@ def _drawn(call: Call) -> tuple[jax.Array, ...]:
 
 
 def _obstacle(trace: Callable[[], Any]) -> str | None:
-    """Returns why an implementation rejects the call when it is traced; None if it does not."""
+    """Returns why an implementation rejects the call during tracing; None if it accepts it."""
     try:
         trace()
     except ValueError as error:
@@ -174,7 +176,7 @@ def _obstacle(trace: Callable[[], Any]) -> str | None:
 
 
 def difference(ours: Any, theirs: Any) -> str | None:
-    """Returns why output and gradients differ by more than rounding; None if they do not."""
+    """Describes how output and gradients differ by more than rounding; None if they agree."""
     names = ("the result", "the gradient of query", "of key", "of value")
     for name, mine, other in zip(names, ours, theirs, strict=True):
         a, b = (np.asarray(x).astype(np.float64) for x in (mine, other))

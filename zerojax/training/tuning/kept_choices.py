@@ -28,7 +28,7 @@ MAX_ENTRIES = 512
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kept:
-    """A cached answer to the question which of two implementations is faster.
+    """A stored decision which of two implementations is faster.
 
     Attributes:
       choice: name of the chosen implementation.
@@ -44,7 +44,7 @@ class Kept:
 
 
 class KeptChoices:
-    """The cached answers of this machine, and marks of trials that are running or failed.
+    """The stored decisions of this machine, and marker files of trials that run or have failed.
 
     A mark is a file `trying-*` in the cache. It exists while a trial runs, and stays there if the
     trial fails or its process ends.
@@ -63,12 +63,12 @@ class KeptChoices:
         return cls(user_cache(), process)
 
     def find(self, key: Mapping[str, Any]) -> Kept | None:
-        """Returns the answer for a key; None if there is none or it is malformed."""
+        """Returns the stored decision for a key; None if there is none or it is malformed."""
         entry: Any = self._read().get(_text(key))
         return Kept(**entry) if _has_form(entry) else None
 
     def all(self) -> list[tuple[dict[str, Any], Kept]]:
-        """Returns (key, answer) of every well-formed answer, oldest first."""
+        """Returns (key, decision) of every well-formed decision, oldest first."""
         found = []
         for text, entry in self._read().items():
             with contextlib.suppress(ValueError):
@@ -83,7 +83,9 @@ class KeptChoices:
         return self._process == 0
 
     def tried(self) -> list[dict[str, Any]]:
-        """Returns the keys of trials that failed or ended a process; later starts skip them."""
+        """Returns the keys of trials that failed or ended their process; later starts skip these
+        trials.
+        """
         found: list[dict[str, Any]] = []
         for mark in self._marks("*"):
             with contextlib.suppress(OSError, ValueError):
@@ -93,7 +95,9 @@ class KeptChoices:
         return found
 
     def keep(self, key: Mapping[str, Any], kept: Kept) -> None:
-        """Writes an answer, replacing an older one; does nothing if it is cached already."""
+        """Stores a decision and replaces an older one; does nothing if the same decision is
+        stored.
+        """
         if self._folder is None or self.find(key) == kept:
             return
         entries = self._read()
@@ -106,7 +110,7 @@ class KeptChoices:
 
     @contextlib.contextmanager
     def marked(self, key: Mapping[str, Any]) -> Iterator[Callable[[], None]]:
-        """Keeps a mark in the cache during a trial, which may end this process.
+        """Keeps a marker file in the cache during a trial, because the trial may end this process.
 
         It replaces the marks of earlier starts.
 
@@ -146,7 +150,9 @@ class KeptChoices:
         return f"{hashlib.sha256(_text(key).encode()).hexdigest()[:16]}-{self._process}"
 
     def _new_mark(self, key: Mapping[str, Any]) -> tuple[Path, int] | None:
-        """Writes a mark; returns (path, file descriptor of its lock), or None if it cannot."""
+        """Writes a marker file; returns (path, file descriptor of its lock), or None if this is not
+        possible.
+        """
         if self._folder is None:
             return None
         mark = self._folder / f"{MARKS}{self._name(key)}-{secrets.token_hex(4)}"
@@ -177,7 +183,9 @@ class KeptChoices:
 
 
 def _is_over(mark: Path) -> bool:
-    """Returns whether the process that wrote a mark has ended (the OS releases its lock)."""
+    """Returns whether the process that wrote a marker file has ended (the OS then releases its
+    lock).
+    """
     try:
         lock = os.open(mark, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:  # removed meanwhile

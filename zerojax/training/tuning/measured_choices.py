@@ -76,7 +76,7 @@ class Way:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Question:
-    """A choice between two implementations.
+    """A choice between two implementations of one computation.
 
     Attributes:
       title: a noun phrase, such as "update by adamw".
@@ -95,7 +95,7 @@ class Question:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Answer:
-    """The decision on a question.
+    """The decision of a `Question`, with its reason.
 
     Attributes:
       choice: name of the implementation, the same on every process.
@@ -108,7 +108,9 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Here:
-    """The tools and limits of `decide`: cache, effort, clock and communication."""
+    """The environment of `decide`: cache, time limits, clock and communication between
+    processes.
+    """
 
     kept: KeptChoices
     planned: Answer | None
@@ -120,17 +122,19 @@ class _Here:
     during: During
 
     def anywhere(self, flag: bool) -> bool:
-        """Returns whether the flag is set on any process; collective."""
+        """Returns whether the flag is set in any process; collective."""
         return bool(self.exchange(np.array([float(flag)])).any())
 
     def why_over(self) -> str | None:
-        """Returns a reason if the total time is used up on any process; else None."""
+        """Returns a reason if any process has used up the total time; else None."""
         if not self.anywhere(self.clock() >= self.deadline):
             return None
         return f"the {self.effort.total:g} s of a start were used up; zerojax tune measures it"
 
     def same(self, found: Kept | None) -> bool:
-        """Returns whether every process found the same answer; caches may differ by machine."""
+        """Returns whether every process found the same stored decision; caches may differ between
+        machines.
+        """
         told = found and (found.choice, found.seconds, found.other_seconds)
         numbers = self.exchange(np.array([float(zlib.crc32(repr(told).encode()))]))
         return bool((numbers == numbers[0]).all())
@@ -244,7 +248,9 @@ def _refused(
 
 
 def _check(question: Question) -> str | None:
-    """Runs the other implementation; returns why it fails or its results are wrong, else None."""
+    """Runs the other implementation; returns why it failed or why its results are wrong, else
+    None.
+    """
     try:
         # Errors on a device are raised only when the result is awaited.
         wanted = jax.block_until_ready(question.reference.run())
@@ -299,7 +305,7 @@ def _measured(question: Question, here: _Here, leave_mark: Callable[[], None]) -
 
 
 def _keep(question: Question, found: Kept, here: _Here) -> None:
-    """Writes the answer to the cache of every machine.
+    """Stores the decision in the cache of every machine.
 
     A machine without the answer would make all processes measure again.
     """

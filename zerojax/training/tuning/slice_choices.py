@@ -122,7 +122,7 @@ def choose_slices(
 
 
 def slice_question(plan: Plan, other: Plan) -> Question:
-    """Returns the question which of two plans updates faster.
+    """Returns the question (two candidates) with which of two plans an update is faster.
 
     Times a part of the largest parameter that the plans slice differently.
     """
@@ -154,7 +154,7 @@ def slice_question(plan: Plan, other: Plan) -> Question:
 
 
 def parts_of(plan: Plan, other: Plan, mesh: Any) -> tuple[SlicedPart, SlicedPart]:
-    """Returns the same part of the same parameter, in the slices of each plan.
+    """Returns the same part of the same parameter under both plans, in the slices of each.
 
     Args:
       plan, other: the two plans.
@@ -279,7 +279,7 @@ def _filler(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Call
 
 
 def _no_room(plan: Plan, parts: tuple[SlicedPart, SlicedPart]) -> str | None:
-    """Returns why measuring would take too much memory; None if it does not."""
+    """Returns why measuring would need too much memory; None if it fits."""
     free = least_room()
     needed = {
         "device": (max(part.device_bytes for part in parts), room(plan)),

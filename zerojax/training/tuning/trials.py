@@ -36,7 +36,9 @@ SOURCES = (pallas_kernels, operators, tracing, models, zoo, optim, parallel)
 
 
 class Repeated:
-    """Calls a function on the results of its last call, as steps do; the first makes inputs."""
+    """Calls a function repeatedly on its own results, as training steps do; the first call creates
+    inputs.
+    """
 
     def __init__(self, begin: Callable[[], Any], again: Callable[[Any, Any], Any]) -> None:
         self._begin, self._again = begin, again

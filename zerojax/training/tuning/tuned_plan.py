@@ -164,7 +164,7 @@ def is_on_gpus(plan: Plan) -> bool:
 
 
 def with_answers(plan: Plan, answers: Mapping[str, Answer]) -> Plan:
-    """Returns the plan with measured choices of kernels in place of the planned ones."""
+    """Returns the plan with its kernel choices replaced by measured ones."""
     chosen = {what: Choice(one.choice, one.reason) for what, one in answers.items()}  # type: ignore[arg-type]
     kernels = {**plan.program.kernels, **chosen}
     describe = functools.partial(
@@ -285,7 +285,7 @@ def update_question(plan: Plan, kernel: str) -> Question:
 
 
 def _of_sample(opt_state: Any, params: Mapping[str, Any]) -> Any:
-    """Returns an optimizer state whose dicts keep only the parameters in `params`."""
+    """Returns an optimizer state restricted to the parameters in `params`."""
 
     def pick(node: Any) -> Any:
         return {name: node[name] for name in params} if isinstance(node, dict) else node
@@ -336,7 +336,7 @@ def _gradients(shapes: Mapping[str, tuple[int, ...]], size: float = 1e-2) -> dic
 
 
 def obstacle_of(plan: Plan, name: str, kernel: str) -> str | None:
-    """Returns why an implementation cannot run on a plan's devices; None if it can."""
+    """Returns why an implementation cannot run on a plan's devices; None if it can run."""
     if name == "xla":
         return None
     assert isinstance(plan.mesh, Mesh)

@@ -75,7 +75,7 @@ class Layout:
         return (rows if self.rows is None else self.rows.all, *rest)
 
     def their_runs(self, shape: Sequence[int], index: Sequence[Range]) -> list[list[Range]]:
-        """Returns the ordered ranges of a slice of the array in each dimension of the tensor.
+        """Converts a slice of the array to the index ranges to read per dimension of the tensor.
 
         Args:
           shape: shape of the whole array.
