@@ -434,7 +434,7 @@ def test_a_checkpoint_with_other_codes_is_refused_with_the_option(tmp_path):
         message = r"in codes \(nf4 or int8\): use the freeze_dtype of the run that saved it"
         with pytest.raises(CheckpointError, match=message):
             restore_state(checkpointer, lora_plan(BF16, devices=1))
-        with pytest.raises(CheckpointError, match=r"with other codes: .*freeze_dtype"):
+        with pytest.raises(CheckpointError, match=r"with other codes: use the freeze_dtype"):
             restore_state(checkpointer, lora_plan(INT8, devices=1))
     with pytest.raises(ValueError, match="stored dtypes and freeze="):
         reshard_state(plan, lora_plan(INT8, devices=1), init_state(plan, 0))

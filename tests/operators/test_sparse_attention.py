@@ -313,8 +313,8 @@ def test_the_shares_are_said(monkeypatch):
     layout = SlidingWindowLayout()
     assert said(layout=layout, causal=True) == (
         "attention chunked (auto: the call has a layout): stores 128 x 144 of the 1024 x 1024 "
-        "scores of each head at a time; computes 14.1% of these scores; layout sliding_window, blocks of "
-        "16, makes 3.1% of them visible"
+        "scores of each head at a time; computes 14.1% of these scores; layout "
+        "sliding_window, blocks of 16, makes 3.1% of them visible"
     )
     assert said(layout=layout, implementation="xla") == (
         "attention xla (asked for): stores all 1024 x 1024 scores of each head; computes 100.0% of "
