@@ -120,7 +120,7 @@ def test_what_was_not_finished_leaves_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"format": "x"}, "is not the sidecar of texts; prepare the folder again"),
+        ({"format": "x"}, "sidecar.*prepare the folder again"),
         ({"version": 2}, "has version 2, this zerojax reads 1"),
         ({"dtype": "int8"}, "dtype='int8', but it must be one of uint8, uint16, uint32"),
         ({"texts": 0}, "texts=0, but it must be a number of texts, at least 1"),

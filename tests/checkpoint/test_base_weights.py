@@ -217,7 +217,7 @@ def test_a_folder_that_changes_under_way_makes_checkpoints_whole(theirs, tmp_pat
         content = bytearray((place / FILE).read_bytes())
         flip(content)
         (place / FILE).write_bytes(content)
-        with pytest.warns(RuntimeWarning, match=r"model.safetensors was changed, so this"):
+        with pytest.warns(RuntimeWarning, match=r"model.safetensors was changed"):
             save_state(checkpointer, plan, state, step=2, about=ABOUT, base=base)
         (place / FILE).unlink()
         with pytest.warns(RuntimeWarning, match=r"model.safetensors cannot be read \(no such"):

@@ -102,9 +102,9 @@ def test_a_writer_that_lost_its_folder_makes_nothing_visible(
     monkeypatch.setattr(saving_module, "write_metadata", lose)
     with Checkpointer(saved) as checkpointer:
         checkpointer.save(2, state(), **ABOUT)
-        with pytest.raises(FolderInUseError, match="taken over by process 4242 on far"):
+        with pytest.raises(FolderInUseError, match="locked by process 4242 on far"):
             checkpointer.wait()
-        with pytest.raises(FolderInUseError, match="taken over by process 4242 on far"):
+        with pytest.raises(FolderInUseError, match="locked by process 4242 on far"):
             checkpointer.save(3, state(), **ABOUT)
     assert sorted(os.listdir(saved)) == ["1", "9.partial-7", NAME]
     assert (saved / NAME).read_text() == FOREIGN

@@ -107,7 +107,7 @@ def test_a_full_disk_is_no_mistake_of_the_words(tmp_path, capsys, monkeypatch):
     assert main(["bench", "io", str(tmp_path), "--size", "64"]) == 1
     out, err = capsys.readouterr()
     assert out == ""
-    assert "needs 64.1 MiB of disk, 1.0 MiB are free" in err
+    assert "64.1 MiB of disk are needed, 1.0 MiB are free" in err
     assert not list(tmp_path.iterdir())
 
 

@@ -282,11 +282,11 @@ def test_auto_depends_on_the_number_of_keys():
         return call.describe()
 
     assert taken(LONGEST_STORED) == (
-        "attention xla (auto: no more than 4096 keys): holds all 8 x 4096 scores of each head"
+        "attention xla (auto: no more than 4096 keys): stores all 8 x 4096 scores of each head"
     )
     assert taken(LONGEST_STORED + 1).startswith("attention chunked (auto: more than 4096 keys)")
     assert taken(64, "chunked") == (
-        "attention chunked (asked for): holds 16 x 16 of the 8 x 64 scores of each head at a time"
+        "attention chunked (asked for): stores 16 x 16 of the 8 x 64 scores of each head at a time"
     )
 
 

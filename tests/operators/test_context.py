@@ -388,7 +388,7 @@ def test_auto_takes_what_sends_least_within_a_node_and_the_ring_between_nodes():
         "context_parallel ulysses (auto: fewest bytes within a node; MiB sent per layer: "
         "ulysses 140.0, ring 464.0, allgather 224.0)"
     )
-    assert choose_way("ring", sizes_of()).reason == "context_parallel ring (asked for)"
+    assert choose_way("ring", sizes_of()).reason == "context_parallel ring (requested)"
 
 
 @pytest.mark.parametrize(

@@ -312,15 +312,17 @@ def test_the_shares_are_said(monkeypatch):
     monkeypatch.setattr(chunked_attention, "BLOCK", 512)
     layout = SlidingWindowLayout()
     assert said(layout=layout, causal=True) == (
-        "attention chunked (auto: the call has a layout): holds 128 x 144 of the 1024 x 1024 "
-        "scores of each head at a time; computes 14.1% of them; layout sliding_window, blocks of "
-        "16, shows 3.1%"
+        "attention chunked (auto: the call has a layout): stores 128 x 144 of the 1024 x 1024 "
+        "scores of each head at a time; computes 14.1% of these scores; layout "
+        "sliding_window, blocks of 16, makes 3.1% of them visible"
     )
     assert said(layout=layout, implementation="xla") == (
-        "attention xla (asked for): holds all 1024 x 1024 scores of each head; computes 100.0% of "
-        "them; layout sliding_window, blocks of 16, shows 3.1%"
+        "attention xla (asked for): stores all 1024 x 1024 scores of each head; computes 100.0% of "
+        "these scores; layout sliding_window, blocks of 16, makes 3.1% of them visible"
     )
-    assert "; computes 75.0% of them" in said(window=200, causal=True, implementation="chunked")
+    assert "; computes 75.0% of these scores" in said(
+        window=200, causal=True, implementation="chunked"
+    )
 
 
 REFUSED = {
@@ -458,8 +460,8 @@ def test_a_section_that_cannot_be_is_refused(given, words):
 def test_the_plan_names_the_shares_of_a_model():
     plan = plan_for(decoder(MODEL_LAYOUT))
     (said,) = [reason for reason in plan.reasons if "layout" in reason]
-    assert said.startswith("attention chunked (auto: the call has a layout): holds ")
-    assert "; layout bigbird, blocks of 2, shows " in said
+    assert said.startswith("attention chunked (auto: the call has a layout): stores ")
+    assert "; layout bigbird, blocks of 2, makes " in said
 
 
 def test_a_layout_is_not_exported_as_a_model_that_sees_all():

@@ -331,7 +331,7 @@ def test_a_model_without_parameters_and_complex_ones_are_refused():
         def loss(self, batch):
             return jnp.sum(jnp.abs(self.w[...]))
 
-    with pytest.raises(ValueError, match="the nnx factory has no parameters; give a model that"):
+    with pytest.raises(ValueError, match="the nnx factory has no parameters; pass a model"):
         plan_for(lambda rngs: Empty(), batch=regression_batch)
     with pytest.raises(ValueError, match="parameter w is complex64; use real parameters"):
         plan_for(lambda rngs: Complex(), batch=regression_batch)

@@ -291,15 +291,14 @@ def _describe_doubts(
         lines.append(
             f"muon treats {_short(other)} as matrices with rows {first.reduction_axis} and columns "
             f"{first.output_axis}, but the loss uses rows {product.rows} and columns "
-            f"{product.columns}(all other dimensions are stacks); correct dimensions="
+            f"{product.columns} (all other dimensions are stacks); correct dimensions="
         )
     roles = ("other", "expert")
     unseen = [n for n in taken & stated.keys() if uses[n].product is None and uses[n].role in roles]
     if unseen:
         lines.append(
             f"muon chooses the dimensions of {_short(unseen)} by names and shapes, because no "
-            "single "
-            "product in the loss determines them"
+            "single product in the loss determines them"
         )
     return lines
 
