@@ -22,7 +22,7 @@ from benchmarks.gpu.workloads import LEARNING_RATE, Workload, choose_workload
 from benchmarks.machine import load_average
 from benchmarks.recipe import ADAMW, CLIPPED
 from benchmarks.recording import Goal, Record, parse_arguments, save_so_far, write_record
-from zerojax.plan.make import with_slices
+from zerojax.plan.offload_variants import with_slices
 from zerojax.plan.open_choices import NO_MORE_MEMORY, SIZES, open_calls
 from zerojax.training.tuning import (
     Answer,

@@ -28,7 +28,8 @@ from zerojax.parallel.reshard import to_portable_state
 from zerojax.plan.compiler_options import choose_options
 from zerojax.plan.counts import role_tiers
 from zerojax.plan.device_mesh import make_mesh
-from zerojax.plan.make import Plan, make_plan, with_slices
+from zerojax.plan.make import Plan, make_plan
+from zerojax.plan.offload_variants import with_slices
 from zerojax.runtime.memory import Room
 from zerojax.training.tuning import (
     Answer,

@@ -50,8 +50,9 @@ from zerojax.plan.counts import (
     tokens_per_step,
 )
 from zerojax.plan.eight_bits import describe_eight_bits, eight_bit_share, wire_bytes_saved
-from zerojax.plan.make import Plan, require_plan, streamed_from_host
+from zerojax.plan.make import Plan, require_plan
 from zerojax.plan.offload_costs import hiding
+from zerojax.plan.offload_variants import streamed_from_host
 from zerojax.plan.open_choices import describe_open_choices
 from zerojax.plan.reasons import WIDE_PRODUCTS
 from zerojax.plan.rung_plans import with_rungs

@@ -37,7 +37,8 @@ from zerojax.parallel.update import ThisStep, build_norm, build_update
 from zerojax.parallel.weight_copies import build_following
 from zerojax.plan import device_mesh as meshes
 from zerojax.plan.kept_parts import copies_key
-from zerojax.plan.make import Plan, require_plan, streamed_from_host
+from zerojax.plan.make import Plan, require_plan
+from zerojax.plan.offload_variants import streamed_from_host
 from zerojax.plan.state import COPIES, ONE_BIT, TrainState, step_key
 from zerojax.tracing.dropped_layers import draw_scales
 from zerojax.tracing.protocol import Loss

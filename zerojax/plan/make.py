@@ -19,7 +19,6 @@ from zerojax import models, optim, tracing
 from zerojax.config import MeshConfig
 from zerojax.config.checks import as_patterns, names_keywords
 from zerojax.config.display import as_details
-from zerojax.config.mesh import HOST, NVME
 from zerojax.models.losses import split_result
 from zerojax.operators.attention_choice import attention_planned_for
 from zerojax.optim.precision import Precision, as_precision, default_precision
@@ -61,7 +60,6 @@ from zerojax.plan.offload_tiers import (
     check_update_in_backward,
     find_stacked,
     plan_offload,
-    resliced,
 )
 from zerojax.plan.optimizer_shapes import fit_padding
 from zerojax.plan.pipeline import choose_microbatches, plan_pipeline
@@ -155,7 +153,7 @@ class Plan(Decisions):
     @property
     def inputs(self) -> PlanInputs:
         """The inputs of planning, from which `plan_of` plans the same run on another mesh."""
-        assert isinstance(self.remake, _Remake)
+        assert isinstance(self.remake, Remake)
         return self.remake.inputs
 
     def describe(self) -> str:
@@ -394,10 +392,15 @@ def _decide(
             *describe_matrices(tx, stored, placement, mesh),
             *describe_options(shown_options(program.options), program.dropped),
         ),
-        remake=_Remake(settings=settings, inputs=inputs),
+        remake=Remake(settings=settings, inputs=inputs),
         layer_drop=layer_drop,
         tiles=tiles,
     )
+
+
+def _describe_offload(task: _Task, offload: OffloadLayout | None, tiles: LayerTiles) -> list[str]:
+    draws = describe_draws(task.model, task.batch, task.loss, offload)
+    return [*describe_offload(task.settings, offload, tiles), *draws]
 
 
 def _plan_offload(
@@ -410,11 +413,6 @@ def _plan_offload(
     averages = layout is not None and optim.EMA in layout.moments
     check_pages(settings, mesh, task.precision, num_processes=number, averages=averages)
     return layout
-
-
-def _describe_offload(task: _Task, offload: OffloadLayout | None, tiles: LayerTiles) -> list[str]:
-    draws = describe_draws(task.model, task.batch, task.loss, offload)
-    return [*describe_offload(task.settings, offload, tiles), *draws]
 
 
 def _abstract_forms(
@@ -647,7 +645,7 @@ def _abstract_batch(task: _Task) -> Tree:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Remake:
+class Remake:
     """Callable that plans the same run on another mesh; stored as `Decisions.remake`."""
 
     settings: MeshConfig
@@ -656,50 +654,3 @@ class _Remake:
     def __call__(self, mesh: Mesh | AbstractMesh) -> Plan:
         options = plan_options(self.settings)
         return _make(*resolve_mesh(mesh, self.settings.zero, options), self.inputs)
-
-
-def streamed_from_host(plan: Plan) -> Plan:
-    """Returns the plan of the same run with weights and inputs of layers in host memory.
-
-    Args:
-      plan: with the weights of layers in files.
-    """
-    assert isinstance(plan.remake, _Remake)
-    config = plan.settings.offload
-    inputs = HOST if config.activations == NVME else config.activations
-    offload = dataclasses.replace(config, params=HOST, activations=inputs)
-    settings = dataclasses.replace(plan.settings, offload=offload)
-    return dataclasses.replace(plan.remake, settings=settings)(plan.mesh)
-
-
-def with_slices(plan: Plan, elements: int) -> Plan:
-    """Returns the same plan with another `offload.slice_elements`.
-
-    Args:
-      plan: with offload.
-      elements: upper limit for a slice.
-
-    Raises:
-      ValueError: there are too many slices.
-    """
-    before = plan.offload
-    assert before is not None
-    assert isinstance(plan.remake, _Remake)
-    offload = dataclasses.replace(plan.settings.offload, slice_elements=elements)
-    settings = dataclasses.replace(plan.settings, offload=offload)
-    layout = resliced(before, offload, plan.placement, plan.mesh)
-    portable = portable_on_host(plan.abstract_portable, row_layout(layout, plan.stacks))
-    told = dict(
-        zip(
-            describe_offload(plan.settings, before), describe_offload(settings, layout), strict=True
-        )
-    )
-    return dataclasses.replace(
-        plan,
-        settings=settings,
-        offload=layout,
-        abstract_state=abstract_offloaded(plan.abstract_stored, layout, plan.precision),
-        abstract_portable=portable,
-        reasons=tuple(told.get(reason, reason) for reason in plan.reasons),
-        remake=dataclasses.replace(plan.remake, settings=settings),
-    )

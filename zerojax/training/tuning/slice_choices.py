@@ -21,7 +21,8 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax.config.mesh import DEVICE, HOST, HOST_KIND, NVME
 from zerojax.parallel.offload.sliced_update import LeafUpdate, begin
-from zerojax.plan.make import Plan, with_slices
+from zerojax.plan.make import Plan
+from zerojax.plan.offload_variants import with_slices
 from zerojax.plan.open_choices import SIZES, sizes_of_slices
 from zerojax.plan.slices import abstract_tiers, map_moments, on_host, without_moments
 from zerojax.plan.state_layout import SlicedLeaf
