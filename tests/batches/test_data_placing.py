@@ -115,7 +115,7 @@ def test_dtypes_that_lose_nothing_are_cast(given: str, wanted: str):
 )
 def test_other_dtypes_are_refused(given: str, wanted: str):
     value = np.ones((ROWS, SEQ_LEN), given)
-    with pytest.raises(TypeError, match=f"'x'. has dtype {given}, the plan was made for {wanted}"):
+    with pytest.raises(TypeError, match=f"'x'. has dtype {given}.* made for {wanted}"):
         shard_batch(plan_of(x=wanted), {"x": value})
 
 
@@ -126,9 +126,9 @@ BIG = np.full((ROWS, SEQ_LEN), 2**31)
     ("batch", "error", "words"),
     [
         ({"tokens": batch_of()["tokens"]}, ValueError, r"missing \['targets'\]"),
-        (batch_of(weights=np.ones(8)), ValueError, r"not known \['weights'\].*example_batch"),
+        (batch_of(weights=np.ones(8)), ValueError, r"\['weights'\].*example_batch"),
         (batch_of(tokens=np.ones((6, 4), int)), ValueError,
-         r"shape \(6, 4\), the plan was made for \(8, 4\); every batch needs 8 rows"),
+         r"shape \(6, 4\).*\(8, 4\).* 8 rows"),
         (batch_of(tokens=np.ones((8, 5), int)), ValueError, r"\(8, 5\).*the shape of example"),
         (batch_of(tokens=BIG), ValueError, "from 2147483648 to 2147483648, but int32"),
         (batch_of(tokens=np.array([["a"] * 4] * 8)), TypeError, "ndarray with dtype <U1"),

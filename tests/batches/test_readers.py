@@ -344,7 +344,7 @@ def test_files_beside_the_data(case, tmp_path):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        (b'{"text": "\\ud800"}', "half a character"),
+        (b'{"text": "\\ud800"}', "surrogate"),
         (b'{"text": "\xed\xa0\x80"}', "not UTF-8 at byte 10"),
         (b'{"text": 5}', "'text': 5"),
         (b"null", "None"),

@@ -321,7 +321,7 @@ def test_shards_are_cut_between_blocks_or_along_another_dimension():
     cut = lora_plan(zero=3).placement.leaves[UP]
     assert (cut.codes.dim, cut.zero_dim) == (-2, -1)
     reasons = linear_plan(zero=3).placement.leaves["small/kernel"].reasons
-    assert reasons[0] == "no dimension is a multiple of 64: not in nf4"
+    assert reasons[0] == "no dimension is a multiple of 64: not stored in nf4"
 
 
 @pytest.mark.thorough

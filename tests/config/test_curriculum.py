@@ -136,8 +136,8 @@ GOOD_LISTS = LISTS | {"until_steps": (5,)}
         (LINEAR | {"root_degree": 0}, "root_degree 0", [], LINEAR),
         (LINEAR | {"lengths": (8,)}, "lengths fixed_linear", "leave", LINEAR),
         (LISTS, "until_steps", "one", GOOD_LISTS),
-        (LISTS | {"until_steps": (0,)}, "until_steps", "rise", GOOD_LISTS),
-        (GOOD_LISTS | {"lengths": (16, 8)}, "[16, 8]", "fall", GOOD_LISTS),
+        (LISTS | {"until_steps": (0,)}, "until_steps", "ascending", GOOD_LISTS),
+        (GOOD_LISTS | {"lengths": (16, 8)}, "[16, 8]", "ascending", GOOD_LISTS),
         (GOOD_LISTS | {"total_steps": 9}, "total_steps 9 fixed_discrete", "leave", GOOD_LISTS),
     ],
 )

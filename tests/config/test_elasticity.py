@@ -112,7 +112,7 @@ def test_settings_that_contradict_it_are_refused():
     again = load(RunConfig, None, [*words, "global_batch_size=96", "num_microbatches=4"])
     assert again.on_devices(4) == on_four
     assert load(RunConfig, None, ["seed=1"]).on_devices(3).global_batch_size == 32
-    with pytest.raises(ConfigError, match="set it to 96 or leave it out"):
+    with pytest.raises(ConfigError, match="64.*96"):
         load(RunConfig, None, [*words, "global_batch_size=64"])
     with pytest.raises(ConfigError, match="on 8 devices \\(2\\)"):
         dataclasses.replace(config, num_microbatches=3).on_devices(8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import jax
 import numpy as np
@@ -203,7 +204,7 @@ def test_a_layout_in_force_keeps_auto_from_a_kernel_without_layouts():
             with pytest.raises(ValueError, match="cuDNN: .* support layout"):
                 trace("cudnn")
     assert [call.implementation for call in calls] == ["cudnn", "chunked"]
-    assert calls[1].why == "auto: cuDNN: it does not support layout; the call has a layout"
+    assert re.search("auto: cuDNN: .* layout", calls[1].why)
 
 
 @pytest.mark.thorough
@@ -225,7 +226,7 @@ REFUSED = {
         "set the layout in one place",
     ),
     "a reference model": (llama(None), r"attention_layout=zerojax.config.FixedLayout\(block=2"),
-    "with another": (llama(FixedLayout(block=4)), "mode fixed, and the model has"),
+    "with another": (llama(FixedLayout(block=4)), "mode fixed.* the model has"),
 }
 
 

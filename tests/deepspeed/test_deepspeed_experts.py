@@ -104,7 +104,7 @@ def test_every_key_of_deepspeeds_section_has_a_line():
         (
             on(autoep_size=2),
             {"data_parallel_size": 4},
-            "data_parallel_size=4: .* leave 8",
+            "data_parallel_size=4: .* set 8",
         ),
         (on(load_balance_coeff=0.001), {}, "take it out, and set moe.bias_rate"),
         (on(score_apply="pre"), {}, "score_apply='pre': .* use post"),

@@ -178,7 +178,7 @@ def test_a_plan_says_how_much_leaves_and_when_nothing_does():
     assert f": {len(plan.offload.leaves)} parameters, in slices of at most 256 elements" in sentence
     nothing = plan_of({"opt_state": {"device": 0.5, "host": 0.5}, "min_elements": 10**6})
     assert any(
-        line.startswith("offload.opt_state 50% device and 50% host moves nothing")
+        line.startswith("offload.opt_state 50% device and 50% host has no effect")
         for line in nothing.reasons
     )
 

@@ -297,7 +297,7 @@ def test_the_table_shows_tiers_and_what_moves():
     assert re.search(r"^offload, per step +to device +to host$", head, re.MULTILINE)
     assert re.search(r"files: \S+ KiB read, \S+ KiB written", head)
     assert "slices of master, mu, nu" in head
-    assert re.search(r"\d+ parameters as without offload \(\S+: ", " ".join(head.split()))
+    assert re.search(r"\d+ parameters? .*offload.* \(\S+: ", " ".join(head.split()))
     assert re.search(
         r"KiB of state per device, \S+ KiB in host memory, \S+ KiB on disk$", plan.describe()
     )
@@ -403,7 +403,7 @@ def test_a_remedy_takes_the_rate_that_was_measured(monkeypatch, tmp_path):
     lines = find_remedies(plan, card, memory, excess=1, fraction=0.95)
     line = next(line for line in lines if line.startswith("try mesh.offload.opt_state=host"))
     state = sum(role_tiers(plan)[role][DEVICE] for role in ("master weights", "optimizer state"))
-    assert f"takes {2 * state / 50:.2g} s more at best, by the link measured here on" in line
+    assert re.search(re.escape(f"{2 * state / 50:.2g} s ") + ".* link measured here on", line)
 
 
 def test_offload_is_not_proposed_to_an_optimizer_that_needs_whole_parameters():

@@ -82,7 +82,7 @@ def test_the_plan_counts_the_tiles_that_hold_what_is_seen(monkeypatch):
     monkeypatch.setattr(chunked_attention, "BLOCK", 2)
     plan = plan_for(reference_model("llama", attention="chunked", attention_window=4))
     (said,) = [reason for reason in plan.reasons if reason.startswith("attention chunked")]
-    assert said.endswith(f"computes {(1 + 2 + 6 * 3) / 64:.1%} of them")
+    assert said.endswith(f"computes {(1 + 2 + 6 * 3) / 64:.1%} of these scores")
 
 
 # --- training -------------------------------------------------------------------------------------

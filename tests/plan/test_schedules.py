@@ -229,7 +229,7 @@ def test_zb_v_needs_the_same_on_all_stages_and_less_than_1f1b(stages):
 def test_a_limit_on_memory_names_the_stage():
     schedule = make_schedule("1f1b", stages=4, microbatches=8)
     assert check_schedule(schedule, max_in_flight=7) is schedule
-    with pytest.raises(ScheduleError, match="stage 0 holds 7 activations.*limit is 6"):
+    with pytest.raises(ScheduleError, match="stage 0 .* 7 activations.*limit is 6"):
         check_schedule(schedule, max_in_flight=6)
 
 

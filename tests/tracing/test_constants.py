@@ -32,7 +32,7 @@ def test_constants_are_a_role_of_the_memory_table_with_a_remedy(num_microbatches
     assert plan.as_dict()["bytes_per_device"]["constants"] // 2**20 == 2
     table = plan.table()
     assert re.search(r"  constants +2\.0+ MiB", table)
-    assert "Make them parameters of the model and name them in freeze=" in table
+    assert "make them parameters of the model and name them in freeze=" in table
 
 
 def test_a_loss_without_large_constants_has_no_such_role():
@@ -51,4 +51,4 @@ def test_parameters_in_float64_are_said_to_become_float32():
             loss=lambda model, batch: jnp.mean(model(batch["x"])),
         )
     assert plan.abstract_state["params"]["w"].dtype == jnp.float32
-    assert any("float64 in the model, kept here in float32" in x for x in plan.reasons)
+    assert any("float64 in the model, stored in float32" in x for x in plan.reasons)

@@ -285,7 +285,7 @@ def test_layers_that_are_told_apart_are_not_of_the_loop(name: str) -> None:
 def test_an_optimizer_that_codes_whole_arrays_leaves_layers_as_they_are() -> None:
     plan = plan_of(ZERO_3, optimizer=zerojax.optim.adam8bit(1e-3))
     assert plan.stacks == {}
-    assert any("not rolled: adam8bit codes the state" in line for line in plan.reasons)
+    assert any("not rolled: adam8bit" in line for line in plan.reasons)
 
 
 def test_off_leaves_layers_as_they_are() -> None:
@@ -331,7 +331,7 @@ def test_remat_without_a_loop_is_refused() -> None:
         ValueError, match=r"roll_remat=full applies to layers .* none do \(roll=off\)"
     ):
         plan_of({**ZERO_3, "roll": "off", "roll_remat": "full"})
-    with pytest.raises(ValueError, match=r"adam8bit codes the state"):
+    with pytest.raises(ValueError, match="not rolled: adam8bit"):
         plan_of({**ZERO_3, "roll_remat": "dots"}, optimizer=zerojax.optim.adam8bit(1e-3))
 
 

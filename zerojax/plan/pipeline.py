@@ -115,8 +115,7 @@ def choose_microbatches(
     idle = (stages - 1) / (number + stages - 1)
     return number, [
         f"num_microbatches={number}: chosen for {rows} rows per data shard, up to 4 per stage "
-        f"with {stages} "
-        f"stages; with 1f1b, {idle:.0%} of a step is idle time"
+        f"with {stages} stages; with 1f1b, {idle:.0%} of a step is idle time"
     ]
 
 
