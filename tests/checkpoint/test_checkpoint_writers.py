@@ -82,7 +82,7 @@ def test_what_a_killed_run_held_is_taken_over_with_a_note(saved: Path) -> None:
         with Checkpointer(saved) as checkpointer:
             checkpointer.check_writable()
             (note,) = checkpointer.take_notes()
-            assert f"taken over from process {first.pid}" in note
+            assert f"by process {first.pid}" in note
             checkpointer.save(2, state(), **ABOUT)
     assert sorted(os.listdir(saved)) == ["1", "2"]
 

@@ -282,7 +282,7 @@ def test_the_program_gathers_codes_once_and_what_is_exact_apart():
     known = [t for t in leaf_transfers(plan, leaves["blocks/kernel"]) if t.dtype == "uint8"]
     assert sent == pytest.approx(sum(t.num_bytes for t in known), rel=0.01)
     said = " ".join(plan.reasons)
-    assert "wire.weights=delta_int4: every device keeps 1 of 6 parameters in float32" in said
+    assert "wire.weights=delta_int4: every device stores 1 of 6 parameters in float32" in said
 
 
 def test_a_plan_counts_the_copies_and_nothing_is_kept_without_them():

@@ -217,7 +217,9 @@ def test_a_second_signal_acts_at_once(tmp_path, processes):
         assert ended.codes == [-signal.SIGTERM]
     else:
         assert ended.codes[0] == 128 + signal.SIGTERM, ended.outputs
-        assert ended.sentence(0) == "zerojax: SIGTERM again: ended at once, without saving"
+        assert ended.sentence(0) == (
+            "zerojax: SIGTERM received again: the process ends at once, without saving"
+        )
     assert run.saved() == [4]
 
 

@@ -81,7 +81,7 @@ def test_the_hold_of_a_process_that_died_is_taken_over_at_once(
         first.wait()
         held = hold(tmp_path)
         assert held.note is not None
-        assert held.note.startswith(f"{tmp_path} is taken over from process {first.pid} on ")
+        assert held.note.startswith(f"{tmp_path} was locked by process {first.pid} on ")
         held.keep()
         held.release()
     assert os.listdir(tmp_path) == []

@@ -284,9 +284,7 @@ class Watchdog:
         several = f"process {self._process} of {self._processes}"
         who = "this run" if self._processes == 1 else several
         after = "" if self._step is None else f" after step {self._step}"
-        return (
-            f"{who} has made no progress for {waited:.0f} s{after}: its activity is: {phase.what}"
-        )
+        return f"{who} has made no progress for {waited:.0f} s{after}: it is {phase.what}"
 
     def _say(self, text: str) -> None:
         with contextlib.suppress(OSError, ValueError):
