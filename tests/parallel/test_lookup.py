@@ -494,7 +494,7 @@ def says(words, model=None, *, batch=None, **options):
 
 def test_the_plan_says_why_a_table_is_gathered_all_the_same():
     """From the traced loss, not from names."""
-    says("it goes into `transpose`, which needs all of it, as a tied", reader(way="tied"))
+    says("goes into `transpose`", reader(way="tied"))
     says("has no effect: the loss looks up rows of no parameter", reader(way="computed"))
     says("has no effect: zero=0 does not shard tables", zero=0)
     says("has no effect: the data axis has one device", devices=1)
