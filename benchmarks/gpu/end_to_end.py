@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import zerojax
 from benchmarks import plain_jax
 from benchmarks.gpu.subjects import make_factory, make_optimizer, make_source, peak_device_bytes
+from benchmarks.gpu.traced import busy_ms, device_events, longest_kernels
 from benchmarks.gpu.workloads import Workload, choose_workload, model_rates
 from benchmarks.machine import load_average
 from benchmarks.measuring import Sample, interleave, least_of, median_of, ratio_of, sample
@@ -26,6 +27,7 @@ from zerojax.config import LogConfig
 LIMIT = 1.01
 LOSS_TOLERANCE = 0.02  # bfloat16 keeps 8 bits, and a few dozen steps multiply what differs
 WARM_UP = 3
+TRACED_STEPS = 4
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -36,16 +38,20 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     load_before = load_average()
     workload = choose_workload(arguments.model, arguments.smoke)
-    more = {"flops_per_token": workload.flops_per_token}
-    for record in measure(arguments.model, workload):
+    traces: dict[str, Any] = {}
+    more = {"flops_per_token": workload.flops_per_token, "traces": traces}
+    for record in measure(arguments.model, workload, traces):
         save_so_far(record, arguments, load_before, **more)
     write_record(record, arguments, load_before, **more)
 
 
-def measure(name: str, workload: Workload) -> Iterator[Record]:
+def measure(name: str, workload: Workload, traces: dict[str, Any]) -> Iterator[Record]:
     """Takes both sides in turns; then, on a GPU, the plain step with stored scores.
 
     Yields the record after either.
+
+    Args:
+      name: of the workload; traces: is filled with what the GPU did in steps of each way.
     """
     with tempfile.TemporaryDirectory() as folder:
         train = _TrainSide(workload, folder)
@@ -56,6 +62,7 @@ def measure(name: str, workload: Workload) -> Iterator[Record]:
         peak = peak_device_bytes()
         memory = bare.memory()
         params, opt_state = bare.params, bare.opt_state
+        traces["zerojax.train"] = train.traced()
         train.trainer.close()
         train.trainer.state = {}
     rows = [_row(side, samples[side], workload) for side in sides]
@@ -71,12 +78,14 @@ def measure(name: str, workload: Workload) -> Iterator[Record]:
     ]
     record = Record(name=name, rows=rows, goals=[goal], notes=notes)
     yield record
+    del bare, train
+    if workload.remat == "none":
+        row, trace = _unrolled_row(workload)
+        traces[row["way"]] = trace
+        rows.append(row)
+        yield record
     rows.append(_stored_scores_row(workload, params, opt_state))
     yield record
-    del params, opt_state, bare, train
-    if workload.remat == "none":
-        rows.append(_unrolled_row(workload))
-        yield record
 
 
 def _row(side: str, samples: list[Sample], workload: Workload) -> dict[str, Any]:
@@ -130,6 +139,18 @@ class _TrainSide:
         times = {step: (wall, cpu) for step, wall, cpu in self._times}
         (wall_a, cpu_a), (wall_b, cpu_b) = times[first], times[last]
         return Sample((wall_b - wall_a) / (last - first), (cpu_b - cpu_a) / (last - first))
+
+    def traced(self) -> dict[str, Any]:
+        """Returns `busy_ms` and the longest kernels of some steps more."""
+        if jax.default_backend() != "gpu":
+            return {}
+        with tempfile.TemporaryDirectory() as folder:
+            before = self.trainer.num_steps
+            with jax.profiler.trace(folder):
+                self.trainer.fit(self._source, steps=before + TRACED_STEPS)
+            events = device_events(folder)
+        found = {"traced_steps": TRACED_STEPS, **busy_ms(events)}
+        return found | {"kernels": longest_kernels(events)}
 
 
 class _BareSide:
@@ -191,14 +212,15 @@ def _stored_scores_row(workload: Workload, params: Any, opt_state: Any) -> dict[
     return _row(side, samples[side], workload)
 
 
-def _unrolled_row(workload: Workload) -> dict[str, Any]:
-    """`zerojax.train` with the loop over layers as straight code."""
+def _unrolled_row(workload: Workload) -> tuple[dict[str, Any], dict[str, Any]]:
+    """`zerojax.train` with the loop over layers as straight code: its row and its trace."""
     side = "zerojax.train, unroll"
     with tempfile.TemporaryDirectory() as folder:
         train = _TrainSide(workload, folder, unroll=True)
         samples = interleave({side: train.run}, warm_up=WARM_UP, steps=workload.steps, rounds=2)
+        trace = train.traced()
         train.trainer.close()
-    return _row(side, samples[side], workload)
+    return _row(side, samples[side], workload), trace
 
 
 def _check_losses(train: dict[int, float], bare: dict[int, Any]) -> None:

@@ -52,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def report(parts: Parts) -> str:
     """All sections for which something was measured."""
     sections = [_machine(parts), _speeds(parts), _optimizers(parts)]
-    sections += [_tuned(parts), _decisions(parts), _memory(parts), _offload(parts), _goals(parts)]
+    sections += [_tuned(parts), _decisions(parts), _memory(parts), _offload(parts)]
+    sections += [_features(parts), _experts(parts), _goals(parts)]
     return "\n\n".join(section for section in sections if section)
 
 
@@ -192,6 +193,27 @@ def _offload(parts: Parts) -> str:
         ("note", "", "{}"),
     ]
     return _table(parts.get("offload", {}).get("rows", []), columns)
+
+
+def _features(parts: Parts) -> str:
+    columns = [
+        ("feature", "feature of a run", "{}"),
+        ("last_loss", "last loss", "{:.4f}"),
+        ("difference", "largest difference from the CPU's loss", "{:.2g}"),
+        ("note", "", "{}"),
+    ]
+    return _table(parts.get("features", {}).get("rows", []), columns)
+
+
+def _experts(parts: Parts) -> str:
+    columns = [
+        ("case", "layer of experts", "{}"),
+        ("load", "loads", "{}"),
+        ("way", "products", "{}"),
+        ("ms", "ms forward and backward", "{:.2f}"),
+        ("TFLOP/s of rows", "TFLOP/s of rows", "{:.0f}"),
+    ]
+    return _table(parts.get("experts", {}).get("rows", []), columns)
 
 
 def _goals(parts: Parts) -> str:

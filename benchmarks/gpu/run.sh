@@ -8,8 +8,9 @@
 # what it has measured by then is kept. Leaves two files in $OUT (benchmarks/results/gpu-DATE), which
 # are written anew after each part: gpu.json, all that was measured, and gpu.log, all that was said.
 # The summary is printed last; `python -m benchmarks.gpu.report gpu.json ...` makes tables.
-# Few parts have more time each than many; "largest", which searches for the largest model, runs only
-# when it is named. --smoke takes tiny sizes and works without a GPU. Exit status 1: a part failed
+# Few parts have more time each than many; "largest", which searches for the largest model, and
+# "features", which trains on the GPU and on the CPU with one feature each, run only when they are
+# named. --smoke takes tiny sizes and works without a GPU. Exit status 1: a part failed
 # or ran out of time.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
@@ -17,12 +18,12 @@ cd "$(dirname "$0")/../.."
 # What is timed runs alone, the most important first. Checks share the GPU and run side by side.
 readonly first="environment optimizer tune experts gpt2 llama torch"
 readonly checks="attention stages memory command offload_bits donation twin target"
-readonly last="offload largest"
+readonly last="offload features largest"
 readonly by_default="$first $checks offload"
 readonly seconds_for_checks=100
 # Checks of values alone: without trying kernels they compile in a fraction of the time (on an H200
 # the first step of "stages" took 97 s of its 130 beside seven other checks).
-readonly values_alone="stages offload_bits donation twin command"
+readonly values_alone="stages offload_bits donation twin command features"
 readonly started=$SECONDS
 
 smoke=""
@@ -30,10 +31,10 @@ wanted=""
 for word in "$@"; do
   if [[ $word == --smoke ]]; then
     smoke=--smoke
-  elif [[ " $by_default largest " == *" $word "* ]]; then
+  elif [[ " $by_default features largest " == *" $word "* ]]; then
     wanted+=" $word"
   else
-    printf 'there is no part %s; parts: %s\n' "$word" "$by_default largest" >&2
+    printf 'there is no part %s; parts: %s\n' "$word" "$by_default features largest" >&2
     exit 2
   fi
 done
@@ -69,6 +70,7 @@ module_of() {
     optimizer) printf 'optimizer --seconds %s' "$((limit * 2 / 3))" ;;
     offload) printf 'offload --seconds %s' "$((limit * 2 / 3))" ;;
     largest) printf 'largest --seconds %s' "$((limit - 10))" ;;
+    features) printf 'features --seconds %s' "$((limit - 10))" ;;
     *) printf '%s' "$1" ;;
   esac
 }
@@ -78,8 +80,8 @@ usual_limit() {
   case $1 in
     environment) printf 40 ;;
     tune) printf 90 ;;
-    experts) printf 60 ;;
-    torch) printf 170 ;;
+    experts) printf 110 ;;
+    torch) printf 150 ;;
     *) printf 130 ;;
   esac
 }

@@ -19,6 +19,7 @@ from benchmarks.measuring import Sample, interleave, least_of, median_of, sample
 from benchmarks.recording import Record, add_arguments, write_record
 
 WARM_UP = 3
+TRACED_STEPS = 4
 # The most important first: what the time does not reach is left out, and said.
 CASES = (
     ("gpt2", "masters", True),
@@ -42,6 +43,7 @@ def main(argv: list[str] | None = None) -> None:
         write_record(Record(name="torch", rows=[], notes=[note]), arguments, load_before)
         return
     rows: list[dict[str, Any]] = []
+    traces: dict[str, list[dict[str, Any]]] = {}
     began = time.perf_counter()
     for name, precision, compiled in CASES:
         elapsed = time.perf_counter() - began
@@ -49,8 +51,10 @@ def main(argv: list[str] | None = None) -> None:
             row = {"model": name, "precision": precision, "compiled": compiled}
             rows.append(row | {"note": "left out: time is over"})
         else:
-            rows.append(_row(name, precision, compiled, arguments.smoke))
-        write_record(Record(name="torch", rows=rows), arguments, load_before)
+            row = _row(name, precision, compiled, arguments.smoke)
+            traces[f"{name}, {precision}, compiled {compiled}"] = row.pop("kernels", [])
+            rows.append(row)
+        write_record(Record(name="torch", rows=rows), arguments, load_before, traces=traces)
 
 
 def _row(name: str, precision: str, compiled: bool, smoke: bool) -> dict[str, Any]:
@@ -103,6 +107,7 @@ def measure(workload: Workload, precision: str, *, compile_model: bool) -> dict[
     seconds = median_of(samples["torch"], "wall")
     kind = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
+    kernels = _longest_kernels(lambda: run(TRACED_STEPS)) if device.type == "cuda" else []
     return {
         "device": device.type,
         "compiled": compile_model,
@@ -111,7 +116,21 @@ def measure(workload: Workload, precision: str, *, compile_model: bool) -> dict[
         "least_ms": 1e3 * least_of(samples["torch"], "wall"),
         **model_rates(workload, seconds, kind),
         "peak_GB": None if peak is None else peak / 1e9,
+        "kernels": kernels,
     }
+
+
+def _longest_kernels(run: Callable[[], Any], count: int = 25) -> list[dict[str, Any]]:
+    """Returns the kernels that took most time in `TRACED_STEPS` steps: name, runs, milliseconds."""
+    import torch
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+    found = sorted(profile.key_averages(), key=lambda each: -each.device_time_total)
+    return [
+        {"kernel": each.key[:120], "runs": each.count, "ms": each.device_time_total / 1e3}
+        for each in found[:count]
+    ]
 
 
 def _masters_step(model: Any, forward: Any, _: Any) -> Callable[[Any, Any], Any]:

@@ -9,7 +9,7 @@ import dataclasses
 import gzip
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from zerojax.forecasting.profiling import newest_trace
 
@@ -27,11 +27,13 @@ class DeviceEvent:
     Attributes:
       start, duration: microseconds.
       kind: "in" for a copy from the host, "out" for a copy to it, otherwise "compute".
+      name: of the kernel or copy.
     """
 
     start: float
     duration: float
     kind: Kind
+    name: str = ""
 
     @property
     def end(self) -> float:
@@ -53,7 +55,9 @@ def device_events(folder: str) -> list[DeviceEvent]:
         if event.get("name") == "thread_name" and event["args"]["name"].startswith("Stream")
     }
     return [
-        DeviceEvent(event["ts"], event.get("dur", 0.0), _KINDS.get(event["name"], "compute"))
+        DeviceEvent(
+            event["ts"], event.get("dur", 0.0), _KINDS.get(event["name"], "compute"), event["name"]
+        )
         for event in events
         if event.get("ph") == "X"
         and event["pid"] in gpus
@@ -80,6 +84,18 @@ def busy_ms(events: Sequence[DeviceEvent]) -> dict[str, float]:
     times["copies_alone_ms"] = _length(every) - times["compute_ms"]
     times["idle_ms"] = span - _length(every)
     return {name: time / 1e3 for name, time in ({"span_ms": span} | times).items()}
+
+
+def longest_kernels(events: Sequence[DeviceEvent], count: int = 25) -> list[dict[str, Any]]:
+    """Returns the `count` kernels and copies that took most time: name, how often, milliseconds."""
+    times: dict[str, list[float]] = {}
+    for event in events:
+        times.setdefault(event.name, []).append(event.duration)
+    ordered = sorted(times.items(), key=lambda item: -sum(item[1]))
+    return [
+        {"kernel": name[:120], "runs": len(found), "ms": sum(found) / 1e3}
+        for name, found in ordered[:count]
+    ]
 
 
 def _union(intervals: Iterable[Interval]) -> list[Interval]:

@@ -120,6 +120,18 @@ def test_a_device_that_is_lost_ends_the_start_and_the_next_one_leaves_the_kernel
     assert fresh.times == 0
 
 
+def test_a_reference_that_fails_ends_no_start_and_marks_nothing(
+    clock: Clock, kept: KeptChoices
+) -> None:
+    reference, other = Runs(clock, 1.0, result=KeyError("blocks")), Runs(clock, 0.1)
+    answer = asked(clock, kept, other, reference=reference)
+    assert answer.choice == "xla"
+    assert "nothing was measured" in answer.reason
+    assert "blocks" in answer.reason
+    assert other.times == 0
+    assert not kept.is_marked(question(reference, other).key)
+
+
 def test_other_bits_the_second_time_are_a_race(clock: Clock, kept: KeptChoices) -> None:
     class Racing(Runs):
         def __call__(self) -> Any:

@@ -74,6 +74,17 @@ def test_the_reference_is_the_update_of_the_optimizer(name: str) -> None:
         np.testing.assert_allclose(x, wanted[leaf], rtol=1e-5, atol=1e-6, err_msg=leaf)
 
 
+@pytest.mark.parametrize("offload", [{"params": "nvme"}, {"opt_state": "nvme"}])
+def test_an_update_can_be_asked_for_where_state_is_in_files(
+    offload: dict[str, str], tmp_path: Path
+) -> None:
+    """The state on the device then lacks parameters that the optimizer knows."""
+    place = {**offload, "folder": str(tmp_path), "min_elements": 100}
+    plan = on_one_device(zerojax.adamw(RATE, clip_norm=None), offload=place)
+    found, _ = tuned_plan.update_question(plan, "xla").reference.run()
+    assert found.keys() == tuned_plan.sample_shapes(plan).keys()
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["lamb", "adam8bit"])
 def test_a_part_of_a_large_model_is_asked_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

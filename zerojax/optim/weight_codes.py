@@ -115,13 +115,17 @@ class WeightCodes:
         blocks = values.astype(np.float32)
         largest = xp.max(xp.abs(blocks), axis=axis, keepdims=True)
         exact = largest if self.kind == "nf4" else largest * np.float32(1 / _LARGEST_INT8)
-        scale = exact.astype(jnp.bfloat16)
-        bits = scale.view(np.uint16) if xp is np else lax.bitcast_convert_type(scale, jnp.uint16)
+        if xp is np:
+            scale = exact.astype(jnp.bfloat16).astype(np.float32)
+            bits = scale.view(np.uint32)
+        else:
+            scale = _rounded(exact, jnp.bfloat16, jnp.float32)
+            bits = lax.bitcast_convert_type(scale, jnp.uint32)
         code = _nearest_nf4 if self.kind == "nf4" else _nearest_int8
         parts = [
-            code(xp, blocks, scale.astype(np.float32), axis),
-            (bits & 255).astype(np.uint8),
-            (bits >> 8).astype(np.uint8),
+            code(xp, blocks, scale, axis),
+            ((bits >> 16) & 255).astype(np.uint8),
+            (bits >> 24).astype(np.uint8),
         ]
         return xp.concatenate(parts, axis=axis)
 
@@ -137,11 +141,15 @@ class WeightCodes:
         bits = low.astype(jnp.uint16) | (high.astype(jnp.uint16) << 8)
         scale = lax.bitcast_convert_type(bits, jnp.bfloat16).astype(jnp.float32)
         if self.kind == "nf4":
-            index = jnp.concatenate([body & 15, body >> 4], axis=axis)
-            units = _level(index)
+            halves = jnp.expand_dims(body, axis)
+            shape = (*body.shape[:axis], 2, *body.shape[axis:])
+            shift = 4 * lax.broadcasted_iota(jnp.uint8, shape, axis)
+            index = (halves >> shift) & 15
+            units = _level(index).reshape(*body.shape[:axis], BLOCK, *body.shape[axis + 1 :])
         else:
             units = lax.bitcast_convert_type(body, jnp.int8).astype(jnp.float32)
-        return _rounded(units * scale, dtype).reshape(self.true_shape(codes.shape))
+        values = _rounded(units * scale, dtype, dtype)
+        return values.reshape(self.true_shape(codes.shape))
 
     def decode_on_host(self, codes: np.ndarray) -> np.ndarray:
         """Decodes on the host to float32 values with the same bits as `decode`."""
@@ -246,11 +254,13 @@ def _nearest_int8(xp: Any, blocks: Any, scale: Any, axis: int) -> Any:
     return code.view(np.uint8) if xp is np else lax.bitcast_convert_type(code, jnp.uint8)
 
 
-def _rounded(values: jax.Array, dtype: Any) -> jax.Array:
-    """Casts such that the compiler keeps the rounding; XLA may remove a cast to 16 bits and back,
-    and then compute with more precision than the stored values have.
+def _rounded(values: jax.Array, precision: Any, dtype: Any) -> jax.Array:
+    """Rounds to `precision` and casts to `dtype`, such that the compiler keeps the rounding.
+
+    XLA may remove a cast to 16 bits and back, and then compute with more precision than the stored
+    values have. On GPUs it did so between a scale and the codes that depend on it.
     """
-    kind = jnp.finfo(dtype)
+    kind = jnp.finfo(precision)
     if kind.bits < 32:
         values = lax.reduce_precision(values, kind.nexp, kind.nmant)
     return values.astype(dtype)

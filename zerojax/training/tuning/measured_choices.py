@@ -190,10 +190,7 @@ def decide(
     except Exception as error:  # a failure to build the question must not end a run
         question, why = None, _line(error)
     if here.anywhere(why is not None) or question is None:
-        why = why or "elsewhere"
-        if planned is not None:
-            return dataclasses.replace(planned, reason=f"{planned.reason}; not checked: {why}")
-        return Answer(choice=REFERENCE, reason=f"nothing was measured: {why}")
+        return _unmeasured(planned, why)
     ended = not again and kept.is_marked(question.key)
     why = question.other.obstacle
     if why is None and ended:
@@ -207,10 +204,23 @@ def decide(
         return _tried(question, here, leave_mark)
 
 
+def _unmeasured(planned: Answer | None, why: str | None) -> Answer:
+    """Returns the answer without a comparison.
+
+    Args:
+      planned: as in `decide`.
+      why: the failure on this process; None if it was on another one.
+    """
+    why = why or "it failed on another process"
+    if planned is not None:
+        return dataclasses.replace(planned, reason=f"{planned.reason}; not checked: {why}")
+    return Answer(choice=REFERENCE, reason=f"nothing was measured: {why}")
+
+
 def _tried(question: Question, here: _Here, leave_mark: Callable[[], None]) -> Answer:
     with here.during(f"trying {question.other.name} for {question.title}"):
-        why = _check(question)
-    if refused := _refused(question, here, why, leave_mark):
+        is_reference, why = _check(question)
+    if refused := _refused(question, here, why, leave_mark, is_reference=is_reference):
         return refused
     if here.planned is not None:
         return here.planned
@@ -224,17 +234,23 @@ def _tried(question: Question, here: _Here, leave_mark: Callable[[], None]) -> A
 
 
 def _refused(
-    question: Question, here: _Here, why: str | None, leave_mark: Callable[[], None]
+    question: Question,
+    here: _Here,
+    why: str | None,
+    leave_mark: Callable[[], None],
+    *,
+    is_reference: bool = False,
 ) -> Answer | None:
-    """Returns the reference if the other implementation failed on any process; else None.
+    """Returns the reference if an implementation failed on any process; else None.
 
     Args:
       question: the question.
       here: see `_Here`.
       why: the failure on this process; None if there was none.
       leave_mark: makes the mark stay, see `KeptChoices.marked`.
+      is_reference: the failure is that of the reference, which says nothing about the other.
     """
-    if why is not None:
+    if why is not None and not is_reference:
         leave_mark()
         if not _still_works(question):
             # Raises before any exchange, which would need the device.
@@ -242,29 +258,37 @@ def _refused(
                 f"{question.title}: {question.other.name} was tried, {why}, and this process can "
                 "no longer use its device; start again: the failed trial is skipped then"
             )
-    if here.anywhere(why is not None):
-        return _reference(question, why or "it failed on another process")
-    return None
+    if not here.anywhere(why is not None):
+        return None
+    if here.anywhere(is_reference):
+        return _unmeasured(here.planned, why)
+    return _reference(question, why or "it failed on another process")
 
 
-def _check(question: Question) -> str | None:
-    """Runs the other implementation; returns why it failed or why its results are wrong, else
-    None.
+def _check(question: Question) -> tuple[bool, str | None]:
+    """Runs both implementations.
+
+    Returns:
+      (whether the reference failed, why it failed or what is wrong with the other implementation;
+      None if nothing is).
     """
+    is_reference = True
     try:
         # Errors on a device are raised only when the result is awaited.
         wanted = jax.block_until_ready(question.reference.run())
+        is_reference = False
         first = jax.block_until_ready(question.other.run())
         second = jax.block_until_ready(question.other.run())
         why = question.difference(first, wanted)
     except Exception as error:  # whatever a kernel does
-        return f"it failed: {_line(error)}"
+        name = f"{question.reference.name}: " if is_reference else ""
+        return is_reference, f"{name}it failed: {_line(error)}"
     if why is not None:
-        return f"its results are wrong: {why}"
+        return False, f"its results are wrong: {why}"
     pairs = zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True)
     if not all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in pairs):
-        return "it is not deterministic: a second run computed other bits"
-    return None
+        return False, "it is not deterministic: a second run computed other bits"
+    return False, None
 
 
 def _still_works(question: Question) -> bool:

@@ -89,8 +89,11 @@ def lone_context(plan: Plan, choice: Choice) -> UpdateContext:
 
 
 def whole_params(plan: Plan) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns {name: shape and dtype of the unsharded parameter} of all parameters."""
-    stored = plan.abstract_state["params"]
+    """Returns {name: shape and dtype of the unsharded parameter} of all parameters.
+
+    Parameters whose layers are in files are included: the state on the device does not have them.
+    """
+    stored = plan.abstract_stored["params"]
     shapes = true_shapes(plan)
     return {name: jax.ShapeDtypeStruct(shape, stored[name].dtype) for name, shape in shapes.items()}
 
