@@ -311,7 +311,8 @@ def test_an_optimizer_that_depends_on_the_split_is_told_from_a_wrong_gradient(mo
     result = found_here(cases.PAIR, cases.mean, monkeypatch, only=[LAST])
     (reason,) = result.reasons
     assert reason.kind == "optimizer"
-    assert "update of last differs by 1.0e-02" in reason.sentence
+    assert "update of last" in reason.sentence
+    assert "1.0e-02" in reason.sentence
 
 
 def test_a_refused_plan_is_shown_with_its_sentence(monkeypatch):

@@ -130,7 +130,9 @@ def test_a_plan_says_so_and_its_step_is_counted():
             build_step(plan).trace(plan.abstract_state, plan.abstract_batch).jaxpr
         )
         (said,) = [reason for reason in plan.reasons if reason.startswith("attention ")]
-        assert said.startswith(f"attention {name} (asked for): stores none of the 192 x 192 scores")
+        assert said.startswith(
+            f"attention {name} (set by the call): stores none of the 192 x 192 scores"
+        )
     # 6 tiles of 64 x 64 of 192 x 192 causal scores, 9 products of each in place of 7.
     assert 1 < flops["mosaic_gpu"] / flops["cudnn"] < 1.5
 

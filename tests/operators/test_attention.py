@@ -286,7 +286,8 @@ def test_auto_depends_on_the_number_of_keys():
     )
     assert taken(LONGEST_STORED + 1).startswith("attention chunked (auto: more than 4096 keys)")
     assert taken(64, "chunked") == (
-        "attention chunked (asked for): stores 16 x 16 of the 8 x 64 scores of each head at a time"
+        "attention chunked (set by the call): stores 16 x 16 of the 8 x 64 scores of each head at "
+        "a time"
     )
 
 
@@ -295,7 +296,10 @@ def test_the_plan_says_which_one_and_why():
         zerojax.config.ModelConfig(num_layers=1, num_heads=2, embed_dim=8, attention="chunked"), 64
     )
     plan = plan_for(model)
-    assert sum(reason.startswith("attention chunked (asked for)") for reason in plan.reasons) == 1
+    assert (
+        sum(reason.startswith("attention chunked (set by the call)") for reason in plan.reasons)
+        == 1
+    )
 
 
 REFUSED = {

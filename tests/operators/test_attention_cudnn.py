@@ -165,7 +165,7 @@ def test_a_plan_and_its_step_know_the_gpu_of_an_abstract_mesh(activations):
 
 def test_it_can_be_asked_for_where_the_devices_are_not_known():
     found = taken(make_abstract_mesh({"data": 8}, 8), implementation="cudnn")
-    assert found.startswith("attention cudnn (asked for): stores none")
+    assert found.startswith("attention cudnn (set by the call): stores none")
 
 
 CANNOT = {

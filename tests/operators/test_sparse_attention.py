@@ -317,8 +317,8 @@ def test_the_shares_are_said(monkeypatch):
         "sliding_window, blocks of 16, makes 3.1% of them visible"
     )
     assert said(layout=layout, implementation="xla") == (
-        "attention xla (asked for): stores all 1024 x 1024 scores of each head; computes 100.0% of "
-        "these scores; layout sliding_window, blocks of 16, makes 3.1% of them visible"
+        "attention xla (set by the call): stores all 1024 x 1024 scores of each head; computes "
+        "100.0% of these scores; layout sliding_window, blocks of 16, makes 3.1% of them visible"
     )
     assert "; computes 75.0% of these scores" in said(
         window=200, causal=True, implementation="chunked"

@@ -47,7 +47,7 @@ class Call:
 
     Attributes:
       implementation: the implementation that runs.
-      why: "asked for", or the reason of the choice of "auto".
+      why: `SET_BY_CALL`, or the reason of the choice of "auto".
       queries, keys: numbers of tokens.
       tile: queries and keys of the scores that "chunked" holds at a time.
       computed: fraction of the scores that is computed, if there is a layout or a window.

@@ -25,6 +25,9 @@ from zerojax.operators.sparse_layouts import BlockTable
 
 Implementation = Literal["auto", "xla", "chunked", "cudnn", "mosaic_gpu"]
 IMPLEMENTATIONS: tuple[Implementation, ...] = ("auto", "xla", "chunked", "cudnn", "mosaic_gpu")
+SET_BY_CALL = "set by the call"
+"""The reason for an implementation that is not the choice of "auto"."""
+
 LONGEST_STORED = 4096
 """Number of keys up to which "auto" stores all scores if cuDNN does not support the call. The
 scores of one sequence of 8192 tokens and 32 heads are 8 GiB in float32."""
@@ -199,7 +202,7 @@ def choose(
       ValueError: the argument is "cudnn" or "mosaic_gpu", which does not support this call.
     """
     if implementation in ("xla", "chunked"):
-        return implementation, "asked for"
+        return implementation, SET_BY_CALL
     if implementation == "mosaic_gpu":
         capability = None if device.platform is None else device.capability
         unsupported = sorted({"softcap", "sinks"} & set(given))
@@ -213,7 +216,7 @@ def choose(
                 f"attention by Mosaic GPU: {why_not}; use implementation='auto', or 'chunked', "
                 "which gives the same results (model.attention in a run file)"
             )
-        return "mosaic_gpu", "asked for"
+        return "mosaic_gpu", SET_BY_CALL
     why_not = device.why_no_gpu() or cudnn.obstacle(
         query, key, visibility, given=given, capability=device.capability, split=device.split
     )
@@ -223,7 +226,7 @@ def choose(
                 f"attention by cuDNN: {why_not}; use implementation='auto', or 'chunked', which "
                 "stores no scores either (model.attention in a run file)"
             )
-        return "cudnn", "asked for"
+        return "cudnn", SET_BY_CALL
     if why_not is None and device.platform is not None:
         return "cudnn", f"auto: {query.dtype} heads of {query.shape[-1]} on {device.describe()}"
     because = f"cuDNN: {why_not}; " if device.is_gpu else ""

@@ -9,6 +9,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.config import MeshConfig
 from zerojax.operators.attending import Call
+from zerojax.operators.attention_choice import SET_BY_CALL
 from zerojax.operators.context import Choice, ContextSplit, Sizes, choose_way
 from zerojax.operators.marks import what_takes_whole_sequences
 from zerojax.plan.device_mesh import CONTEXT, MODEL, STAGE
@@ -165,13 +166,13 @@ def _check_implementation(choice: Choice, call: Call) -> None:
             "context > 1 together with a layout of attention is not supported; leave the layout "
             "out, or use context=1"
         )
-    is_asked = call.why == "asked for" and call.implementation != "chunked"
+    is_set = call.why == SET_BY_CALL and call.implementation != "chunked"
     if call.has_sinks:
         raise ValueError(
             "context > 1 together with attention sinks is not supported, since each device would "
             "need the sinks of its own heads only; use context=1"
         )
-    if choice.way == "ring" and is_asked:
+    if choice.way == "ring" and is_set:
         raise ValueError(
             f"attention={call.implementation!r} cannot be combined with "
             "context_parallel='ring', which computes in "
