@@ -206,7 +206,10 @@ def _flops(form: Form, rows: int, *, products: int, of_keys: bool) -> int:
 
 
 def _integers(form: Form, integers: dict[str, jax.Array], *, other: str) -> list[jax.Array]:
-    """Returns the integers of tokens by sorted name; pads those of the `other` side."""
+    """Returns the arrays of one integer per token, sorted by name.
+
+    Arrays whose name starts with `other` get margins (`_with_margins`).
+    """
     return [
         _with_margins(form, x) if name.startswith(other) else x
         for name, x in sorted(integers.items())

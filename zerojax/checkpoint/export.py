@@ -149,7 +149,7 @@ def as_decoded(leaf: Any, codes: WeightCodes | None) -> Any:
 
 
 def without_average(step: str) -> str:
-    """Returns the error message for a request of an average that a step does not have."""
+    """Returns the error message for a step without an average of its weights (EMA)."""
     return (
         f"{step} has no ema: weights='ema' (--weights ema) needs a run with an average of "
         "its weights (optimizer.ema_decay, zerojax.with_ema); use weights='trained' (the default)"

@@ -165,7 +165,9 @@ def _chunks(shape: Shape) -> Iterator[tuple[tuple[Any, ...], Shape]]:
 
 
 def _positions(shape: Shape, start: Sequence[int], factors: Sequence[int]) -> np.ndarray:
-    """Returns for each element of a box the sum over dimensions of index times factor.
+    """Returns one number per element of a box: the sum over dimensions of its index times a factor.
+
+    A box is a rectangular part of an array; the index is that in the whole array.
 
     Args:
       shape: of the box.

@@ -368,7 +368,7 @@ def can_unroll(config: RunConfig) -> bool:
 def with_candidate(
     config: RunConfig, candidate: Candidate, options: Mapping[str, Any] | None = None
 ) -> RunConfig:
-    """Returns the settings of a run with those of a candidate of the search in their place.
+    """Returns `config` with the mesh options, remat and microbatches of a candidate.
 
     Args:
       options: other fields of the mesh settings.

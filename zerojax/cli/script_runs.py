@@ -34,6 +34,7 @@ from zerojax.plan import device_mesh as meshes
 from zerojax.plan.inputs import PlanInputs
 from zerojax.plan.make import Plan
 from zerojax.training import entry
+from zerojax.training.auto_settings import AUTO
 from zerojax.training.run_spec import RunSpec
 from zerojax.training.search_runs import PlannedCall
 from zerojax.training.train_arguments import Arguments
@@ -121,6 +122,8 @@ def _call_and_mesh(
 
 def _train(given: Mapping[str, Any], end: End, *, target: _Target) -> Any:
     arguments = Arguments(**given)
+    if arguments.mesh_config == AUTO:
+        arguments = dataclasses.replace(arguments, mesh_config=None)
     settings = _settings(arguments.mesh_config, target.overrides)
     if settings is None:  # a DeepSpeed configuration, which is translated for the target's devices
         mesh = target.mesh_of(explain(arguments.mesh_config, num_devices=target.num_devices).mesh)

@@ -51,12 +51,12 @@ def add(commands) -> None:
         "--no-steps", action="store_true", help="skip whole steps, which take minutes"
     )
     parser.add_argument(
-        "--search", action="store_true", help="search plans, and time the best of them instead"
+        "--search", action="store_true", help="search for plans and time the best, not kernels"
     )
     parser.add_argument(
         "--best", type=int, metavar="N", help=f"plans of the search to time ({BEST})"
     )
-    parser.add_argument("--gpu", metavar="NAME", help="card to search for (that of this machine)")
+    parser.add_argument("--gpu", metavar="NAME", help="GPU to plan for (this machine's)")
     parser.add_argument(
         "--budget",
         type=float,

@@ -40,7 +40,7 @@ class RunWords:
     words: Sequence[str]
 
     def config(self, more: Sequence[str] = ()) -> RunConfig:
-        """Returns the settings, with `more` words behind the typed ones."""
+        """Returns the settings, with `more` words after the typed ones."""
         return load(RunConfig, self.path, [*self.words, *more])
 
 

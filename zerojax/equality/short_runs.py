@@ -364,11 +364,11 @@ def microbatches_of(batch: Any, configuration: Configuration) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Noise:
-    """Differences of a run that are only rounding, as measured by `noise_of`.
+    """Relative differences between equal runs that come from rounding alone (see `noise_of`).
 
     Attributes:
-      loss, norm: relative differences.
-      params: {name: relative difference of its change}.
+      loss, norm: of the loss and of the gradient norm.
+      params: {name: of the change of this parameter during the run}.
     """
 
     loss: float

@@ -55,7 +55,7 @@ class Break:
     """The first equation at which a relation breaks.
 
     Attributes:
-      primitive: its name.
+      primitive: name of the equation's JAX primitive.
       inputs: relations of its inputs.
       has_rows: whether its output has a dimension of rows.
       has_pairs: whether its output has two dimensions of rows.

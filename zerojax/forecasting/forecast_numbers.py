@@ -103,7 +103,7 @@ class Traffic:
 
     Attributes:
       rows: from the compiled program, largest first; empty if nothing was compiled.
-      wire_bytes: their sum; None if nothing was compiled.
+      wire_bytes: sum of the bytes of `rows`; None if nothing was compiled.
       network_bytes: part of it between nodes.
       data_wire_bytes: part of ZeRO, over the data axes, and over `stage` for parameters that all
         stages read.

@@ -127,7 +127,7 @@ class CompiledProgram:
 
     Attributes:
       text: the optimized, scheduled HLO.
-      memory: its memory.
+      memory: bytes per device that the program needs.
       by_cublas: whether every product uses cuBLAS because Triton had no kernel for one of them.
     """
 

@@ -123,7 +123,7 @@ def expert_weights_ndim(equation: Any) -> int | None:
 
 
 def mark_expert_call(gates: jax.Array, *numbers: int) -> jax.Array:
-    """Marks `gates` as those of a call of experts, with its sizes, and returns them."""
+    """Returns `gates`, marked as the gates of one call of `experts`; the mark has its sizes."""
     return checkpoint_name(gates, _EXPERT_CALL + "x".join(map(str, (gates.size, *numbers))))
 
 

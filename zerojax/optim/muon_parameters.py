@@ -178,7 +178,11 @@ def _by_shape_and_use(uses: Uses) -> Dimensions:
 
 
 def _of_kernel(name: str, use: ParameterUse) -> MuonDimensionNumbers | None:
-    """Returns the dimensions of a kernel by its product, or by its name if that is unclear."""
+    """Returns which dimensions of a kernel are rows and columns.
+
+    The only matrix product that uses the kernel shows it; without one, its name and number of
+    dimensions decide.
+    """
     return _dimensions(name, len(use.shape)) if use.product is None else _numbers(use.product)
 
 

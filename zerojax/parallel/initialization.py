@@ -144,12 +144,14 @@ def _new_disk(plan: Plan, key_data: np.ndarray) -> DiskState | None:
 
 
 def build_layer_draw(plan: Plan, name: str, row: SingleRow) -> Any:
-    """Builds the jitted `(number of a layer, key data) -> its parameter`, in stored form.
+    """Returns a jitted function (layer number, key data) -> this layer's initial parameter.
+
+    The value has its stored form.
 
     Args:
       plan: a plan with layers in files.
       name: of the parameter.
-      row: from `zerojax.plan.layer_draws.find_draws`.
+      row: draws one layer's values; one of `LayerDraws.rows`.
     """
     leaf, layer = plan.abstract_stored["params"][name], row_struct(plan, name)
 

@@ -30,7 +30,7 @@ class LayerDrop:
     """Progressive layer drop of a model.
 
     Attributes:
-      config: its settings, not off.
+      config: settings of layer drop; never switched off.
       num_layers: iterations of the loop over layers.
       stacks: names of the parameters with one row for each layer.
       layer_share: fraction of the forward pass's FLOPs that is in the layers.

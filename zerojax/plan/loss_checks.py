@@ -172,10 +172,11 @@ def choose_batch_weight(
     reasons = [f"{what} the mean over the whole batch"]
     if not all(marks_of_own_rules(program, [*[0] * len(names), *[1] * num_batch])):
         reasons.append(
-            "a derivative of the model's own (jax.custom_vjp) of parameters alone gets the "
-            "gradient of one device's rows of one microbatch, before it is summed: a rule that is "
-            "not linear, such as clipping, gives other results on other numbers of devices. Change "
-            "gradients in the optimizer instead: optimizer=optax.chain(...)"
+            "a custom derivative of the model (jax.custom_vjp) whose inputs do not depend on the "
+            "batch gets the gradient of one device's rows of one microbatch, before the sum over "
+            "devices and microbatches: the results of a rule that is not linear, such as clipping, "
+            "depend on the number of devices. Change gradients in the optimizer instead: "
+            "optimizer=optax.chain(...)"
         )
     return found, reasons
 

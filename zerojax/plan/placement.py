@@ -43,7 +43,7 @@ class Placement:
 
     Attributes:
       leaves: name -> row, in the model's order.
-      zero: its ZeRO stage.
+      zero: ZeRO stage of the plan.
       axis_sizes: mesh axis -> size.
     """
 

@@ -71,7 +71,7 @@ class Watchdog:
       resume_hint: how to continue the run.
       sign: called at every poll: its value changes with every sign of progress besides those that
         the methods report; None: nothing is being waited for now.
-      clock: seconds, monotonic.
+      clock: returns the time in seconds; monotonic.
       end: ends the process, with an exit code, without any cleanup.
     """
 

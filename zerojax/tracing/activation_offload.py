@@ -169,7 +169,7 @@ def trace_with_loops(
 
     Args:
       function: takes the parameters first.
-      arguments: its arguments.
+      arguments: of `function`.
       constants: arrays in the closure of `function` that are parameters as well.
 
     Returns:
@@ -207,8 +207,9 @@ def _checked(scans: list[LayerScan]) -> list[LayerScan]:
             )
         if not scan.waiting:
             raise ValueError(
-                f"{_REMEDY}. {description.capitalize()} carries no floating-point array of two or "
-                "more dimensions from layer to layer, so there is nothing to offload"
+                f"offload activations=host has nothing to offload: {description} carries no "
+                "floating-point array of two or more dimensions from layer to layer; leave "
+                "activations on the device"
             )
     return scans
 

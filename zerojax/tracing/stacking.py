@@ -95,8 +95,8 @@ def scan_blocks(
       remat: "none" saves every residual; "full" saves only `x` of each layer; "attention" also
         saves the output of chunked attention, which is then not recomputed; "dots" saves `x` and
         the outputs of matrix products of activations with weights.
-      kind_of_layer: a number for each layer, its second argument; None: no such argument. The loop
-        slices it like parameters.
+      kind_of_layer: one integer per layer, passed to the layer as its second argument; None: layers
+        are called without it. The loop slices it like parameters.
       shared: further arguments of every layer, such as an encoded source; stored once, not for
         each layer.
 

@@ -47,6 +47,7 @@ from zerojax.plan import device_mesh as meshes
 from zerojax.plan.inputs import PlanInputs
 from zerojax.plan.make import Plan
 from zerojax.runtime.distributed import join_processes
+from zerojax.training.auto_settings import AUTO, with_found_settings
 from zerojax.training.ds_config_arguments import DsConfigArguments, batch_size_of
 from zerojax.training.process_agreement import divide_batches
 from zerojax.training.run_lifecycle import fit, open_run
@@ -129,7 +130,9 @@ def train(
       model: an `nnx.Module`, a factory `rngs -> nnx.Module`, a `linen.Module`, or `(init, apply)`.
       mesh_config: a `MeshConfig`, its fields as a dict, or a `jax.sharding.Mesh` with an axis
         `data`; or a DeepSpeed configuration: the path of a ds_config.json (or its base64), or its
-        content as a dict, which also sets optimizer, precision and batch. A keyword that
+        content as a dict, which also sets optimizer, precision and batch; or "auto": on GPUs with a
+        description, searches the options that fit and cost the least time per step, for two
+        minutes at most (`zerojax.search`); elsewhere the defaults. A keyword that
         contradicts the ds_config is an error; a keyword fills an "auto" value. The keys of a dict
         decide which of the two it is (they have no key in common). None: all devices on `data`,
         zero=1.
@@ -217,6 +220,8 @@ def train(
         seed=seed,
     )
     spec = spec_of(arguments)
+    if mesh_config == AUTO:
+        spec = with_found_settings(spec)
     is_given = arguments.batches is not None or arguments.data is not None
     with _saying_where_batches_come_from(is_given=is_given):
         plan = plan_run(spec)
@@ -233,6 +238,8 @@ def spec_of(arguments: Arguments, mesh: Mesh | AbstractMesh | None = None) -> Ru
     Raises:
       ValueError, TypeError: an argument is invalid, or arguments contradict each other.
     """
+    if arguments.mesh_config == AUTO:
+        arguments = dataclasses.replace(arguments, mesh_config=None)
     arguments = dataclasses.replace(arguments, model=models.as_model(arguments.model))
     arguments = _with_dataset(checked(arguments))
     default_steps, why_steps = None, ""

@@ -86,16 +86,18 @@ class LengthCheck:
         share = sums[0] / sums[1] if sums[1] else 0.0
         if not np.isclose(one["weight"], share * whole["weight"], rtol=_SUM_TOLERANCE):
             raise ValueError(
-                f"curriculum: with {share:.3g} of the weights the loss has the weight "
-                f"{one['weight']:.6g} in place of {share * whole['weight']:.6g}: its weight is not "
-                f"the sum of batch['weights'] over all tokens of a row. {self._remedy()}"
+                f"curriculum: with weights of 0 after token {cut} of each row, the sum of "
+                f"batch['weights'] falls to {share:.3g} of its value, but the loss divides by "
+                f"{one['weight']:.6g} in place of {share * whole['weight']:.6g}, so its weight is "
+                f"not the sum of batch['weights'] over all tokens of a row. {self._remedy()}"
             )
         return True
 
     def _remedy(self) -> str:
         return (
-            f"{len(self._ladder.config.all_lengths)} lengths need them, {MAX_RUNGS} do not: raise "
-            "length_step, use fixed_discrete, or a causal model"
+            f"A schedule of {len(self._ladder.config.all_lengths)} lengths needs weights of 0, one "
+            f"of at most {MAX_RUNGS} does not: raise length_step, use fixed_discrete, or use a "
+            "causal model"
         )
 
 

@@ -132,7 +132,7 @@ def search(
       devices: number of GPUs.
       example_batch: a global batch, as arrays or `ShapeDtypeStruct`s; dimension 0 is the batch.
       loss, optimizer, precision, freeze: as in `zerojax.make_plan`.
-      budget: seconds; a compilation that has begun is finished.
+      budget: time limit in seconds; a compilation that has begun still finishes.
       progress: called with a few words about each stage of the work.
 
     Returns:
@@ -159,13 +159,31 @@ def search(
         freeze=as_patterns("freeze", freeze),
     )
     call = PlannedCall(inputs=inputs, settings=as_mesh_config(mesh))
+    return find_for(call, card, devices, budget=budget, progress=progress)
+
+
+def find_for(
+    call: PlannedCall,
+    gpu: Gpu,
+    devices: int,
+    *,
+    budget: float,
+    progress: Callable[[str], None] | None = None,
+) -> SettingsFound:
+    """Finds the settings of a call of `train` or `make_plan`; see `search`.
+
+    Args:
+      call: the run.
+      gpu, devices: the card and how many.
+      budget, progress: as in `search`.
+    """
     report = progress or (lambda text: None)
     began = time.monotonic()
-    searched = searched_run(call, card, devices)
+    searched = searched_run(call, gpu, devices)
     result = find_settings(
         searched,
-        card,
-        forecast_of=lambda plan: forecast(plan, gpu=card, fast=True, progress=report),
+        gpu,
+        forecast_of=lambda plan: forecast(plan, gpu=gpu, fast=True, progress=report),
         budget=max(budget - (time.monotonic() - began), 1.0),
         report=report,
     )

@@ -177,7 +177,10 @@ class CountedWork:
         return sum(whole // ladder.seq_len * length * count for length, count in spans)
 
     def flops(self, after: int, until: int) -> float:
-        """Returns the FLOPs of these steps at their compiled lengths, over all devices."""
+        """Returns the FLOPs of steps `after` + 1 to `until` over all devices.
+
+        Each step counts with the row length that it is compiled for.
+        """
         config = self.plan.ladder.config
         spans = config.spans(after, until)
         return sum(self._of_rung[config.rung(length)] * count for length, count in spans)

@@ -34,12 +34,13 @@ class Overlap:
       matmul_flops: their FLOPs.
       eight_bit_flops: FLOPs of those with 8-bit floats.
       hbm_bytes: bytes that all instructions in between read and write.
-      done: the instruction that waits for it; None for a synchronous collective, and if none was
-        found (then nothing is counted).
+      done: the instruction that waits for the collective; None for a synchronous collective, and if
+        none was found (then nothing is counted).
       pipelined: whether a loop runs it one iteration ahead: the compiler says so, or start and done
         are in different iterations.
-      crosses_iterations: the latter: between them are the end of one iteration (or the code before
-        the loop) and the beginning of the next; both are counted.
+      crosses_iterations: whether start and done are in different iterations of a loop: between them
+        are the end of one iteration (or the code before the loop) and the beginning of the next;
+        both are counted.
       stretches: where it is in progress: (computation, first instruction, the one after the last).
     """
 

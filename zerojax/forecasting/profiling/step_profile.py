@@ -29,13 +29,13 @@ class StepProfile:
     Attributes:
       steps: number of measured steps, and of traced steps.
       devices: number of devices of the run.
-      device_kind: their name.
+      device_kind: name of this kind of device, as JAX reports it.
       step_seconds: of one step without the trace.
       spent: {"data", "step", "save", "eval" or "host": seconds of all measured steps}.
       save_seconds: of one save of the whole state until the run continues; None: not measured.
       tokens_per_second: of the run.
       tflops: of one device, without recomputation.
-      mfu: share of its peak.
+      mfu: `tflops` as a share of the device's peak.
       memory: peak, limit and source, as a run reports them.
       ops: operations of the step, with their time.
       traced_steps, traced_devices: the steps and devices that the sums of `ops` cover.

@@ -76,12 +76,12 @@ def search_buckets(
       make_plan_for: {"reduce_bucket_size" or "allgather_bucket_size": elements} -> the plan with
         these sizes; {}: with its own.
       gpu: the card.
-      forecast_of: compiles a plan.
+      forecast_of: plan -> its `ForecastNumbers`; compiles the plan.
       before: the forecast of the plan with its own sizes; None compiles it.
       most: number of sizes that are compiled.
-      budget: seconds; a compilation that has begun is finished.
-      clock: seconds.
-      report: called with words about the current work.
+      budget: time limit in seconds; a compilation that has begun still finishes.
+      clock: returns the time in seconds; monotonic.
+      report: called with a short text about each stage of the search.
 
     Raises:
       CompileError: the compiler rejected the plan with its own sizes.

@@ -70,10 +70,10 @@ def find_settings(
     Args:
       run: the run.
       gpu: the card.
-      forecast_of: compiles a plan.
-      budget: seconds; a compilation that has begun is finished.
-      clock: seconds.
-      report: called with words about the current work.
+      forecast_of: plan -> its `ForecastNumbers`; compiles the plan.
+      budget: time limit in seconds; a compilation that has begun still finishes.
+      clock: returns the time in seconds; monotonic.
+      report: called with a short text about each stage of the search.
     """
     return _Rounds(run, gpu, forecast_of, budget, clock, report).run_all()
 

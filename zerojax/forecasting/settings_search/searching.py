@@ -74,15 +74,16 @@ def search(
     never slower than these.
 
     Args:
-      make_plan_for: raises ValueError for impossible settings.
+      make_plan_for: candidate -> its plan; raises ValueError if its settings are impossible.
       candidates: in any order; the result does not depend on it.
       gpu: the card, for messages.
-      forecast_of: compiles a plan.
+      forecast_of: plan -> its `ForecastNumbers`; compiles the plan.
       own: the candidate with the run's own settings, if any.
       find_bounds: bounds of a candidate by formula; None uses `bounds_on(gpu, make_plan_for)`.
-      budget: seconds; a compilation that has begun is finished, and one is always begun.
-      clock: seconds.
-      report: called with words about the current work.
+      budget: time limit in seconds. It applies after the first compilation, and a compilation that
+        has begun still finishes.
+      clock: returns the time in seconds; monotonic.
+      report: called with a short text about each stage of the search.
     """
     began = clock()
     state = _Search(gpu, make_plan_for, find_bounds or bounds_on(gpu, make_plan_for))

@@ -135,8 +135,8 @@ class DiskState:
         """Overwrites every slice in files with values from `source_of`.
 
         Args:
-          source_of: called once for each parameter, in order; the previous parameter's source is
-            released first.
+          source_of: returns the source of a parameter's new values; called once for each
+            parameter, in order, after the previous parameter's source is released.
           before_commit: as in `slices`.
         """
         current, source = None, None

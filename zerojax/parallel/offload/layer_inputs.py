@@ -153,7 +153,7 @@ def _abstract(x: jax.Array) -> Any:
 
 
 class InputsInFiles(LayerInputs):
-    """Inputs in files: threads write them behind the forward pass and read them ahead."""
+    """Inputs in files: threads write them during the forward pass and read them in advance."""
 
     def __init__(self, pages: InputPages) -> None:
         self._pages, self._stayed = pages, []

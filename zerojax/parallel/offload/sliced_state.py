@@ -85,7 +85,7 @@ def cut_new_param(plan: Plan, name: str, stored: jax.Array) -> CutParam:
 
 
 def _cut_param(plan: Plan, name: str, stored: jax.Array) -> CutParam:
-    """Cuts one parameter, see `cut_new_param`; traced."""
+    """Cuts one parameter into slices where the state stores slices; the traced `cut_new_param`."""
     layout, abstract = plan.offload, plan.abstract_state
     assert layout is not None
     leaves = layout.leaves

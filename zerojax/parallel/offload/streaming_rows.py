@@ -398,7 +398,7 @@ class GradientTotals:
         }
 
     def start(self, totals: Arrays, sums: Arrays) -> Arrays:
-        """Resets the sums of squares, which are those of the last microbatch's totals."""
+        """Sets the sums of squares to 0: they count the totals after the last microbatch."""
         del sums
         return {**totals, "squares": jax.tree.map(jnp.zeros_like, totals["squares"])}
 

@@ -85,9 +85,9 @@ def check_readers(
     Args:
       writers: the written extras.
       places: {name: position among the inputs}, of all extras.
-      embed: computes the inputs of the first layer.
-      around: computes the other inputs of the loop.
-      head: computes the loss.
+      embed: the part of the loss that computes the inputs of the first layer.
+      around: the part that computes the other inputs of the loop.
+      head: the part that computes the loss from the loop's results.
 
     Raises:
       ValueError: writer and reader are on different stages, which exchange only activations.

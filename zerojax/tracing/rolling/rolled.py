@@ -130,7 +130,7 @@ class Rolled:
         return [read(atom) for atom in jaxpr.outvars]
 
     def _needed_of(self, equations: Sequence[Any]) -> list[Any]:
-        """Returns those results of these equations that other equations read."""
+        """Returns the results of `equations` that are read outside of them."""
         made = {variable for equation in equations for variable in equation.outvars}
         rows = [value for row in self.rows for value in row]
         read = [*rows, *self.inits, *self.shared, *self.program.closed.jaxpr.outvars]

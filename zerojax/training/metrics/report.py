@@ -33,7 +33,7 @@ SMOOTHED_FROM = 40
 MAX_BOXES = 5000
 """Maximum operations of a pipeline schedule that a report draws: about 1.5 MB of page."""
 MAX_EVENTS = 200
-_REMEDY = "remove it, or train on in the folder, which writes it anew"
+_REMEDY = "delete this file, or continue training in this folder, which writes it again"
 ACTIVITY_NAMES = {
     "data": ("waiting for data", "no batch was ready, and the loop could not go on"),
     "step": ("training steps", "devices computed, or the step was compiled"),
@@ -427,7 +427,7 @@ def _schedule(path: Path) -> str:
         picture = draw_svg(schedule, Costs(**pipeline["costs"]))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{path}: its pipeline is no schedule ({cut(str(error), 200)}); {_REMEDY}"
+            f"{path}: the entry 'pipeline' is no valid schedule ({cut(str(error), 200)}); {_REMEDY}"
         ) from error
     # SVG inside HTML needs no namespace, and the page should contain no address.
     return picture.replace(' xmlns="http://www.w3.org/2000/svg"', "", 1)

@@ -55,7 +55,7 @@ class Work(Protocol):
         ...
 
     def flops(self, after: int, until: int) -> float:
-        """Returns the floating-point operations of these steps."""
+        """Returns the floating-point operations of steps `after` + 1 to `until`."""
         ...
 
 
