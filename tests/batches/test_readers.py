@@ -535,7 +535,7 @@ def test_files_of_a_report(name, content, words, tmp_path):
     (tmp_path / name).write_bytes(content)
     sentence = refused(lambda: write_report(tmp_path), words)
     assert str(tmp_path / name) in sentence
-    assert "remove it" in sentence
+    assert "delete this file" in sentence
 
 
 # --- numbers and words of a run file --------------------------------------------------------------

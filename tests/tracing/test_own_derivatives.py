@@ -215,7 +215,7 @@ def test_a_rule_of_parameters_alone_is_told():
     def clips_a_kernel(params, x):
         return apply({**params, "head": clipped(params["head"] * 2)}, x)
 
-    wanted = "of parameters alone gets the gradient of one device's rows"
+    wanted = "do not depend on the batch gets the gradient of one device's rows"
     for function, told in ((clips_a_kernel, True), (apply, False)):
         plan = plan_for((init, function), loss=mean, batch=batch_of, zero=3)
         assert any(wanted in reason for reason in plan.reasons) is told

@@ -29,6 +29,7 @@ from zerojax.equality import make_request
 from zerojax.models.adapt import as_model, bound_attribute, default_loss, width_of
 from zerojax.models.given_arrays import as_arrays
 from zerojax.models.losses import next_token_of_call
+from zerojax.training.auto_settings import AUTO
 from zerojax.training.run_file import plan_from_config, tokenizer_spec
 
 ROWS = 16
@@ -143,7 +144,7 @@ def parts_of_script(path: str, steps: int) -> Parts:
 def _of_train(given: Mapping[str, Any], end: End, *, steps: int) -> Any:
     model, batches, loss = as_model(given["model"]), given["batches"], given["loss"]
     optimizer = given["optimizer"]
-    mesh = given["mesh_config"]
+    mesh = None if given["mesh_config"] == AUTO else given["mesh_config"]
     if isinstance(mesh, str | Path) or (isinstance(mesh, Mapping) and is_deepspeed(mesh)):
         optimizer = _optimizer_of(mesh, given)
     if batches is None:

@@ -122,8 +122,6 @@ def _call_and_mesh(
 
 def _train(given: Mapping[str, Any], end: End, *, target: _Target) -> Any:
     arguments = Arguments(**given)
-    if arguments.mesh_config == AUTO:
-        arguments = dataclasses.replace(arguments, mesh_config=None)
     settings = _settings(arguments.mesh_config, target.overrides)
     if settings is None:  # a DeepSpeed configuration, which is translated for the target's devices
         mesh = target.mesh_of(explain(arguments.mesh_config, num_devices=target.num_devices).mesh)
@@ -217,6 +215,8 @@ def _settings(mesh: Any, overrides: Sequence[str]) -> _Settings | None:
     Raises:
       ValueError: there are overrides, but a DeepSpeed configuration sets the mesh.
     """
+    if mesh == AUTO:  # searched for the devices of a run
+        mesh = None
     if isinstance(mesh, str | Path) or (isinstance(mesh, Mapping) and is_deepspeed(mesh)):
         if overrides:
             raise ValueError(_IN_THE_FILE.format(overrides[0]))

@@ -193,7 +193,7 @@ def train(
     join_processes()
     arguments = Arguments(
         model=model,
-        mesh_config=mesh_config,
+        mesh_config=None if mesh_config == AUTO else mesh_config,
         batches=batches,
         data=data,
         loss=loss,
@@ -238,8 +238,6 @@ def spec_of(arguments: Arguments, mesh: Mesh | AbstractMesh | None = None) -> Ru
     Raises:
       ValueError, TypeError: an argument is invalid, or arguments contradict each other.
     """
-    if arguments.mesh_config == AUTO:
-        arguments = dataclasses.replace(arguments, mesh_config=None)
     arguments = dataclasses.replace(arguments, model=models.as_model(arguments.model))
     arguments = _with_dataset(checked(arguments))
     default_steps, why_steps = None, ""
