@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,6 +25,7 @@ from zerojax.tracing.rolling.looped_draws import LOOP_BYTES, loop_draws
 WIDTH, LAYERS = 24, 4
 BATCH = {"x": np.ones((8, WIDTH), np.float32)}
 KEY = jax.random.key(5)
+_FLAGS = ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS")
 
 
 class Blocks(nnx.Module):
@@ -97,7 +102,7 @@ def test_loops_change_no_bit_and_take_no_memory(devices: int, zero: int, monkeyp
 
 
 def of_pairs(key: jax.Array) -> list[jax.Array]:
-    """Splits each key off the last, as functions do; `normal` ends in a product, which a sum may join."""
+    """Splits each key off the last; `normal` ends in a product, which a sum may join."""
     found = []
     for _ in range(LAYERS):
         key, first, second = jax.random.split(key, 3)
@@ -135,6 +140,30 @@ def of_other_keys(key: jax.Array) -> list[jax.Array]:
 def test_draws_of_one_shape_are_one_loop_with_the_same_bits() -> None:
     assert loops_of(of_pairs) == loops_of(jax.jit(of_pairs)) == [LAYERS, LAYERS]
     equal_trees.assert_same(jax.jit(loop_draws(of_pairs))(KEY), jax.jit(of_pairs)(KEY))
+
+
+def test_a_loop_takes_in_the_arithmetic_that_follows_a_draw() -> None:
+    closed = jax.make_jaxpr(loop_draws(of_pairs))(KEY)
+    outside = [e for e in closed.jaxpr.eqns if e.outvars[0].aval.shape[-2:] in ((7, 33), (7, 9))]
+    assert {e.primitive.name for e in outside} == {"scan", "slice", "squeeze"}
+
+
+@pytest.mark.thorough
+def test_bits_are_the_same_if_products_and_sums_are_rounded_once() -> None:
+    """Fused multiplication and addition, which this process's processor flags rule out."""
+    code = "from tests.tracing import test_looped_draws; test_looped_draws.compare_pairs()"
+    env = {k: v for k, v in os.environ.items() if k not in _FLAGS}
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", code], env=env, cwd=root, check=True)
+
+
+def compare_pairs() -> None:
+    equal_trees.assert_same(jax.jit(loop_draws(of_pairs))(KEY), jax.jit(of_pairs)(KEY))
+
+
+def test_keys_of_few_numbers_are_made_one_by_one() -> None:
+    two = lambda key: [jax.random.key_data(jax.random.fold_in(key, n)) for n in (5, 9)]  # noqa: E731
+    equal_trees.assert_same(jax.jit(loop_draws(two))(KEY), two(KEY))
 
 
 @pytest.mark.parametrize("function", [of_norms, of_chain, of_scales, of_other_keys])

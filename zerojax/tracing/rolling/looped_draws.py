@@ -97,7 +97,7 @@ class _Part:
     Attributes:
       equations: one, or a draw between its constants and the arithmetic that follows it.
       operands: atoms from outside. Those of equal parts correspond.
-      inside: the variables by which the equations of the first equal part take the operands.
+      inside: the variables by which the equations take the operands.
       results: variables that other parts may use.
     """
 
@@ -310,19 +310,19 @@ class _Parts:
         equations = tuple(self.equations[n] for n in (*before, number, *after))
         results = tuple(equations[-1].outvars)
         alike = self.known.setdefault(tuple(map(_outline, equations)), [])
-        for first, part in alike:
-            operands = self._operands(part, equations)
-            if operands is not None:
-                return first, _Part(equations, operands, operands, results)
-        if _makes_keys(equations[0]):
-            operands = tuple(equations[0].invars)
+        matches = ((first, self._operands(part, equations)) for first, part in alike)
+        kind, operands = next((m for m in matches if m[1] is not None), (number, None))
+        if operands is None:
+            keys = _makes_keys(equations[0])
+            operands = tuple(equations[0].invars if keys else free_variables(equations))
+        inside = operands
+        if _makes_keys(equations[0]):  # its operands may be literals
             inside = tuple(Var(atom.aval) for atom in operands)
             equations = (equations[0].replace(invars=list(inside)),)
-        else:
-            inside = operands = tuple(free_variables(equations))
         part = _Part(equations, operands, inside, results)
-        alike.append((number, part))
-        return number, part
+        if kind == number:
+            alike.append((number, part))
+        return kind, part
 
     def _operands(self, part: _Part, equations: Sequence[Any]) -> tuple[Any, ...] | None:
         """Returns the operands of equations that are equal to those of a part; None: they differ.
