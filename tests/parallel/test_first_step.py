@@ -40,17 +40,29 @@ def make_layers(number: int) -> Any:
     return lambda rngs: Layers(number, rngs)
 
 
-@pytest.mark.parametrize("deterministic", [None, pytest.param("mesh", marks=pytest.mark.thorough)])
-def test_one_device_packs_no_arrays(deterministic: str | None) -> None:
-    mesh = make_mesh({"data": 1}, devices=jax.devices()[:1])
-    more = {} if deterministic is None else {"deterministic": deterministic, "virtual_shards": 2}
-    plan = make_plan(make_layers(3), mesh, example_batch=BATCH, zero=1, precision="fp32", **more)
+def largest_join(devices: int, zero: int, **more: Any) -> tuple[int, str]:
+    """Returns (elements of the largest array that a step joins from others, the step's program)."""
+    mesh = make_mesh({"data": devices}, devices=jax.devices()[:devices])
+    plan = make_plan(make_layers(3), mesh, example_batch=BATCH, zero=zero, precision="fp32", **more)
     program = build_step(plan).lower(plan.abstract_state, plan.abstract_batch).as_text()
     joined = re.findall(r"stablehlo\.concatenate.*-> tensor<([\dx]+)x\w+>", program)
     sizes = [int(np.prod([int(size) for size in shape.split("x")])) for shape in joined]
-    assert max(sizes, default=0) < WIDTH * WIDTH  # numbers of each parameter at most
+    return max(sizes, default=0), program
+
+
+@pytest.mark.parametrize("deterministic", [None, pytest.param("mesh", marks=pytest.mark.thorough)])
+def test_one_device_packs_no_arrays(deterministic: str | None) -> None:
+    more = {} if deterministic is None else {"deterministic": deterministic, "virtual_shards": 2}
+    size, program = largest_join(1, 1, **more)
+    assert size < WIDTH * WIDTH  # numbers of each parameter at most
     assert "all_reduce" not in program
     assert "all_to_all" not in program
+
+
+def test_several_devices_pack_the_arrays_of_a_layer() -> None:
+    size, program = largest_join(4, 2, persistence_threshold=0)
+    assert size >= WIDTH * WIDTH + WIDTH  # a matrix and its bias
+    assert "reduce_scatter" in program
 
 
 def test_draws_of_a_factory_ask_no_traced_array_for_its_sharding(monkeypatch) -> None:

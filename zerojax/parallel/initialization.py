@@ -39,6 +39,7 @@ from zerojax.plan.state import (
 )
 from zerojax.runtime.memory import allocating_for
 from zerojax.tracing.protocol import LazyArray
+from zerojax.tracing.rolling.looped_draws import loop_draws
 from zerojax.tracing.rolling.single_rows import SingleRow
 
 Ranges = tuple[tuple[int, int], ...]
@@ -193,7 +194,7 @@ def build_initialiser(plan: Plan, *, without: Collection[str] = ()) -> Any:
         stored, extras = _new_params(plan, key_data)
         return leave_out(_offloaded(plan, _assemble(plan, stored, extras, key_data)))
 
-    return jax.jit(initialise, out_shardings=leave_out(plan.state_shardings))
+    return jax.jit(loop_draws(initialise), out_shardings=leave_out(plan.state_shardings))
 
 
 def _new_params(plan: Plan, key_data: jax.Array) -> tuple[dict[str, jax.Array], Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
@@ -33,12 +33,17 @@ class Mismatch(Exception):
 # --- inlined calls --------------------------------------------------------------------------------
 
 
-def open_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """Returns the same program without calls of `jax.jit` and without dead code."""
+def open_calls(closed: ClosedJaxpr, *, opens: Callable[[Any], bool] | None = None) -> ClosedJaxpr:
+    """Returns the same program without calls of `jax.jit` and without dead code.
+
+    Args:
+      closed: the program.
+      opens: which of the calls to inline; None: all.
+    """
     program = closed.jaxpr
     consts = list(zip(program.constvars, closed.consts, strict=True))
     names: dict[Any, Any] = {}
-    equations = list(_opened(program.eqns, names, consts))
+    equations = list(_opened(program.eqns, names, consts, opens or is_plain_call))
     outputs = [_read(names, atom) for atom in program.outvars]
     flat = program.replace(
         constvars=[variable for variable, _ in consts],
@@ -49,7 +54,10 @@ def open_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def _opened(
-    equations: Iterable[Any], names: dict[Any, Any], consts: list[tuple[Any, Any]] | None
+    equations: Iterable[Any],
+    names: dict[Any, Any],
+    consts: list[tuple[Any, Any]] | None,
+    opens: Callable[[Any], bool],
 ) -> Iterator[Any]:
     """Yields equations with fresh result variables, and with calls inlined.
 
@@ -58,22 +66,27 @@ def _opened(
       names: variable -> its replacement; results are added.
       consts: (variable, value) of constants, to which those of calls are added; None: calls with
         constants are not inlined.
+      opens: which calls to inline.
     """
     for equation in equations:
         operands = [_read(names, atom) for atom in equation.invars]
-        if _opens(equation) and (consts is not None or not program_of(equation).consts):
-            yield from _open(equation, operands, names, consts)
+        if opens(equation) and (consts is not None or not program_of(equation).consts):
+            yield from _open(equation, operands, names, consts, opens)
             continue
         made = [Var(variable.aval) for variable in equation.outvars]
         names.update(zip(equation.outvars, made, strict=True))
         params = equation.params
         if is_checkpoint(equation):
-            params = params | {"jaxpr": _open_inside(params["jaxpr"])}
+            params = params | {"jaxpr": _open_inside(params["jaxpr"], opens)}
         yield equation.replace(invars=operands, outvars=made, params=params)
 
 
 def _open(
-    equation: Any, operands: list[Any], names: dict[Any, Any], consts: list[tuple[Any, Any]] | None
+    equation: Any,
+    operands: list[Any],
+    names: dict[Any, Any],
+    consts: list[tuple[Any, Any]] | None,
+    opens: Callable[[Any], bool],
 ) -> Iterator[Any]:
     inner = program_of(equation)
     inside = dict(zip(inner.jaxpr.invars, operands, strict=True))
@@ -81,16 +94,16 @@ def _open(
         assert consts is not None
         inside[variable] = Var(variable.aval)
         consts.append((inside[variable], value))
-    yield from _opened(inner.jaxpr.eqns, inside, consts)
+    yield from _opened(inner.jaxpr.eqns, inside, consts, opens)
     results = (_read(inside, atom) for atom in inner.jaxpr.outvars)
     names.update(zip(equation.outvars, results, strict=True))
 
 
-def _open_inside(program: Any) -> Any:
+def _open_inside(program: Any, opens: Callable[[Any], bool]) -> Any:
     """Returns the program of a checkpoint, with the calls in it inlined."""
     inner: Jaxpr = getattr(program, "jaxpr", program)
     names: dict[Any, Any] = {}
-    equations = list(_opened(inner.eqns, names, None))
+    equations = list(_opened(inner.eqns, names, None, opens))
     outputs = [_read(names, atom) for atom in inner.outvars]
     inner = inner.replace(eqns=list(_needed(equations, outputs)), outvars=outputs)
     return ClosedJaxpr(inner, program.consts) if hasattr(program, "consts") else inner
@@ -100,7 +113,7 @@ def _read(names: Mapping[Any, Any], atom: Any) -> Any:
     return atom if isinstance(atom, Literal) else names.get(atom, atom)
 
 
-def _opens(equation: Any) -> bool:
+def is_plain_call(equation: Any) -> bool:
     """Returns whether an equation is a call that can be inlined (no shardings or compiler
     options).
     """
