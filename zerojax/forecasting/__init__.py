@@ -1,6 +1,7 @@
-"""Memory, traffic and time of a step on GPUs you do not have; causes of failed and slow steps.
+"""Forecasts the memory, communication and time of a training step on GPUs you do not have, and
+explains out-of-memory errors and slow steps.
 
-Nothing is run.
+Forecasts run nothing on a GPU: they compile the step or use formulas.
 """
 
 from zerojax.forecasting.compiled_step import Forecast, forecast
