@@ -214,7 +214,7 @@ class RequiredEquations:
         return everything
 
     def of_scan(self, equation: Any, outputs: Flags) -> tuple[Flags, Flags]:
-        """Does the same for a scan, in which values also depend on each other through the carry.
+        """Finds the inputs of a scan on which its flagged outputs depend, also through the carry.
 
         Returns:
           (a flag for each input of the scan, a flag for each output of its body).
