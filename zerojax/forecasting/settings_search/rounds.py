@@ -30,11 +30,11 @@ OFFLOADS: tuple[Mapping[str, Any], ...] = (
     {"opt_state": HOST, "params": HOST},
     {"opt_state": HOST, "params": HOST, "activations": HOST},
 )
-"""Rounds of offload, the least transfers per step first."""
+"""Settings of offload in each round of the search, the fewest transfers per step first."""
 SPARED = 0.9
 """Share of the free device memory that a part of the optimizer state may use."""
 LEAST_SHARE = 0.05
-"""Smaller shares of the state on the device are not worth a compilation."""
+"""Smallest share of the optimizer state on the device for which a plan is compiled."""
 
 PlanFor = Callable[[Candidate, Mapping[str, Any]], Plan]
 """Function from (candidate, other fields of `MeshConfig`) to the plan; raises ValueError for

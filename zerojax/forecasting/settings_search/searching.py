@@ -45,9 +45,11 @@ MakeForecast = Callable[[Plan], ForecastNumbers]
 TOLERANCE = 0.05
 """Accuracy of the time estimate, as a share of the time."""
 CAUTION = 0.9
-"""Assumed share of one compiled plan's activations that another one with fewer rows needs."""
+"""Factor of caution for a candidate with fewer rows than a compiled plan: its activations are
+assumed to be this factor times the activations in proportion to the rows."""
 GROWTH = 0.5
-"""Assumed least growth of activations, as a share of growth in proportion to the rows."""
+"""Growth of activations that is assumed for a candidate with more rows than a compiled plan, as a
+share of the growth in proportion to the rows."""
 
 
 def search(
