@@ -27,7 +27,7 @@ GIB = 2**30
 DEFAULT_PINNED_GIB = 64
 """XLA's default limit for pinned host memory, in GiB."""
 STEP = 0.05
-"""Difference between the `offload.opt_state` shares that remedies try: 5 %."""
+"""Difference between the `offload.opt_state` shares that remedies suggest: 5 %."""
 POOL = 1.05
 """Ratio between the size of XLA's pool of pinned memory and the arrays in it; it is above 1 because
 the pool has gaps."""

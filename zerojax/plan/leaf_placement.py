@@ -39,16 +39,20 @@ class Access(enum.Enum):
     """How forward and backward read a parameter and reduce its gradient."""
 
     WHOLE = "whole"
-    """Stored whole on every data shard; its gradient is summed once per step."""
+    """The whole parameter is stored on every data shard; its gradient is all-reduced once per
+    step."""
     GATHER_ONCE = "gather once"
-    """Stored in shards, gathered once per step; its gradient is scattered once per step."""
+    """The parameter is stored in shards and gathered once per step; its gradient is
+    reduce-scattered once per step."""
     GATHER_ONCE_SCATTER_EARLY = "gather once, scatter early"
-    """Gathered once per step; its gradient is scattered inside the backward pass."""
+    """The parameter is gathered once per step; its gradient is reduce-scattered inside the backward
+    pass."""
     GATHER_ON_USE = "gather on use"
-    """Gathered where the model reads it and again in the backward pass, which scatters its gradient
-    immediately."""
+    """The parameter is gathered where the model reads it, and again in the backward pass, which
+    reduce-scatters its gradient immediately."""
     LOOK_UP = "look up"
-    """Never gathered: its rows are sent to where they are needed, and their gradients back."""
+    """The parameter (a table) is never gathered: its rows are sent to the devices that need them,
+    and the gradients of rows are sent back."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
