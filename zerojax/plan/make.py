@@ -209,7 +209,8 @@ def make_plan(
     the reasons.
 
     Args:
-      model: a module class, a module, or a pair of functions, as for `zerojax.train`.
+      model: an `nnx.Module`, a factory `rngs -> nnx.Module`, a `linen.Module`, or a pair of
+        functions `(init, apply)`.
       mesh: mesh from `make_mesh`; or a `MeshConfig` (or its fields as a dict), from which the mesh
         is made.
       example_batch: a global batch, as arrays or `ShapeDtypeStruct`s; dimension 0 is the rows.

@@ -37,7 +37,8 @@ from zerojax.runtime.memory import nearest_folder
 
 UPDATE, WEIGHTS = "update of the state", "weights"
 ATTAINED = 0.5
-"""Assumed share of a card's peak for products, where their time is compared with a link's."""
+"""Share of a GPU's peak rate at which products are assumed to run, where their time is compared
+with that of transfers."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
