@@ -32,10 +32,10 @@ from zerojax.plan.state_layout import OffloadLayout
 from zerojax.tracing import trees
 
 _NAMES = 3
-"""Maximum parameters that a page names for one reason."""
+"""Largest number of parameters that a page lists for one reason."""
 
 WIDTH = 98
-"""Columns of the offload section; a forecast's page indents it by two more."""
+"""Number of columns of the offload section; a forecast's page indents the section by two more."""
 NAMES = {DEVICE: "device", HOST: "host", NVME: "disk"}
 ROLE, CELL = 18, 11
 

@@ -251,8 +251,8 @@ def describe_frozen(
 
 
 WIDE_ENOUGH = 0.1
-"""Share of the FLOPs above which float32 products are reported; attention's own are below it at
-most lengths."""
+"""Share of FLOPs above which float32 products are reported; the float32 products of attention
+itself are below it at most lengths."""
 WIDE_PRODUCTS = "products: "
 """First words of the reason about products that have float32 operands."""
 
