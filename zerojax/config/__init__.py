@@ -1,5 +1,4 @@
-"""Settings of a run: every option, its default and the reason for the default; read from YAML
-files, command-line text or Python.
+"""Settings of a run: every option, its default and the reason; read from YAML, text or Python.
 
 The package imports no JAX and does not look at devices. Only its module `loader` reads files.
 """

@@ -123,5 +123,5 @@ class MoEConfig:
                 "experts_per_token",
                 self.experts_per_token,
                 f"is more than the {within} experts of groups_per_token={self.groups_per_token} "
-                "groups; choose from more groups",
+                "groups; raise groups_per_token",
             )

@@ -97,8 +97,7 @@ class OffloadConfig:
             refuse(
                 "update_in_backward",
                 True,
-                "updates layer weights that are stored in host memory; set params: host as "
-                "well",
+                "updates layer weights that are stored in host memory; set params: host as well",
             )
         if self.activations == NVME and self.params != NVME:
             refuse(
@@ -122,8 +121,8 @@ class OffloadConfig:
             refuse(
                 "opt_state",
                 self.opt_state,
-                "cannot be combined with params: nvme, whose layers are updated from files to "
-                "files; set opt_state: nvme, or leave it out",
+                "cannot be combined with params: nvme, whose layers are updated in "
+                "files; set opt_state: nvme, or leave opt_state out",
             )
 
     @property

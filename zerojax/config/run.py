@@ -311,9 +311,7 @@ class OptimizerConfig:
         check_at_least(self, 0, "weight_decay")
         check_size(self, "warmup_steps", least=0)
         if self.ema_decay is None and not self.ema_warmup:
-            refuse(
-                "ema_warmup", False, "has no effect without an average; set ema_decay as well"
-            )
+            refuse("ema_warmup", False, "has no effect without an average; set ema_decay as well")
         for pattern, _ in self.groups:
             check_regex("groups", pattern)
 

@@ -1,7 +1,7 @@
-"""Forecasts the memory, communication and time of a training step on GPUs you do not have, and
-explains out-of-memory errors and slow steps.
+"""Forecasts of memory, communication and time on absent GPUs; causes of failed and slow steps.
 
-Forecasts run nothing on a GPU: they compile the step or use formulas.
+Absent GPUs are GPUs that this machine does not have. Forecasts run nothing on a GPU: they compile
+the step, or use formulas.
 """
 
 from zerojax.forecasting.compiled_step import Forecast, forecast

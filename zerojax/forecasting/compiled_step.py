@@ -68,7 +68,7 @@ cached results expire."""
 
 _STREAMED = (
     "with offload.params=nvme a step runs several compiled programs in a loop; these numbers "
-    "are of the "
+    "are for the "
     "one program that streams the same layers from host memory"
 )
 
@@ -415,7 +415,7 @@ def _of_wide_products(plan: Plan) -> Iterator[str]:
     computed = np.dtype(plan.precision.compute_dtype).name
     for reason in plan.reasons:
         if reason.startswith(WIDE_PRODUCTS):
-            yield f"{reason}. TIME assumes the rate of {computed} for them"
+            yield f"{reason}. TIME assumes the rate of {computed} for these products"
 
 
 def _of_eight_bits(plan: Plan, gpu: Gpu) -> Iterator[str]:
@@ -425,7 +425,7 @@ def _of_eight_bits(plan: Plan, gpu: Gpu) -> Iterator[str]:
     yield from said
     if said and gpu.fp8_flops is None:
         yield (
-            f"{gpu.title} has no units for 8-bit floats with published rates: TIME counts such "
+            f"{gpu.title} has no units for 8-bit floats with published rates: TIME counts these "
             "products "
             "like others, and their operands are first cast to a wider dtype"
         )

@@ -1,7 +1,7 @@
-"""Capabilities of GPUs, links and disks, published or measured, and a client that compiles for GPUs
-that this machine does not have.
+"""Capabilities of GPUs, links and disks, published or measured, and compiling for absent GPUs.
 
-The package knows nothing about models and plans.
+Absent GPUs are GPUs that this machine does not have. The package knows nothing about models and
+plans.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Plans a run before any array exists: mesh, shardings, memory of each array, pipeline stages,
-bytes, and the reason for each decision.
+"""Plans of runs before any array exists: mesh, shardings, memory, stages, bytes, and reasons.
 
 The package works with abstract models and settings; it makes no array and runs nothing. Its
 sub-package `schedules` represents pipeline schedules as tables.

@@ -94,16 +94,17 @@ def describe_draws(model: Model, batch: Any, loss: Loss, layout: OffloadLayout |
     if by_row:
         name = max(by_row, key=sizes.__getitem__)
         lines.append(
-            "a new run makes its first values layer by layer, one parameter at a time: "
-            f"{name} takes {format_bytes(sizes[name])} of a device"
+            "a new run initializes its parameters one layer at a time: "
+            f"{name} takes {format_bytes(sizes[name])} of device memory"
         )
     if draws.whole:
         layers = next(iter(layout.leaves[name].shard_shape[0] for name in layout.paged_order))
         name = max(draws.whole, key=sizes.__getitem__)
         others = f" ({len(draws.whole) - 1} more in the same way)" if len(draws.whole) > 1 else ""
         lines.append(
-            f"a new run draws all {layers} layers of {name} at once{others}, since "
-            f"{draws.whole[name]}: {format_bytes(layers * sizes[name])} of a device; to draw layer "
+            f"a new run initializes all {layers} layers of {name} at once{others}, because "
+            f"{draws.whole[name]}: {format_bytes(layers * sizes[name])} of device memory; to "
+            f"initialize layer "
             "by layer, build the layers by jax.vmap or nnx.vmap over keys"
         )
     return lines

@@ -88,8 +88,8 @@ def _obstacles(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> Iterator[tupl
             yield f"cannot be combined with {axis}={size}, which splits layers", f"use {axis}=1"
     if settings.offload.update_in_backward:
         yield (
-            "gathers again for the backward pass, which update_in_backward has not been shown to "
-            "wait for",
+            "gathers weights again in the backward pass, which is not tested with "
+            "update_in_backward",
             "leave update_in_backward out",
         )
 
@@ -251,18 +251,15 @@ def describe_tiles(settings: MeshConfig, tiles: LayerTiles) -> list[str]:
     if not tiles.cut:
         return [
             *lines,
-            f"{asked} cuts nothing: no larger weight of a layer can be gathered in parts",
+            f"{asked} cuts nothing: no layer weight above this size can be gathered in parts",
         ]
     counts = [found.count for found in tiles.cut.values()]
     few, many = min(counts), max(counts)
     number = f"{few}" if few == many else f"{few} to {many}"
     again = [name for name, found in tiles.cut.items() if found.again]
-    more = (
-        f"; the backward pass gathers {len(again)} of them once more, for products that it "
-        "computes again"
-    )
+    more = f"; the backward pass gathers {len(again)} of them once more, to compute products again"
     return [
-        f"{asked}: {len(tiles.cut)} weights of a layer are gathered in {number} tiles each, so "
-        "there are as many collectives in place of one" + more * bool(again),
+        f"{asked}: {len(tiles.cut)} weights of a layer are gathered in {number} tiles each, "
+        "with one collective for each tile" + more * bool(again),
         *lines,
     ]

@@ -541,7 +541,7 @@ def describe_pieces(pieces: BatchPieces) -> list[str]:
     ]
     if pieces.is_sum:
         lines.append(
-            "the loss is a sum over the rows of the batch: it is refused on more devices or with "
+            "the loss is a sum over the rows of the batch: it is an error on more devices or with "
             "more microbatches, because its mean over parts of the batch would differ"
         )
     if pieces.is_product:
@@ -553,6 +553,6 @@ def describe_pieces(pieces: BatchPieces) -> list[str]:
     if pieces.undefined:
         lines.append(
             f"the model's state {min(pieces.undefined)} depends on the rows of the batch, but is "
-            "not a count: more data shards are refused"
+            "not a count: with more data shards it is an error"
         )
     return lines

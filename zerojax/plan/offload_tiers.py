@@ -230,11 +230,8 @@ def slice_elements(layer: int, layers: int, limit: int, *, whole_layers: bool) -
       whole_layers: whether a slice is at most one layer.
 
     >>> slice_elements(1000, 24, 300, whole_layers=False)
-
     250
-
     >>> slice_elements(1000, 24, 9000, whole_layers=False)
-
     8000
     """
     if layer > limit:
@@ -366,18 +363,19 @@ def check_durable(config: OffloadConfig, precision: Precision, num_processes: in
     others = [tier for tier in config.shares if tier != NVME]
     if others:
         raise ValueError(
-            f"offload.durable with opt_state={config.shares}: what is in {' and '.join(others)} "
-            "memory is lost with the process, so the files alone do not hold a whole step; set "
+            f"offload.durable with opt_state={config.shares}: state in {' and '.join(others)} "
+            "memory is lost with the process, so the files alone do not have a whole step; set "
             f"opt_state: nvme, or {remedy}"
         )
     if not precision.has_masters:
         raise ValueError(
-            "offload.durable with param_dtype=bfloat16: weights are rebuilt from float32 masters "
-            "in the files, which such parameters do not have; use param_dtype=float32, or "
+            "offload.durable with param_dtype=bfloat16: weights are rebuilt from float32 "
+            "master weights in the files, but bfloat16 parameters have none; use "
+            "param_dtype=float32, or "
             f"{remedy}"
         )
     if num_processes > 1:
         raise ValueError(
-            f"offload.durable with {num_processes} processes: killed between two of their commits, "
-            f"they would be left with different steps; use one process, or {remedy}"
+            f"offload.durable with {num_processes} processes: if they are killed while a step "
+            f"is committed, their files may differ in the step; use one process, or {remedy}"
         )

@@ -190,7 +190,6 @@ def partition_layers(
         not divide, or a list that does not fit.
 
     >>> partition_layers("flops", 8, 4, head_cost=2.0)
-
     (3, 2, 2, 1)
     """
     if not isinstance(method, str):

@@ -248,7 +248,7 @@ def _access(
     reason = (
         None
         if reads_lazily
-        else "for a model of functions (init, apply) all are gathered when apply starts"
+        else "a model of functions (init, apply) gathers all parameters when apply starts"
     )
     return Access.GATHER_ON_USE, reason
 
@@ -260,7 +260,7 @@ def _stack_dims(shape: Shape, reads: frozenset[Shape] | None) -> tuple[int, str 
         return 0, "is never read by the loss"
     for read in reads:
         if read != shape[len(shape) - len(read) :]:
-            return 0, f"is read with shape {list(read)}, no trailing slice of {list(shape)}"
+            return 0, f"is read with shape {list(read)}, not a trailing slice of {list(shape)}"
     return len(shape) - min(map(len, reads)), None
 
 

@@ -63,9 +63,7 @@ def check_batch(batch: Tree, mesh: Mesh | AbstractMesh, num_microbatches: int) -
         are not divisible.
     """
     if num_microbatches < 1:
-        raise ValueError(
-            f"num_microbatches={num_microbatches} is below 1; use at least 1"
-        )
+        raise ValueError(f"num_microbatches={num_microbatches} is below 1; give at least 1")
     leaves = trees.flatten_names(batch)
     if not leaves:
         raise ValueError("the batch has no arrays; pass a tree of arrays [rows, ...]")
@@ -169,7 +167,7 @@ def check_wire(settings: MeshConfig, eight_bits: Collection[str]) -> None:
         raise ValueError(
             f"{asked} needs weights that are gathered on use (in each layer), but "
             f"zero={settings.zero} gathers "
-            "none so; use zero=3, or wire.weights=compute"
+            "none on use; use zero=3, or wire.weights=compute"
         )
     if not eight_bits:
         raise ValueError(

@@ -344,7 +344,7 @@ def check_same_result(one: tracing.ModelTrace, other: tracing.ModelTrace) -> Non
     """
     forms = [_form(trace.result) for trace in (one, other)]
     if forms[0] != forms[1]:
-        raise ValueError(f"the loss of the loop is {forms[1]} where the model's is {forms[0]}")
+        raise ValueError(f"the loop's loss returns {forms[1]}, but the model's returns {forms[0]}")
 
 
 def _form(result: Any) -> tuple[Any, list[Any]]:

@@ -19,7 +19,7 @@ or token types would cost an all-reduce of activations and save next to nothing.
 _SEVERAL = ("is cut by `split`", "is cut by `slice`")
 """Reasons why matrices are not split that contain several matrices, such as queries, keys and
 values in one."""
-_SUMMED = "is used with values that every device has whole"
+_SUMMED = "is used with values that are not split"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

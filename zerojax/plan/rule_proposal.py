@@ -124,17 +124,18 @@ def propose_rules(
     num_microbatches: int | None = None,
     freeze: str | Sequence[str] = (),
 ) -> RuleProposal:
-    """Proposes tensor-parallel rules for a model, from its matrix products, and counts the cost of each rule.
+    """Proposes tensor-parallel rules for a model from its matrix products, and counts their cost.
 
     The loss is traced, and nothing runs. The dimensions of parameters are followed through
     products, element-wise operations, reshapes that split heads, and loops; names of parameters
-    decide nothing. Rules that the model brings along are not looked at.
+    have no effect. The model's own tensor-parallel rules are ignored.
 
     Args:
-      model, example_batch, loss, precision, num_microbatches, freeze: as `zerojax.make_plan` takes
-        them. Bytes of all-reduces are those of one microbatch in the compute dtype.
-      mesh: the mesh of the run, or its sizes: {"data": 2, "model": 4}. It need not fit this
-        machine. Only the number of data shards and `model` are used.
+      model, example_batch, loss, precision, num_microbatches, freeze: arguments of the run, as for
+        `zerojax.make_plan`. Bytes of all-reduces are counted for one microbatch in the compute
+        dtype.
+      mesh: mesh of the run, or its sizes: {"data": 2, "model": 4}. This machine need not have the
+        devices. Only the number of data shards and the size of `model` are used.
 
     Returns:
       The proposal; `make_plan(..., rules=proposal.rules)` uses it.
@@ -288,7 +289,6 @@ def group_names(same: Mapping[str, Any]) -> dict[str, list[str]]:
       same: {name: any value}; names in one group have equal values.
 
     >>> group_names({"h_0/up": 1, "h_1/up": 1, "h_0/down": 2, "out": 0})
-
     {'^h_\\\\d+/up$': ['h_0/up', 'h_1/up'], '^h_0/down$': ['h_0/down'], '^out$': ['out']}
     """
     found: dict[str, list[str]] = {}

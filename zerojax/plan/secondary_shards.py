@@ -36,7 +36,7 @@ def check_secondary(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> None:
         raise ValueError(
             f"{_ASKED} needs weights that are gathered on use (in each layer), but "
             f"zero={settings.zero} gathers "
-            "none so; use zero=3, or wire.secondary=false"
+            "none on use; use zero=3, or wire.secondary=false"
         )
     check_no_other_way(_ASKED, "gathers weights", settings, mesh)
     over = state_axes(mesh.shape)

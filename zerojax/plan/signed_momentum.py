@@ -29,14 +29,19 @@ from zerojax.tracing.loops import find_stacks
 from zerojax.tracing.trees import format_bytes
 
 FROZEN_AT, BEGUN, WORKER, SERVER = "frozen_at", "begun", "worker", "server"
-"""The `ONE_BIT` part of a state contains frozen_at, int32 [], number of updates in the frozen second
-moment (0:
-not frozen), and under `errors_key`: begun, int32 [], whether the rest holds anything; worker {name:
-float32 [devices, devices, row]}, b1 times the agreed momentum plus what the device's last message
-left out; server {name: float32 [devices, row]}, what its last message of a mean left out. 1-bit
-LAMB has `zerojax.optim.one_bit_layers.SCALES` and `FRESH` beside them, and `COEFFICIENTS` and
-`FACTORS` under `layers_key`, which does not change with devices; momentum in its worker and server
-is multiplied by the scales."""
+"""Entries of the `ONE_BIT` part of a state.
+
+frozen_at: int32 [], number of updates in the frozen second moment (0: not frozen).
+Under `errors_key`:
+  begun: int32 [], whether the errors contain anything.
+  worker: {name: float32 [devices, devices, row]}, b1 times the agreed momentum plus the part that
+    the device's last message left out.
+  server: {name: float32 [devices, row]}, the part that the device's last message of a mean left
+    out.
+1-bit LAMB also has `zerojax.optim.one_bit_layers.SCALES` and `FRESH` there; its momentum in worker
+and server is multiplied by the scales. It has `COEFFICIENTS` and `FACTORS` under `layers_key`,
+which does not depend on the number of devices.
+"""
 
 
 _LAYERS = "layers_"

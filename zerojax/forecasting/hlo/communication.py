@@ -360,7 +360,7 @@ def _mesh_order(text: str, count: int) -> Sequence[int]:
         return _transposed(range(count), source, _integers(iota[2] or "") or range(len(source)))
     ids = _integers(text.partition("device_ids=")[2])
     if text.strip() and len(ids) != count:
-        raise ValueError(f"{text!r} between mesh and axes names {len(ids)} devices of {count}")
+        raise ValueError(f"the order {text!r} has {len(ids)} devices, but the mesh has {count}")
     return ids or range(count)
 
 

@@ -203,7 +203,7 @@ def _products_of_kernel(convolution: Instruction, kernel: Array, output: Array) 
     feature, including padding."""
     labels = re.fullmatch(r"\w+_(\w+)->\w+", convolution.attributes["dim_labels"])
     if labels is None:
-        raise ValueError(f"dim_labels of {convolution!r} are not like b01f_01io->b01f")
+        raise ValueError(f"{convolution!r} has no dim_labels of a form such as b01f_01io->b01f")
     return 2 * output.size * kernel.size // kernel.shape[labels[1].index("o")]
 
 

@@ -449,7 +449,7 @@ def read_type(text: str) -> Type:
         else:
             levels[-1].append(_array(token[1], token[2], token[3]))
     if len(levels) != 1 or len(levels[0]) != 1:
-        raise ValueError(f"{text!r} is not the type of a value as XLA's HLO text spells it")
+        raise ValueError(f"{text!r} is not a type in XLA's HLO notation")
     return levels[0][0]
 
 

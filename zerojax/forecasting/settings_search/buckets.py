@@ -94,7 +94,7 @@ def search_buckets(
     before = before or forecast_of(plan)
     own: dict[str, int] = {option: getattr(plan.settings, option) for option in OPTIONS}
     if before.source != COMPILED or before.estimate.step_seconds is None:
-        why = before.why_formula or f"{gpu.title} has no published peak to hide the wire behind"
+        why = before.why_formula or f"{gpu.title} has no published peak, so overlap is unknown"
         return BucketSearch(
             trials=(), own=own, before=None, after=None, words=(), sentence=f"Buckets: {why}"
         )

@@ -378,10 +378,10 @@ class _Search:
         if number:
             yield f"{number} that might be faster {'do' if number > 1 else 'does'} not fit."
         if certain:
-            yield f"No other one should be more than {TOLERANCE:.0%} faster."
+            yield f"No other candidate should be more than {TOLERANCE:.0%} faster."
         else:
             left = sum(t.status == NOT_TRIED for t in self.closed)
-            yield f"The time budget was used up; {left} remaining might be faster."
+            yield f"The time budget was used up; {left} of the other candidates might be faster."
 
 
 def _size(candidate: Candidate) -> tuple[int, ...]:

@@ -88,7 +88,6 @@ def make_schedule(
       OSError: the file cannot be read.
 
     >>> make_schedule("1f1b", stages=4, microbatches=8).num_ticks
-
     14
     """
     if isinstance(source, Mapping):
@@ -185,12 +184,12 @@ def _check_numbers(name: str, stages: int, microbatches: int, chunks: int | None
             f"use chunks={own} or interleaved({max(chunks, 2)})"
         )
     if stages > MAX_STAGES:
-        raise ScheduleError(f"stages={stages}, the limit is {MAX_STAGES}; use fewer stages")
+        raise ScheduleError(f"stages={stages} is above the limit {MAX_STAGES}; use fewer stages")
     number = stages * microbatches * chunks
     if number > MAX_OPERATIONS:
         raise ScheduleError(
             f"{stages} stages x {microbatches} microbatches x {chunks} chunks = {number:,} "
-            f"forwards, the limit is {MAX_OPERATIONS:,}; {_fewer(name, stages, chunks)}"
+            f"forwards, above the limit {MAX_OPERATIONS:,}; {_fewer(name, stages, chunks)}"
         )
     return chunks
 

@@ -72,7 +72,6 @@ def parse_cell(text: str) -> Cell:
       ScheduleError: a part of the text is not an operation.
 
     >>> parse_cell("F4+B0.1")
-
     (Operation(kind='F', microbatch=4, chunk=0), Operation(kind='B', microbatch=0, chunk=1))
     """
     text = text.strip()

@@ -33,7 +33,7 @@ class Costs:
         for name in ("forward", "backward", "weight"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
-                raise ScheduleError(f"cost {name}={value} must be a number from 0; use 1,1,1")
+                raise ScheduleError(f"cost {name}={value} is not a number of at least 0; use 1,1,1")
         if self.forward + self.backward + self.weight == 0:
             raise ScheduleError("costs 0,0,0 make every operation free; use 1,1,1")
 
