@@ -56,8 +56,8 @@ _COUNTS |= {"num_sliding_window_blocks"}
 @names_keywords()
 @dataclass(frozen=True, kw_only=True)
 class FixedLayout(BlockLayout):
-    """Windows of neighbouring blocks, and some blocks of each window that all blocks attend to
-    (arXiv:1904.10509)."""
+    """Block-sparse layout with windows of neighbouring blocks, and some blocks of each window that
+    all blocks attend to (arXiv:1904.10509)."""
 
     mode: ClassVar[str] = "fixed"
 
@@ -105,8 +105,8 @@ class FixedLayout(BlockLayout):
 @names_keywords()
 @dataclass(frozen=True, kw_only=True)
 class VariableLayout(BlockLayout):
-    """Windows of chosen sizes, chosen global blocks to which all blocks attend, and random
-    blocks."""
+    """Block-sparse layout with windows of chosen sizes, chosen global blocks to which all blocks
+    attend, and random blocks."""
 
     mode: ClassVar[str] = "variable"
 
@@ -143,8 +143,8 @@ class VariableLayout(BlockLayout):
 @names_keywords()
 @dataclass(frozen=True, kw_only=True)
 class BigBirdLayout(BlockLayout):
-    """A sliding window, global blocks at the start of the sequence, and random blocks
-    (arXiv:2007.14062)."""
+    """Block-sparse layout with a sliding window, global blocks at the start of the sequence, and
+    random blocks (arXiv:2007.14062)."""
 
     mode: ClassVar[str] = "bigbird"
 
@@ -172,8 +172,8 @@ class BigBirdLayout(BlockLayout):
 @names_keywords()
 @dataclass(frozen=True, kw_only=True)
 class BSLongformerLayout(BlockLayout):
-    """A sliding window, and global blocks that attend to all blocks and to which all blocks attend
-    (arXiv:2004.05150, applied to blocks of tokens)."""
+    """Block-sparse layout with a sliding window, and global blocks that attend to all blocks and to
+    which all blocks attend (arXiv:2004.05150, applied to blocks of tokens)."""
 
     mode: ClassVar[str] = "bslongformer"
 
@@ -198,7 +198,8 @@ class BSLongformerLayout(BlockLayout):
 @names_keywords()
 @dataclass(frozen=True, kw_only=True)
 class SlidingWindowLayout(BlockLayout):
-    """A sliding window and no global blocks, as in DeepSpeed's local sliding window attention."""
+    """Block-sparse layout with a sliding window and no global blocks, as in DeepSpeed's local
+    sliding window attention."""
 
     mode: ClassVar[str] = "sliding_window"
 

@@ -140,7 +140,7 @@ def load_dataclass(
       defaults: values of fields that neither the file nor an override sets.
 
     Raises:
-      ConfigError: states the key, the value, the nearest known key, and file:line.
+      ConfigError: the message states the key, the value, the nearest known key, and file:line.
     """
     values, where = dict[str, Any](), dict[Key, str]()
     if path is not None:
@@ -195,7 +195,7 @@ def coerce_fields(config: Any) -> None:
     `__post_init__`.
 
     Raises:
-      ConfigError: states the field, its type and the value.
+      ConfigError: the message states the field, its type and the value.
     """
     for name, hint in _hints(type(config)).items():
         try:

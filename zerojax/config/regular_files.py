@@ -81,7 +81,7 @@ def check_regular(status: os.stat_result, path: str | os.PathLike[str]) -> None:
     """Raises if a file's status does not belong to a regular file.
 
     Raises:
-      UnreadableError: states the path and the type of the file.
+      UnreadableError: the message states the path and the type of the file.
     """
     if not stat.S_ISREG(status.st_mode):
         raise UnreadableError(f"is {kind_of(status)}, not a regular file", path)

@@ -484,7 +484,7 @@ def load(cls: type[T], path: str | Path | None = None, overrides: Sequence[str] 
       overrides: texts such as "mesh.zero=3", or "zero=3" if only one field has that name.
 
     Raises:
-      ConfigError: states the key, the value, the nearest known key, and file:line.
+      ConfigError: the message states the key, the value, the nearest known key, and file:line.
     """
     defaults: dict[str, Any] = {}
     if cls is RunConfig and path is not None:

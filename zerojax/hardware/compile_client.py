@@ -288,7 +288,7 @@ def compile_for_gpus(
       sketch: whether to compile with `SKETCH_OPTIONS`.
 
     Raises:
-      CompileError: the compiler rejects the program; states the first cause.
+      CompileError: the compiler rejects the program; the message states the first cause.
     """
     lowered = program.lower(*abstract_args) if abstract_args else program
     all_options = {**(options or {}), **(SKETCH_OPTIONS if sketch else {})}

@@ -31,7 +31,7 @@ def check_context(settings: MeshConfig, mesh: Mesh | AbstractMesh, model: Model,
       loss: the user's loss; None: the model's own loss.
 
     Raises:
-      ValueError: states the conflicting setting and the remedy.
+      ValueError: the message states the conflicting setting and the remedy.
     """
     devices = mesh.shape[CONTEXT]
     if devices == 1:
@@ -101,8 +101,8 @@ def plan_context(
       (layout of the split sequences, sentences with the reasons); (None, []) if context=1.
 
     Raises:
-      ValueError: sequence lengths or numbers of heads are not divisible; states the next values
-        that are.
+      ValueError: sequence lengths or numbers of heads are not divisible; the message states the
+        next values that are.
     """
     devices, model = mesh.shape[CONTEXT], mesh.shape[MODEL]
     if devices == 1:

@@ -30,7 +30,7 @@ def check_expert_axis(settings: MeshConfig, mesh: Mesh | AbstractMesh, precision
       precision: the user's setting of precision.
 
     Raises:
-      ValueError: states the conflicting setting and the remedy.
+      ValueError: the message states the conflicting setting and the remedy.
     """
     if mesh.shape[EXPERT] == 1:
         return
@@ -123,7 +123,7 @@ def check_expert_calls(calls: ExpertCalls, declared: Iterable[str], asked: str) 
     `zerojax.experts`.
 
     Raises:
-      ValueError: states the parameter and its other use.
+      ValueError: the message states the parameter and its other use.
     """
     declared = frozenset(declared)
     for name in sorted(declared):

@@ -33,7 +33,7 @@ def explain_parameter(plan: Decisions, name: str) -> str:
       name: name of the parameter, as in `plan.table()`.
 
     Raises:
-      ValueError: there is no such parameter; states the nearest name.
+      ValueError: there is no such parameter; the message states the nearest name.
     """
     found = find_row(name, plan.stacks)
     leaf = _find(plan, name if found is None else found[0])

@@ -68,7 +68,7 @@ def check_cut(
     """Raises if tensor parallelism would split a block of quantized values.
 
     Raises:
-      ValueError: states the dimension and the remedy.
+      ValueError: the message states the dimension and the remedy.
     """
     axis = axes[codes.dim]
     size = axis_sizes[axis] if axis else 1
@@ -87,7 +87,7 @@ def check_codes(
     layer.
 
     Raises:
-      ValueError: states the conflicting setting and the remedy.
+      ValueError: the message states the conflicting setting and the remedy.
     """
     if precision.freeze_codes is None:
         return
@@ -123,7 +123,7 @@ def check_some(leaves: Mapping[str, LeafPlacement], kind: str) -> None:
     """Raises if `freeze_dtype` requests quantization but no parameter can be quantized.
 
     Raises:
-      ValueError: states which parameters can be quantized.
+      ValueError: the message states which parameters can be quantized.
     """
     if any(leaf.codes is not None for leaf in leaves.values()):
         return
@@ -146,7 +146,7 @@ def check_evaluation(leaves: Mapping[str, LeafPlacement], barriers: Mapping[str,
         the trace of the evaluation.
 
     Raises:
-      ValueError: states the parameter and its use.
+      ValueError: the message states the parameter and its use.
     """
     for name, why in barriers.items():
         codes = leaves[name].codes

@@ -26,7 +26,7 @@ def check_gradient_wire(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> None
     """Raises if `wire.gradients` or `wire.exact` has no effect or conflicts with other settings.
 
     Raises:
-      ValueError: states the setting to change.
+      ValueError: the message states the setting to change.
     """
     _check_node(settings, mesh)
     is_coded = settings.wire.gradients in BITS

@@ -63,7 +63,7 @@ def check_offload(plan: Plan, *, environ: Mapping[str, str] | None = None) -> No
       environ: environment variables; None: those of this process.
 
     Raises:
-      ValueError: states the bytes needed, the bytes available and the remedy.
+      ValueError: the message states the bytes needed, the bytes available and the remedy.
     """
     if plan.offload is None:
         return
@@ -82,7 +82,7 @@ def check_host_memory(plan: Plan, room: Room | None) -> None:
       room: available host memory; None: unknown, so nothing is checked.
 
     Raises:
-      ValueError: states the bytes needed, the bytes available and the remedy.
+      ValueError: the message states the bytes needed, the bytes available and the remedy.
     """
     needed = host_bytes(plan)
     if room is None:  # unknown on this system
@@ -222,7 +222,7 @@ def check_disk(plan: Plan) -> None:
     count as free space.
 
     Raises:
-      ValueError: states the bytes needed, the bytes available and the remedy.
+      ValueError: the message states the bytes needed, the bytes available and the remedy.
     """
     needed, config = disk_bytes(plan), plan.settings.offload
     if not needed:

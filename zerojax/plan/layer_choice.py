@@ -89,7 +89,7 @@ def plan_layer_drop(
       zero: ZeRO stage.
 
     Raises:
-      ConfigError: the layers cannot be dropped; states the remedy.
+      ConfigError: the layers cannot be dropped; the message states the remedy.
     """
     if config.is_off:
         return None
@@ -127,7 +127,7 @@ def check_layer_drop(
     """Raises for settings with which layer drop has not been shown to be exact.
 
     Raises:
-      ConfigError: states the setting and the remedy.
+      ConfigError: the message states the setting and the remedy.
     """
     if config.is_off:
         return

@@ -53,7 +53,7 @@ def plan_tiles(
       traced: (model, loss, arrays), as `cut_into_layers` takes them.
 
     Raises:
-      ValueError: another setting excludes tiles; states the remedy.
+      ValueError: another setting excludes tiles; the message states the remedy.
     """
     _check(settings, mesh)
     limit = settings.offload.tile_bytes
@@ -68,7 +68,7 @@ def _check(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> None:
     """Raises if `offload.tile_bytes` cannot be combined with another setting.
 
     Raises:
-      ValueError: states the conflicting setting and the remedy.
+      ValueError: the message states the conflicting setting and the remedy.
     """
     if settings.offload.tile_bytes is None:
         return

@@ -51,7 +51,7 @@ def check_loss(result: Any) -> None:
       result: returned value, with `ShapeDtypeStruct`s for arrays.
 
     Raises:
-      ValueError: states the returned value, or a metric name that is not allowed.
+      ValueError: the message states the returned value, or a metric name that is not allowed.
     """
     parts = split_result(result)
     scalars = [parts.loss, *([] if parts.weight is None else [parts.weight])]
@@ -107,7 +107,7 @@ def check_weight(trace: ModelTrace, placement: Placement) -> None:
       placement: placement table, which says which parameters are trained.
 
     Raises:
-      ValueError: states a parameter, and what to return instead.
+      ValueError: the message states a parameter, and what to return instead.
     """
     if split_result(trace.result).weight is None:
         return
@@ -296,7 +296,8 @@ def check_divisor(
       trace_of: function that traces the loss with other rows.
 
     Raises:
-      ValueError: states the factor between the mean over the parts and the loss of the whole batch.
+      ValueError: the message states the factor between the mean over the parts and the loss of the
+        whole batch.
     """
     rows, all_rows = (jax.tree.leaves(part)[0].shape[0] for part in (microbatch, batch))
     number, loss, weight = all_rows // rows, *_loss_and_weight(trace, params, extras, microbatch)
@@ -428,7 +429,7 @@ def check_step_counts(
       model: model of the loss.
 
     Raises:
-      ValueError: states the variable.
+      ValueError: the message states the variable.
     """
     rules = model.step_rules
     if not rules:

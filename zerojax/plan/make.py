@@ -149,7 +149,7 @@ class Plan(Decisions):
           name: name of the parameter, as in `table`: "blocks/mlp/up/kernel".
 
         Raises:
-          ValueError: there is no such parameter; states the nearest name.
+          ValueError: there is no such parameter; the message states the nearest name.
         """
         return explain_parameter(self, name)
 
@@ -237,8 +237,8 @@ def make_plan(
         reduce_bucket_size, allgather_bucket_size, sequence_sharding, roll, roll_remat, unroll.
 
     Raises:
-      ValueError, TypeError: an invalid argument or combination; states the value, the limit and the
-        remedy.
+      ValueError, TypeError: an invalid argument or combination; the message states the value, the
+        limit and the remedy.
     """
     inputs = PlanInputs(
         model=model,

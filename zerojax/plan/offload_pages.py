@@ -32,7 +32,7 @@ def check_pages(
       averages: whether the optimizer keeps an average of the weights.
 
     Raises:
-      ValueError: states the conflicting setting and the remedy.
+      ValueError: the message states the conflicting setting and the remedy.
     """
     if settings.offload.params != NVME:
         return

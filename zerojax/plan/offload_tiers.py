@@ -320,7 +320,7 @@ def check_update_in_backward(
     yet.
 
     Raises:
-      ValueError: states the conflicting setting and the remedy.
+      ValueError: the message states the conflicting setting and the remedy.
     """
     if layout is None or not layout.update_in_backward:
         return
@@ -355,7 +355,7 @@ def check_durable(config: OffloadConfig, precision: Precision, num_processes: in
     """Raises if `durable` is set but a killed run could not continue from its files alone.
 
     Raises:
-      ValueError: states the conflicting setting and the remedy.
+      ValueError: the message states the conflicting setting and the remedy.
     """
     if not config.durable:
         return

@@ -38,7 +38,7 @@ def check_no_other_way(
       mesh: the device mesh.
 
     Raises:
-      ValueError: states the other setting.
+      ValueError: the message states the other setting.
     """
     stages, experts = mesh.shape[meshes.STAGE], mesh.shape[meshes.EXPERT]
     others = {
@@ -184,7 +184,7 @@ def check_elementwise(settings: MeshConfig, tx: Any) -> None:
     """Raises if `deterministic` is set and the optimizer's update is not elementwise.
 
     Raises:
-      ValueError: states the optimizers whose update is elementwise.
+      ValueError: the message states the optimizers whose update is elementwise.
     """
     if settings.deterministic is None or getattr(tx, "begin", None) is not None:
         return
@@ -237,7 +237,8 @@ def check_not_per_example(result: Any, batch: Tree, piece: Tree) -> None:
       piece: the rows of `batch` with which the loss was traced.
 
     Raises:
-      ValueError: states the returned shape for the global batch and for the traced rows.
+      ValueError: the message states the returned shape for the global batch and for the traced
+        rows.
     """
     first = result[0] if isinstance(result, tuple) and result else result
     shape: tuple[int, ...] = getattr(first, "shape", ())
@@ -256,7 +257,7 @@ def check_arguments(loss: Callable[..., Any]) -> None:
     """Raises if a loss cannot be called as loss(model, batch).
 
     Raises:
-      TypeError: states the arguments of the loss.
+      TypeError: the message states the arguments of the loss.
     """
     try:
         signature = inspect.signature(loss)
@@ -322,7 +323,7 @@ def _described(batch: Tree) -> str:
 
 
 def _instead(line: str) -> str:
-    """Returns the remedy for a line that needs the value of an array."""
+    """Suggests what to write instead of a line that needs the value of an array."""
     asked = re.search(r"\b(float|int|bool)\(|\.(item|tolist)\(|\bnp\.|\bnumpy\.", line)
     if asked is not None and not re.match(r"(if|elif|while|assert)\b", line):
         word = asked[1] or asked[2]

@@ -230,7 +230,8 @@ def _fewest_turns(wishes: Wishes) -> int:
 
 
 def works_with_loops_alone(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> bool:
-    """Returns whether the settings require layers that run in a loop."""
+    """Returns whether the settings require layers that run in a loop, as a pipeline and offload by
+    layer do."""
     by_layer = settings.offload.params != DEVICE or settings.offload.activations != DEVICE
     return mesh.shape[STAGE] > 1 or by_layer
 
@@ -273,8 +274,8 @@ class _Rows:
         self._forms = {} if isinstance(tx, Optimizer) else self._state_forms()
 
     def kind_of(self, name: str) -> tuple[Any, ...]:
-        """Returns the (source, setting) pairs of a parameter, which must be equal for all rows of a
-        stacked parameter."""
+        """Returns the settings of a parameter as (source, setting) pairs; only parameters with
+        equal pairs can be rows of one stacked parameter."""
         return (
             ("freeze", self._frozen[name]),
             ("a tensor-parallel rule", self._axes[name]),

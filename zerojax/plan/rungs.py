@@ -80,7 +80,8 @@ def ladder_of(plan: Decisions, curriculum: CurriculumConfig, *, has_own_loss: bo
       has_own_loss: whether the caller passed a loss.
 
     Raises:
-      ConfigError: the batch, the loss or a setting does not fit; states the problem and the remedy.
+      ConfigError: the batch, the loss or a setting does not fit; the message states the problem and
+        the remedy.
     """
     batch = plan.abstract_batch
     keys = _keys(plan, curriculum, has_own_loss=has_own_loss)
@@ -180,7 +181,11 @@ def _check_settings(plan: Decisions) -> None:
 
 
 def _check_weights(plan: Decisions, ladder: Ladder) -> None:
-    """Raises if weights of 0 at the end of rows would give another result than shorter rows."""
+    """Raises if rows that are shortened by weights of 0 at their end would give another loss than
+    shorter rows.
+
+    A curriculum shortens rows so if their length is not among its compiled lengths.
+    """
     config, batch = ladder.config, plan.abstract_batch
     lengths = len(config.all_lengths)
     remedy = (

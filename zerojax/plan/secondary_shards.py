@@ -28,7 +28,7 @@ def check_secondary(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> None:
     """Raises if `wire.secondary` has no effect or conflicts with other settings.
 
     Raises:
-      ValueError: states the setting to change.
+      ValueError: the message states the setting to change.
     """
     if not settings.wire.secondary:
         return

@@ -53,7 +53,7 @@ def check_one_bit(
     """Raises if a 1-bit optimizer conflicts with other settings.
 
     Raises:
-      ValueError: states the first conflict and the remedy.
+      ValueError: the message states the first conflict and the remedy.
     """
     one_bit = one_bit_of(tx)
     if one_bit is None:

@@ -34,7 +34,7 @@ def check_lookup(settings: MeshConfig, mesh: Mesh | AbstractMesh, precision: Any
       precision: the user's setting of precision.
 
     Raises:
-      ValueError: states the conflicting setting and the remedy.
+      ValueError: the message states the conflicting setting and the remedy.
     """
     if settings.lookup != "owners":
         return

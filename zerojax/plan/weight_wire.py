@@ -46,7 +46,7 @@ def check_weight_wire(settings: MeshConfig, mesh: Mesh | AbstractMesh, tx: Any) 
     """Raises if `wire.weights` has no effect or conflicts with other settings.
 
     Raises:
-      ValueError: states the setting to change.
+      ValueError: the message states the setting to change.
     """
     if settings.wire.weights in DELTA_BITS:
         _check_deltas(settings, mesh, tx)

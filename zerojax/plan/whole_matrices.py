@@ -65,8 +65,8 @@ class MatrixClass:
 
 
 def with_matrices(tx: Any, trace: ModelTrace, placement: Placement) -> Any:
-    """Returns the optimizer with the matrices that it finds in the traced loss; other optimizers
-    than Muon are unchanged.
+    """Passes the matrices that the traced loss shows to Muon; returns any other optimizer
+    unchanged.
 
     Raises:
       ValueError: there are no matrices, or the loss does not show the matrices of an expert.

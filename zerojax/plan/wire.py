@@ -100,14 +100,15 @@ def leaf_transfers(plan: Decisions, leaf: LeafPlacement) -> list[LeafTransfer]:
         (4 bytes each) are not counted.
 
     These settings change the collectives:
-      `delta_codes`: the all-gather of the two kinds "gather once" sends codes of the difference.
-      `node_shards` (`wire.secondary`): the collectives run inside a node; in addition an all-gather
-      and a reduce-scatter of a node's part run between nodes once per step.
-      `wire.gradients`: a reduce-scatter becomes all-to-alls of codes.
-      frozen parameters in codes are gathered as codes.
-      streamed (`offload.params`), at any ZeRO stage: per microbatch each layer is gathered twice,
-      the last layer once, and its gradient is reduced once. Tiles of the last layer are gathered
-      twice, too, and all tiles once more if the backward pass recomputes their product.
+      wire.weights, difference codes: the all-gather of the two kinds "gather once" sends codes of
+        the difference.
+      wire.secondary: the collectives run inside a node; in addition an all-gather and a
+        reduce-scatter of a node's part run between nodes once per step.
+      wire.gradients: a reduce-scatter becomes all-to-alls of codes.
+      freeze_dtype: frozen parameters in codes are gathered as codes.
+      offload.params, at any ZeRO stage: per microbatch each layer is gathered twice, the last layer
+        once, and its gradient is reduced once. Tiles of the last layer are gathered twice, too, and
+        all tiles once more if the backward pass recomputes their product.
       pipeline: a device has the layers of one stage, over `data`. Transfers per microbatch run in
         every tick that has the slot, including masked ticks: m+p-1 times instead of m for 1f1b.
         Parameters that all stages read are sent over `data` and `stage` together, once per step.

@@ -178,8 +178,8 @@ class _Finder:
 
 
 def _path_in_user(user: Instruction, index: int, path: _Path) -> _Path | None:
-    """Returns the position in the result of `user` of element `path` of operand `index`; None if
-    the result does not contain it."""
+    """Follows a value through one instruction: returns its tuple path in the result of `user`, from
+    its tuple path in operand number `index`; None if the result does not contain the value."""
     if user.opcode == "tuple":
         return (index, *path)
     if user.opcode == "get-tuple-element":

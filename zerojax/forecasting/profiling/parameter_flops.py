@@ -321,8 +321,8 @@ def _joined(names: Sequence[str]) -> str:
 
 
 def _partners(products: Sequence[_Product], known: Any) -> dict[object, list[tuple[int, _Product]]]:
-    """Returns {identity of a factor: products of this factor with parameters}; gradients of inputs
-    come first."""
+    """Groups products by their factors: returns {identity of a factor: products that multiply this
+    factor by a parameter}; products that compute gradients of inputs come first."""
     found: dict[object, list[tuple[int, _Product]]] = collections.defaultdict(list)
     for product in products:
         if product.names and not product.is_forward:

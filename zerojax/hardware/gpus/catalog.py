@@ -30,7 +30,8 @@ def find_gpu(name_or_file: str) -> Gpu:
         to start from a known card.
 
     Raises:
-      ValueError: there is no such card or file, or the file has a mistake; states its line.
+      ValueError: there is no such card or file, or the file has a mistake; the message states its
+        line.
     """
     text = str(name_or_file).strip()
     named = named_gpu(text) or gpu_of_device(text)

@@ -432,7 +432,8 @@ def read_csv(path: str | Path) -> Schedule:
     """Reads a schedule from a CSV file, and checks that it can run.
 
     Raises:
-      ScheduleError: the file cannot be read or has a mistake; states the file and the line.
+      ScheduleError: the file cannot be read or has a mistake; the message states the file and the
+        line.
     """
     path = user_path(path)
     try:

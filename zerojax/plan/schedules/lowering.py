@@ -88,7 +88,8 @@ class ExecutorTable:
 
     @property
     def wraps(self) -> bool:
-        """Whether the last and the first stage send anything to each other."""
+        """Whether the last pipeline stage and the first send messages to each other, which a
+        schedule with several chunks in a loop needs."""
         chunks, placement = self.schedule.num_chunks, self.schedule.placement
         return placement == "loop" and chunks > 1 and self.schedule.num_stages > 1
 
