@@ -116,7 +116,7 @@ def _pieces(value: Any, limit: int, depth: int) -> Iterator[str]:
 def _repr(value: Any) -> str:
     try:
         return repr(value)
-    except Exception:  # of a foreign class
+    except Exception:  # a class of the user may raise anything in __repr__
         return f"<{type(value).__name__}>"
 
 

@@ -260,7 +260,7 @@ def _nearest(name: str, cls: type, prefix: Key, root: type) -> str:
 
 
 def _closest(name: str, known: Sequence[str]) -> str | None:
-    name = name[:_MAX_NAME]  # comparing costs the product of both lengths
+    name = name[:_MAX_NAME]  # the time to compare two texts is the product of their lengths
     initials = [k for k in known if "".join(word[0] for word in k.split("_")) == name]
     return next(iter(initials + difflib.get_close_matches(name, known, 1, 0.6)), None)
 
@@ -449,8 +449,8 @@ def _check_depth_before(error: yaml.YAMLError, text: str, source: str) -> None:
 def _check_events(text: str, source: str, loader: type) -> None:
     """Raises if the stream of YAML events exceeds the limits of nesting depth or of alias
     expansion."""
-    weights: dict[str, tuple[int, int]] = {}  # of anchored nodes: nodes, levels below
-    opened: list[tuple[str | None, int, int]] = []  # anchor, nodes before it, levels below so far
+    weights: dict[str, tuple[int, int]] = {}  # {anchor: (number of nodes, levels below)}
+    opened: list[tuple[str | None, int, int]] = []  # (anchor, nodes before, levels below so far)
     total = 0
     for event in yaml.parse(text, Loader=loader):
         anchor, below, before = None, 0, total
@@ -506,7 +506,7 @@ def _check_scalars(root: yaml.Node, source: str) -> None:
                 trial.construct_object(node)
             except yaml.YAMLError:
                 raise
-            except Exception:  # ValueError, KeyError, AttributeError, OverflowError: by its tag
+            except Exception:  # its type depends on the value's tag
                 is_readable = False
             if not is_readable:
                 raise NotYaml(

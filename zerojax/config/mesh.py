@@ -291,7 +291,7 @@ class MeshConfig:
     1: sharded over all devices of `data`."""
     zero: int = 1
     """ZeRO stage. 0: nothing is sharded; 1: optimizer state; 2: also gradients; 3: also parameters.
-    The default 1 saves the most memory that needs no additional communication."""
+    The default 1 is the largest saving that needs no additional communication."""
     persistence_threshold: int = 100_000
     """Number of elements. At zero=3 parameters with fewer elements are not sharded, because
     gathering them costs more time than the saved memory is worth (DeepSpeed's default)."""

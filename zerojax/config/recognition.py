@@ -1,8 +1,8 @@
 """Distinguishes a DeepSpeed configuration dict from a dict of `MeshConfig` fields by the names of
 its keys.
 
-`tests/deepspeed/test_deepspeed.py` checks the list of DeepSpeed keys against the table of supported
-keys. No name is both a DeepSpeed key and a `MeshConfig` field.
+`tests/deepspeed/test_deepspeed.py` compares the DeepSpeed keys with the table of translated keys.
+No name is both a DeepSpeed key and a `MeshConfig` field.
 """
 
 from __future__ import annotations

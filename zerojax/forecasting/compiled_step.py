@@ -147,7 +147,7 @@ def forecast(
     moved, targets = with_rungs(plan.remake(mesh)), None
     counted = streamed_from_host(moved) if _reads_pages(moved) else moved
     if why is None and counted.settings.offload.on_host:
-        # Absent devices have no host memory: trace over the mesh's axes only.
+        # A mesh of absent devices has no host memory, so the step is traced on an abstract mesh.
         targets = list(mesh.devices.flat)
         moved, counted = (_over_axes(one, mesh) for one in (moved, counted))
     return _make_forecast(
@@ -507,7 +507,7 @@ def _memory(plan: Plan, facts: Facts | None) -> Memory:
         aliased=use.aliased,
         temporary=use.temporary,
         peak=use.peak,
-        # The compiled program has in host memory what the plan has in files.
+        # State that the plan stores in files is in host memory in the compiled program.
         host=on_host if _reads_pages(plan) else use.host_peak,
         formula_peak=sum(formula.values()),
         roles=_roles(use, facts["roles"], formula, batch),
@@ -534,7 +534,9 @@ def _roles(
     if found is None:
         found = {role: formula[role] for role in STATE_ROLES if role in formula}
         found |= {"batch": batch, "temporary": use.temporary}
-        found["other"] = use.peak - sum(found.values())  # counters, outputs with own memory
+        found["other"] = use.peak - sum(
+            found.values()
+        )  # counters, and outputs with memory of their own
     names = list(dict.fromkeys([*formula, *found]))
     return tuple(
         RoleBytes(

@@ -158,7 +158,7 @@ def _compiled_temporary(plan: Plan, step: Any) -> int | None:
     try:
         compiled = step.lower(plan.abstract_state, plan.abstract_batch).compile()
         return compile_client.memory_of(compiled).temporary
-    except Exception:  # memory may be too short for this as well; the page omits it
+    except Exception:  # there may be too little memory for this, too; the page omits it
         return None
 
 
@@ -177,7 +177,7 @@ def cheapest_remedies(plan: Plan, sizes: Mapping[str, int], excess: int | None) 
         if remedy.price is None or (remedy.saving or 0) < SMALL * needed:
             continue
         key = remedy.words.partition("=")[0]
-        # Of several values of one setting, the first that suffices, else the one that saves most.
+        # Of several values of one setting, take the first that is enough, else the one that saves most.
         if key not in found or not _suffices(found[key], excess):
             found[key] = remedy
     order = sorted(found.values(), key=lambda one: (not _suffices(one, excess), one.price))

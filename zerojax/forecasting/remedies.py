@@ -219,7 +219,7 @@ def _higher_zero(plan: Plan, sizes: dict[str, int]) -> Iterator[Remedy]:
 def _microbatches(plan: Plan, sizes: dict[str, int]) -> Iterator[Remedy]:
     rows, activations = rows_at_once(plan), _sum(sizes, "activations", PIPELINE_BUFFERS)
     if plan.pipeline is not None and plan.pipeline.schedule.name == "gpipe":
-        return  # this schedule keeps all of them, however many there are
+        return  # this schedule stores all microbatches, however many there are
     extra = accumulation_bytes(plan) if plan.num_microbatches == 1 and not plan.pipeline else 0
     also = "; adds a sum of gradients" if extra > 0 else ""
     factors = [factor for factor in (2, 4, 8, 16, 32, 64) if rows % factor == 0]

@@ -348,10 +348,12 @@ def _formula_tiers(plan: Decisions) -> tuple[Tiers, Tiers]:
             row = whole // layers if tiles is None else shard // layers
             weights += 2 * row * compute
             gradients += row * (compute if tiles is None else reduce)
-            if tiles is not None:  # one at work, the next one, and the gradient of one
+            if tiles is not None:  # the current tile, the next tile, and the gradient of one
                 weights += 2 * whole // layers // tiles.count * compute
                 gradients += whole // layers // tiles.count * compute
-            if layout.update_in_backward:  # of the layer above, which waits for its update
+            if (
+                layout.update_in_backward
+            ):  # gradients of the layer above, which waits for its update
                 gradients += shard // layers * _scattered_itemsize(plan)
             else:
                 far_gradients += shard * _scattered_itemsize(plan)

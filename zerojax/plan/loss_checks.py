@@ -154,7 +154,7 @@ def choose_batch_weight(
     rules = marks_of_own_rules(program, marks, as_they_are=True)
     if not rules:
         return None, []
-    # Such rules keep scales in the state, which adapt to the size of gradients. While they
+    # Such derivatives have scales in the state, which adapt to the size of gradients. While they
     # are unknown, in the first step, gradients of a mean over many tokens are 0 in 8 bits.
     if all(rules):
         return None, [
@@ -343,7 +343,8 @@ def _loss_and_weight(
 
 
 def _scales(loss: Dependence, weight: float | None) -> list[float] | None:
-    """Returns the factors of the sums over rows that the loss adds; None if unknown."""
+    """Returns the factors that multiply the sums over rows in a loss, divided by its weight; None
+    if they are unknown."""
     scales = scales_of(loss)
     return [scale / weight for scale in scales] if scales and weight else None
 
@@ -386,7 +387,7 @@ def part_with_mixed_rows(
     )
     if not isinstance(parts.weight, Total | Fixed | None):
         return "the weight of the loss"
-    # With equal weights, a term without rows has the same value in each piece and in the mean.
+    # With equal weights, a term without rows has the same value in each part and in the mean.
     if not (isinstance(parts.loss, Total) or (_is_equal(parts.weight) and is_affine(parts.loss))):
         return "the loss"
     for name, value in parts.metrics.items():

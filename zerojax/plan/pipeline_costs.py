@@ -149,7 +149,7 @@ def executed_flops(layout: PipelineLayout) -> float:
     slots the longest virtual stage.
     """
     times, chunk = slot_costs(layout).of(layout.schedule), layout.chunk_rows * layout.layer_flops
-    chunk *= layout.schedule.num_chunks  # slot times are those of one
+    chunk *= layout.schedule.num_chunks  # slot times are those of one chunk
     total = 0.0
     for run in layout.table.runs:
         tick = sum(times[kind] for kind in _kinds(run)) * chunk

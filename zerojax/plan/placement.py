@@ -381,7 +381,7 @@ def place_model(
         if not jnp.issubdtype(leaf.dtype, jnp.floating)
     }
     barriers, read_shapes = dict(trace.barriers), dict(trace.read_shapes)
-    # Read whole, but used only by the loop, which slices it.
+    # Parameters that are read as a whole, but used only by the loop, which slices them.
     early = [name for name in stacked if params[name].shape in read_shapes.get(name, ())]
     barriers |= dict.fromkeys(early, "is read before the loop over layers")
     if why := _why_not_in_branches(settings):

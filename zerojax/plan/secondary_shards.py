@@ -60,7 +60,8 @@ def check_secondary(settings: MeshConfig, mesh: Mesh | AbstractMesh) -> None:
 def with_secondary(
     placement: Placement, settings: MeshConfig, mesh: Mesh | AbstractMesh
 ) -> Placement:
-    """Marks the parameters in the placement table that each node gathers within itself."""
+    """Sets `node_shards` in the placement table for the parameters that each node gathers within
+    itself."""
     if not settings.wire.secondary:
         return placement
 

@@ -210,7 +210,7 @@ class _Finder:
         attributes = instruction.attributes
         text = attributes.get("replica_groups", "{}")
         if "device_ids" in attributes:
-            # Part of the mesh notation, after a comma.
+            # This attribute is part of the mesh notation, after a comma.
             text = f"{text}, device_ids={attributes['device_ids']}"
         group = read_groups(text, self._num_devices)[0]
         by_replica = kind in _OVER_REPLICAS and "channel_id" in attributes

@@ -19,12 +19,12 @@ from zerojax.forecasting.hlo.program import (
 from zerojax.operators.cudnn_attention import call_flops
 from zerojax.operators.marks import cost_of_branches
 
-# Starts whose computation is a separate list of instructions. A `fusion-start` is one kernel, like
+# Opcodes whose computation is a list of separate instructions. A `fusion-start` is one kernel, like
 # the fusion it starts.
 _CALLS = ("call", "call-start", "async-start")
 
 _DOTS = ("dot", "ragged-dot", "scaled-dot")
-# These name or order values without accessing memory.
+# Opcodes that only name or order values and access no memory.
 _FREE = frozenset(
     """
     parameter constant tuple get-tuple-element bitcast opt-barrier after-all add-dependency
@@ -33,7 +33,7 @@ _FREE = frozenset(
 )
 _SLICES = frozenset(("slice", "dynamic-slice", "gather"))
 _UPDATES = frozenset(("dynamic-update-slice", "scatter"))
-# Every element of their result needs several elements of their operand.
+# Opcodes for which each element of the result needs several elements of the operand.
 _COMBINE = frozenset(
     """
     reduce reduce-window select-and-scatter dot ragged-dot scaled-dot convolution sort topk fft

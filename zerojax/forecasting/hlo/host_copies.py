@@ -25,7 +25,7 @@ from zerojax.forecasting.hlo.program import (
 TO_DEVICE, TO_HOST = "to device", "to host"
 
 _CONTROL_FLOW = ("while", "conditional", "call", "call-start", "async-start")
-# These name or order values.
+# Opcodes that only name or order values.
 _MOVE_NOTHING = (
     "parameter",
     "constant",
@@ -227,7 +227,7 @@ def _moved_by_kernel(inner: Computation) -> _Moved:
         one in slices or one.opcode in ("parameter", "constant", *_RENAMES)
         for one in inner.instructions
     )
-    if not alone:  # then it computes as well, so it is a kernel, whatever its slices are
+    if not alone:  # the fusion also computes, so a kernel moves the bytes
         moved = {way: [(size, False) for size, _ in parts] for way, parts in moved.items()}
     return _without_empty(moved)
 
@@ -276,7 +276,7 @@ def _opposite(copy: HostCopy, copies: list[HostCopy]) -> int:
 
 
 def _meet(one: Overlap, other: Overlap) -> bool:
-    # A start is just before its stretch and a done just after: of two adjacent stretches, one ends
+    # A start is just before its range and a done just after it: of two adjacent ranges, one ends
     # before the other begins.
     return any(
         where == there and max(first, begin) <= min(last, end)

@@ -10,7 +10,7 @@ from zerojax.forecasting.hlo.costs import HbmTraffic, Matmuls, ScheduleSum
 from zerojax.forecasting.hlo.program import Computation, Instruction, Program
 
 _Path = tuple[int, ...]
-# Their value is that of their operand, which may be a started collective.
+# Opcodes whose result is their operand, which may be a started collective.
 _SAME_VALUE = ("copy", "bitcast", "opt-barrier")
 
 

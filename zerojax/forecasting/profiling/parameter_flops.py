@@ -221,7 +221,7 @@ class _Walk:
         body, length = equation.params["jaxpr"].jaxpr, equation.params["length"]
         wanted = self._needs.of_scan(equation, tuple(wanted))[1]
         carry = slice(constants, constants + carried)
-        # A stacked value loses its first dimension inside, and its identity.
+        # Inside the body a stacked value has one dimension less and a new identity.
         inside = given[: carry.stop] + [(_unstacked(o), object()) for o, _ in given[carry.stop :]]
         while True:
             results = self.follow(body, inside, wanted, times * length, False)

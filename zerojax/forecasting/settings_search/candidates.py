@@ -99,7 +99,7 @@ class Candidate:
 
     @property
     def _remat_value(self) -> str:
-        # "none" would ask for a loop where layers need none.
+        # "none" would require a loop, also where layers need none.
         is_list = self.remat_option == "mesh.roll_remat"
         return "model" if is_list and self.remat == "none" else self.remat
 

@@ -265,7 +265,7 @@ def _write_message(
         direction = "local"
     else:
         # In a loop activations always move right and gradients left; in a V the second
-        # chunk reverses both. With two stages both are the same neighbour: keep them apart.
+        # chunk reverses both. With two stages both directions lead to the same neighbour.
         goes_right = (kind == "F") != (schedule.placement == "v" and chunk == 1)
         direction = "right" if goes_right else "left"
     item = target, microbatch
