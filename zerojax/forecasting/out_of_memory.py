@@ -177,7 +177,7 @@ def cheapest_remedies(plan: Plan, sizes: Mapping[str, int], excess: int | None) 
         if remedy.price is None or (remedy.saving or 0) < SMALL * needed:
             continue
         key = remedy.words.partition("=")[0]
-        # Of several values of one setting, take the first that is enough, else the one that saves most.
+        # Of several values of a setting, take the first that is enough, else the largest saving.
         if key not in found or not _suffices(found[key], excess):
             found[key] = remedy
     order = sorted(found.values(), key=lambda one: (not _suffices(one, excess), one.price))
