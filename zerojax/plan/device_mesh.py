@@ -113,7 +113,7 @@ def resolve_axis_sizes(config: MeshConfig, num_devices: int) -> dict[str, int]:
     if product != num_devices:
         raise ValueError(
             f"mesh {' x '.join(f'{axis}={size}' for axis, size in sizes.items())} needs {product} "
-            f"devices, but there are {num_devices}; use data=-1 to use all of them"
+            f"devices, but found {num_devices}; use data=-1 to use all of them"
             + (_on_fewer(config, sizes) if product < num_devices else "")
         )
     return sizes
