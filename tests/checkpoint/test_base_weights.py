@@ -153,7 +153,7 @@ def test_any_mesh_restores_every_bit(options, precision, theirs, tmp_path):
     [
         (
             None,
-            r"reads 12 frozen arrays from \S+/gone, which does not exist; put the original files back",
+            r"reads 12 frozen arrays from \S+/gone, which does not exist; put the original files",
         ),
         (flip, r"where 'frozen/\S+' \(in model.safetensors\) differs from the run's values; put"),
         (lambda content: content.pop(), r"/there, which cannot be read: .*is truncated"),

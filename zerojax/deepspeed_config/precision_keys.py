@@ -1,4 +1,4 @@
-"""Translates precision keys into a `Precision`."""
+"""Translates ds_config keys for precision into a `Precision`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _AUTOCAST = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 
 
 def precision_of(file: File, given: CallerValues) -> Precision:
-    """Returns the dtypes that a ds_config sets; the caller's if it sets none."""
+    """Returns the dtypes that a ds_config sets, or the caller's dtypes if the file sets none."""
     name = _compute(file)
     if name is None and isinstance(given.precision, Precision):
         return _with_wire(file, given, given.precision, {})
@@ -144,8 +144,8 @@ def _bf16_masters(file: File, name: str) -> dict[str, Any]:
 def _with_wire(
     file: File, given: CallerValues, precision: Precision, fields: dict[str, Any]
 ) -> Precision:
-    """Adds the dtypes of communication and accumulation: of the ds_config, the caller
-    or zerojax."""
+    """Adds the dtypes of communication and accumulation, from the ds_config, from the caller, or
+    zerojax's defaults."""
     reduce = _agreed(file, "communication_data_type", given.reduce_dtype, "reduce_dtype")
     key = "data_types.grad_accum_dtype"
     total = _agreed(file, key, given.accumulate_dtype, "accumulate_dtype")
