@@ -288,8 +288,8 @@ def _folder(file: File, optimizer: str, param: str) -> str | None:
     named = {name: path for name, path in paths.items() if path is not None}
     if len(set(named.values())) > 1:
         file.notes.refuse(
-            named[PARAM],
             f"{PARAM}.nvme_path",
+            named[PARAM],
             f"differs from {named[OPTIMIZER]} of offload_optimizer; weights and optimizer state "
             "share one folder: use the same path in both",
         )
