@@ -243,8 +243,8 @@ def test_what_is_left_and_what_is_said(theirs, tmp_path):
     assert base.folder == theirs
     assert set(base.files) == {FILE}
     assert said == (
-        f"checkpoints leave {size} of frozen weights in {theirs}, which must not change "
-        "(checkpoint.frozen=saved: checkpoints hold all weights)"
+        f"checkpoints do not store {size} of frozen weights, which are in {theirs}; do "
+        "not change that folder (checkpoint.frozen=saved: checkpoints hold all weights)"
     )
     kept = base_of(plan, "saved")
     assert kept == (None, f"checkpoints hold frozen weights ({size}): checkpoint.frozen=saved")
