@@ -195,7 +195,7 @@ def test_an_old_folder_is_described_by_going_on(run, tmp_path):
     ("changes", "part"),
     [
         ({"py/object": "os.system"}, "unknown key"),
-        ({"architecture": "os"}, "known are gpt2"),
+        ({"architecture": "os"}, "use one of gpt2"),
         ({"sizes": {"vocab": 3}}, "known keys: vocab_size"),
         ({"batch": {"shape": "x"}}, "not a description of a batch"),
         ({"num_devices": "many"}, "num_devices"),
