@@ -159,8 +159,7 @@ def find_step(
 
 
 def _named_by_run(path: Path) -> list[Path]:
-    """Returns the folder of checkpoints that the settings of a run name; empty if they name none.
-    """
+    """Returns the folder of checkpoints that a run's settings name; empty if they name none."""
     named = run_settings(path).get("checkpoint")
     place = named.get("path") if isinstance(named, dict) else None
     return [user_path(place)] if isinstance(place, str) else []

@@ -156,7 +156,7 @@ def load_table(folder: Path) -> Table:
         raise ValueError(f"{FILE_NAME} has no table of arrays")
     if body.get("format") != _FORMAT:
         raise ValueError(
-                f"{FILE_NAME} has format {quoted(body.get('format'))}, this version reads {_FORMAT}"
+            f"{FILE_NAME} has format {quoted(body.get('format'))}, this version reads {_FORMAT}"
         )
     return Table({name: _as_place(name, entry) for name, entry in body["arrays"].items()})
 

@@ -189,8 +189,7 @@ class EngineQueries(ConfigQueries):
         return [float(schedule(self.global_steps - self.skipped_steps))]
 
     def get_global_grad_norm(self) -> float | None:
-        """Returns the gradient norm of the last step, before clipping; None before the first step.
-        """
+        """Returns the last step's gradient norm before clipping; None before the first step."""
         return float(self.metrics["grad_norm"]) if self.metrics else None
 
     def was_step_applied(self) -> bool:

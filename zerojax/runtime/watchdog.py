@@ -132,8 +132,7 @@ class Watchdog:
             self._thread = None
 
     def stop(self) -> None:
-        """Ends the supervision without waiting for the watchdog's thread. Any thread may call it.
-        """
+        """Ends supervision without waiting for the watchdog's thread. Any thread may call it."""
         self._stopping.set()
 
     # --- signs of progress ------------------------------------------------------------------------

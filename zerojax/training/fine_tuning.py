@@ -87,8 +87,7 @@ class FineTuning:
         return user_path(self.run_dir).absolute() / RUN_FILE
 
     def is_given(self, name: str) -> bool:
-        """Returns True if an override sets the key `name`, or a key inside the section `name`.
-        """
+        """Returns True if an override sets the key `name`, or a key inside the section `name`."""
         for word in self.overrides:
             key, _, value = word.partition("=")
             is_section = value.lstrip().startswith("{")

@@ -76,8 +76,7 @@ class LoopClock:
         self._devices.follow(result)
 
     def take(self) -> tuple[dict[str, float], ProcessTimes]:
-        """Returns ({activity: seconds} since the last call, times to send to the other processes).
-        """
+        """Returns ({activity: seconds} since the last call, times to send to other processes)."""
         now = self.watch.read()
         spent, self._at_report = difference(now, self._at_report), now
         times = ProcessTimes(

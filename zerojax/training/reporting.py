@@ -145,8 +145,7 @@ class Reports:
             raise _floor_error(plan, _read(step, metrics))
 
     def _look(self, plan: Plan, log: RunLog | None) -> None:
-        """Checks a finished step. Reads two scalars, and further metrics only if these are unusual.
-        """
+        """Checks a finished step. Reads two scalars, and more metrics only if these are unusual."""
         step, metrics = self._unseen.popleft()
         assert log is not None
         loss, skipped = jax.device_get((metrics["loss"], metrics["skipped"]))
@@ -314,8 +313,7 @@ def _read(step: int, metrics: Mapping[str, Any]) -> Metrics:
 
 
 def with_names(plan: Plan, values: Metrics) -> Metrics:
-    """Replaces numbers of parameters in metrics by the parameters' names; drops other numbers.
-    """
+    """Replaces numbers of parameters in metrics by the parameters' names; drops other numbers."""
     named = {name: _leaf(plan, values, name) for name in ("bad_leaf", "largest_leaf")}
     rest = {name: value for name, value in values.items() if name not in named}
     return rest | {name: leaf for name, leaf in named.items() if leaf is not None}

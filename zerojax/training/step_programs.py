@@ -111,8 +111,7 @@ class StepPrograms:
         return shard_batch(self.of(step).plan, batch, vocab_size=self._plan.vocab_size)
 
     def placing(self, after: int) -> Callable[[Any], Any]:
-        """Returns a function that places the batches after step `after` on the devices, in order.
-        """
+        """Returns a function that places batches after step `after` on the devices, in order."""
         steps = itertools.count(after + 1)
         return lambda batch: self.place(next(steps), batch)
 

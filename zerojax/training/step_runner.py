@@ -329,8 +329,7 @@ class StepRunner:
         return self
 
     def _release_files(self) -> None:
-        """Called before the files of a durable state are replaced; subclasses may override it.
-        """
+        """Called before the files of a durable state are replaced; subclasses may override it."""
 
     def to_model(self, *, weights: Weights = "trained") -> Any:
         """Returns the trained model in the user's form: `nnx.Module`, linen variables or a tree.

@@ -229,8 +229,7 @@ def _is_short(rows: int, missing: int) -> str:
 
 
 def _why_refused(plan: Plan, *, of_dataset: bool = False) -> str | None:
-    """Returns why batches with missing rows are refused, with a remedy; None if they are accepted.
-    """
+    """Returns why batches with missing rows are refused, with a remedy; None if accepted."""
     if jax.process_count() > 1 and not of_dataset:
         return (
             "with several processes every batch needs all of its rows; drop them, or fill the "

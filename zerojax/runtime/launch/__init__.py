@@ -190,7 +190,10 @@ class _Leader(_Launcher):
                 return exit_code(-signal.SIGKILL), "the processes were killed before they saved."
             return (SAVED_AND_STOPPED if SAVED_AND_STOPPED in codes else OK), None
         if failure is None:
-            return FAILED, f"the launcher of host {min(self.lost)} was lost first; all processes ended."
+            return (
+                FAILED,
+                f"the launcher of host {min(self.lost)} was lost first; all processes ended.",
+            )
         where = f" on host {self.job.host_of(failure.process_id)}" if self.job.num_hosts > 1 else ""
         others = self.job.total - 1
         ended = {0: "", 1: " The other process was ended."}.get(

@@ -68,8 +68,7 @@ def write_comparison(run_dirs: Sequence[str | Path], path: str | Path | None = N
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """Returns a short name for each run: the trailing parts of its path by which the runs differ.
-    """
+    """Returns a short name for each run: the trailing parts of its path that tell runs apart."""
     parts = [folder.resolve().parts for folder in folders]
     for depth in range(1, max(map(len, parts)) + 1):
         names = ["/".join(each[-depth:]) for each in parts]

@@ -57,8 +57,7 @@ class Metrics:
 
 
 class MetricsFile:
-    """Appends records to the file `path`; starts a new line if a killed process left a partial one.
-    """
+    """Appends records to a file; starts a new line if a killed process left a partial line."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)

@@ -1,5 +1,4 @@
-"""Writes the log of a run: reports, rates, and MFU (model FLOPs utilization) from published peaks.
-"""
+"""Writes a run's log: reports, rates, and MFU (model FLOPs utilization) from published peaks."""
 
 import contextlib
 import importlib

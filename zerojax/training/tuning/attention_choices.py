@@ -65,8 +65,7 @@ def choose_attention(
 
 
 def attention_question(plan: Plan, call: Call, reference: str, other: str) -> Question:
-    """Builds the question which of two attention implementations is faster, including gradients.
-    """
+    """Builds the question which of two attention implementations is faster, including gradients."""
     sizes = _on_one_device(plan, call)
     make = on_device(plan, lambda: _drawn(sizes))
     assert isinstance(plan.mesh, Mesh)

@@ -96,8 +96,7 @@ class KeptChoices:
         return found
 
     def keep(self, key: Mapping[str, Any], kept: Kept) -> None:
-        """Caches a decision, replacing an older one; does nothing if the same decision is cached.
-        """
+        """Caches a decision, replacing an older one; does nothing if the same one is cached."""
         if self._folder is None or self.find(key) == kept:
             return
         entries = self._read()

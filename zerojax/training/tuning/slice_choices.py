@@ -232,8 +232,8 @@ def update_of(plan: Plan, part: SlicedPart, mesh: Any) -> Callable[..., Any]:
     name, counts = part.leaf.name, without_moments(plan.abstract_stored["opt_state"])
 
     def update(weights: Any, master: Any, moments: Any, grad: Any) -> Any:
-            # As in a step, the count is not a constant: the compiler would divide by a constant in
-            # another way inside of a loop than outside.
+        # As in a step, the count is not a constant: the compiler would divide by a constant in
+        # another way inside of a loop than outside.
         before = lax.optimization_barrier(
             jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), counts)
         )
