@@ -54,7 +54,7 @@ class Repeated:
 
 
 def room(plan: Plan) -> int:
-    """Returns the bytes of device memory that a measurement may use: a fraction of the free bytes."""
+    """Returns the bytes of device memory that a measurement may use, a part of the free memory."""
     assert isinstance(plan.mesh, Mesh)
     stats = plan.mesh.local_devices[0].memory_stats()
     if not stats:  # on CPU, device memory is host memory
