@@ -397,7 +397,7 @@ def test_runs_go_on_and_are_exported_as_from_whole_checkpoints(theirs, tmp_path,
     assert read_metadata(runs[1] / "checkpoints" / "6").base == {}
     said = " ".join(capsys.readouterr().out.split())
     assert "step 4 holds frozen weights, and later steps will, too" in said
-    assert f"of frozen weights in {there}, which must not change" in said
+    assert f"of frozen weights, which are in {there}; do not change" in said
     assert "checkpoints hold frozen weights (261.5 KiB): checkpoint.frozen=saved" in said
     assert not list((tmp_path / "auto" / "checkpoints").glob("*.damaged"))
 

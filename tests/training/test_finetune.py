@@ -349,7 +349,7 @@ def test_data_of_other_kinds_are_refused(model, tmp_path, capsys):
     assert main(["data", "prepare", str(tmp_path / "book.txt"), str(tmp_path / "tokens")]) == 0
     capsys.readouterr()
     told = fails(capsys, *words, str(tmp_path / "tokens"))
-    assert "holds tokens of plain text, without marked answers; give chats" in told
+    assert "holds tokens of plain text, without marked answers; pass chats" in told
     assert "no/such" in fails(capsys, *words, "no/such")
     other = write_chat_model(tmp_path / "other")
     content = json.loads((other / "tokenizer.json").read_text())
