@@ -86,7 +86,7 @@ def named_arrays(state: PyTree) -> dict[str, jax.Array]:
 
 
 class Write(Protocol):
-    """Write of arrays that continues in the background."""
+    """Handle of a write of arrays that continues in the background."""
 
     def result(self) -> None:
         """Waits until the arrays are on disk; raises the error if the write failed."""

@@ -54,7 +54,7 @@ class BaseWeights:
     fingerprints: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the dict for `Metadata.base`."""
+        """Returns the JSON form of this object, which a checkpoint stores as `Metadata.base`."""
         sizes = {name: size for name, (size, _) in self.files.items()}
         return {"folder": str(self.folder), "files": sizes, "arrays": list(self.arrays)}
 
@@ -129,7 +129,7 @@ class BaseReader:
     """
 
     def __init__(self, step: Path, metadata: Metadata) -> None:
-        """Takes the folder of the step and its metadata. Reads nothing."""
+        """Initializes a reader for the step in folder `step`; reads nothing yet."""
         self._step, self._metadata = step, metadata
         self.names: frozenset[str] = frozenset(metadata.base.get("arrays", ()))
 

@@ -1,4 +1,4 @@
-"""The checkpointer: background saves, retention, and the choice of the step to resume from."""
+"""Saves checkpoints in the background, deletes old ones, and chooses the step to resume from."""
 
 from __future__ import annotations
 
@@ -473,7 +473,7 @@ class Checkpointer:
         Every process must call it.
 
         Args:
-          name: name of the protection, such as "best".
+          name: name under which the step is protected, such as "best".
           step: number of a saved step, or of the save in progress (this method waits for it).
           about: additional JSON values for the step's entry in `kept_steps`.
 

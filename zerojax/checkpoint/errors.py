@@ -59,13 +59,13 @@ class GivenUpError(MachineError):
 
 
 class DamagedError(CheckpointError):
-    """The contents of a checkpoint's folder differ from what was saved."""
+    """Files of a checkpoint are missing, or differ from the saved files."""
 
     is_bad_input = False
 
 
 class DivergedError(CheckpointError):
-    """Devices that should hold equal values differ, so there is no single state to save."""
+    """Replicas of an array differ between devices, so there is no single state to save."""
 
     is_bad_input = False
 

@@ -67,7 +67,8 @@ def export(
 
     Args:
       saved: the saved step.
-      out: new folder; must not exist or be empty. It gets this name when all files are complete.
+      out: new folder, which must either not exist or be empty. It gets this name when all files
+        are complete.
       dtype: dtype of all exported floating-point arrays, such as "bfloat16"; None: the saved
         dtypes, and float32 for weights that were saved as quantization codes.
       shard_bytes: maximum bytes of one file, unless a single array is larger.

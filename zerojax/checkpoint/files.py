@@ -191,7 +191,7 @@ def new_folder(out: Path, num_bytes: int, *, remedy: str | None) -> Iterator[Pat
     """Yields a temporary folder that is renamed to `out` at the end, or removed after an error.
 
     Args:
-      out: final folder; must not exist or be empty.
+      out: final folder; it must either not exist or be empty.
       num_bytes: number of bytes that will be written.
       remedy: additional remedy in the message about too little space, a clause that begins with
         "or"; None: no additional remedy.

@@ -36,7 +36,7 @@ _TWO_BITS = (ml_dtypes.int2, ml_dtypes.uint2)
 
 
 def add(*sums: Sums) -> Sums:
-    """Adds the fingerprints of disjoint parts of an array."""
+    """Adds the fingerprints of disjoint parts to the fingerprint of their union."""
     return sum(one[0] for one in sums) & _MASK, sum(one[1] for one in sums) & _MASK
 
 
@@ -117,7 +117,7 @@ def traced(
 
 
 def _mix(x: Any) -> Any:
-    """Maps 32 bits to 32 bits, a bijection (the finalizer of MurmurHash3)."""
+    """Maps 32-bit words to 32-bit words bijectively (the finalizer of MurmurHash3)."""
     unsigned = np.uint32
     x = x ^ (x >> unsigned(16))
     x = x * unsigned(0x85EBCA6B)

@@ -33,7 +33,7 @@ class PendingFingerprints:
         self._sums = {name: _start(leaf) for name, leaf in leaves.items()}
 
     def result(self) -> Parts:
-        """Waits for the fingerprints of the shards on this process's devices."""
+        """Waits for the fingerprints of the shards on this process's devices, and returns them."""
         return {name: _by_device(sums) for name, sums in self._sums.items()}
 
 

@@ -67,10 +67,10 @@ class SavedStep:
         return re.sub(rf"^checkpoint {re.escape(str(self.folder))} [^:]*: ", "", str(self.error))
 
     def whole_metadata(self) -> Metadata:
-        """Returns the metadata of this step.
+        """Returns the metadata of this step after checking that the step has no problem.
 
         Raises:
-          CheckpointError: the step has a problem.
+          CheckpointError: the step is damaged or cannot be read.
         """
         if self.error is not None:
             raise self.error

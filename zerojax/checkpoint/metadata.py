@@ -170,7 +170,7 @@ def write_metadata(folder: Path, metadata: Metadata) -> None:
     """Writes `metadata.json` into `folder`.
 
     Raises:
-      CheckpointError: the file would exceed the size that can be read.
+      CheckpointError: the file would be larger than the limit for reading (`MAX_BYTES`).
     """
     content = seal({"format": metadata.format} | dataclasses.asdict(metadata)).encode("utf-8")
     if len(content) > MAX_BYTES:
@@ -270,9 +270,9 @@ def check_same_arrays(
         raise CheckpointError(f"{where}: {what}{more}; {remedy}")
     if other_keys:
         raise CheckpointError(
-            f"{where}: {what}{more}: its random keys have another implementation; set the "
-            "jax_default_prng_impl with which it was saved ([2]: threefry2x32, [4]: rbg or "
-            "unsafe_rbg), or use another checkpoint folder"
+            f"{where}: {what}{more}: its random keys have another implementation; set "
+            "jax_default_prng_impl as in the run that saved it (keys of shape [2]: threefry2x32, "
+            "[4]: rbg or unsafe_rbg), or use another checkpoint folder"
         )
     raise CheckpointError(
         f"{where} was saved by another model or optimizer: {what}{more}; give the model and the "

@@ -290,7 +290,7 @@ def _stacker(mesh: Mesh, specs: tuple[P, ...]) -> Any:
 def _places(
     pack: str, names: Sequence[str], group: Sequence[jax.Array], packed: jax.Array
 ) -> dict[str, _Place]:
-    """Returns {name: place} of the arrays that `_stacker` has stacked into `packed`."""
+    """Returns {name: place in the pack} of the arrays that `_stacker` has stacked into `packed`."""
     mesh = _mesh_of(group[0])
     assert mesh is not None
     result, before = {}, 0

@@ -376,7 +376,7 @@ class Candidates:
         self._damaged.update(lost)
 
     def note(self, text: str) -> None:
-        """Issues a warning, once for all processes."""
+        """Adds a sentence to `notes` and issues it as a warning, in one process only."""
         if is_first_process():
             self.notes.append(text)
             warn_user(text, RuntimeWarning)

@@ -64,7 +64,7 @@ _FUNCTION, _PACKAGE = "blocking_key_value_get", "orbax"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Save:
-    """One save in progress."""
+    """Everything that one save needs: metadata, arrays, folder and limits."""
 
     metadata: Metadata
     partial: Path
@@ -121,7 +121,7 @@ def write(save: Save) -> list[str]:
 
 
 def is_first_process() -> bool:
-    """Returns True in the process that creates, names and deletes folders."""
+    """Returns True in process 0, which creates, renames and deletes the folders."""
     return jax.process_index() == 0
 
 

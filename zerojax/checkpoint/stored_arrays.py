@@ -57,7 +57,7 @@ class Unread:
 
 
 class StoredArrays:
-    """Reader of the arrays of one checkpoint."""
+    """Reader of the arrays of one checkpoint, wherever each array is stored."""
 
     def __init__(self, folder: Path, pieces: Path, base: BaseReader) -> None:
         """Opens the tables that say where each array is stored.

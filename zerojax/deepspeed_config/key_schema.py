@@ -280,7 +280,7 @@ def _longer(name: str, table: Table) -> list[str]:
 
 
 def _sections(table: Table, prefix: str = "") -> Iterator[str]:
-    """Yields the path of every section in a table of keys."""
+    """Yields the path, such as "zero_optimization", of every section in a table of keys."""
     for name, entry in table.items():
         if isinstance(entry, Mapping):
             yield f"{prefix}{name}"
@@ -288,7 +288,7 @@ def _sections(table: Table, prefix: str = "") -> Iterator[str]:
 
 
 def paths(table: Table, prefix: str = "") -> Iterator[str]:
-    """Yields the path of every key in a table of keys."""
+    """Yields the path, such as "zero_optimization.stage", of every key in a table of keys."""
     for name, entry in table.items():
         if isinstance(entry, (Key, AbsentFeature)):
             yield f"{prefix}{name}"

@@ -55,7 +55,7 @@ def precision_of(file: File, given: CallerValues) -> Precision:
 
 
 def _compute(file: File) -> str | None:
-    """Returns the compute dtype that a ds_config sets; None if it sets none."""
+    """Returns the compute dtype ("fp16", "bf16" or "fp32") of a ds_config; None if not set."""
     on = [name for name in ("fp16", "bf16") if file[f"{name}.enabled"]]
     if len(on) > 1:
         file.notes.refuse("bf16.enabled", True, "fp16 is enabled as well; enable only one of them")

@@ -202,7 +202,7 @@ class Closable(Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Whether the object is open."""
+        """True until the object is closed."""
         ...
 
     def close(self) -> None:

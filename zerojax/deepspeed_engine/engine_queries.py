@@ -136,7 +136,7 @@ class ConfigQueries:
 
     @property
     def global_rank(self) -> int:
-        """Index of this process; process 0 prints."""
+        """Index of this process over all hosts; process 0 prints."""
         return jax.process_index()
 
 
@@ -215,7 +215,7 @@ class EngineQueries(ConfigQueries):
 
     @property
     def micro_steps(self) -> int:
-        """Number of micro-batches consumed."""
+        """Number of micro-batches consumed, over all steps."""
         return self.global_steps * self.gradient_accumulation_steps()
 
     def train(self, mode: bool = True) -> Self:

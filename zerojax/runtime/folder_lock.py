@@ -56,7 +56,7 @@ _NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK}
 
 
 class FolderTakenError(RuntimeError):
-    """Another process writes into a folder; the message names it and a remedy."""
+    """Another process has locked a folder for writing; the message names it and a remedy."""
 
 
 class _Holder:
@@ -146,7 +146,8 @@ class Hold:
             self.give_up(
                 f"{self.folder} was locked by {holder}, because this process had not renewed "
                 "its lock "
-                f"for {EXPIRES:g} s; end one of the two, and continue from the newest checkpoint"
+                f"for {EXPIRES:g} s; end one of the two processes, and continue from the newest "
+                "checkpoint"
             )
             raise FolderTakenError(self._refusal)
 

@@ -63,7 +63,7 @@ def keep_programs() -> str | None:
 
 
 def _processor() -> str:
-    """Returns a name for the model of this machine's processor."""
+    """Returns a name that is equal for processors of the same model and instruction set."""
     words = [platform.machine()]
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()

@@ -55,7 +55,7 @@ def allocating_for(purpose: str) -> Iterator[None]:
 
 
 def purpose_of(error: BaseException) -> str | None:
-    """Returns the purpose of memory that `allocating_for` attached to an error, or None."""
+    """Returns the purpose that `allocating_for` recorded in an error, or None."""
     return getattr(error, _PURPOSE, None)
 
 
@@ -92,7 +92,8 @@ def pinned_limit_for(room: Room | None) -> int | None:
 
 
 def _machine() -> Iterator[Room]:
-    """Yields the memory that the kernel estimates as free without swapping (proc_meminfo(5))."""
+    """Yields this machine's memory, with the free part that the kernel estimates without swapping
+    (proc_meminfo(5))."""
     values = _table(PROC / "meminfo", ":")
     total, free = values.get("MemTotal"), values.get("MemAvailable")
     if total is not None and free is not None:
@@ -175,7 +176,7 @@ def free_disk(folder: str | os.PathLike[str]) -> int:
 
 
 def nearest_folder(folder: str | os.PathLike[str]) -> Path:
-    """Returns a folder, or its nearest existing parent; both are on the same disk."""
+    """Returns a folder if it exists, otherwise its nearest existing parent."""
     place = user_path(folder).absolute()
     while not place.exists():
         place = place.parent

@@ -433,6 +433,6 @@ class _Listener:
                     last = now
 
     def close(self) -> None:
-        """Stops listening to the signal."""
+        """Stops listening to the signal and removes the handler."""
         faulthandler.unregister(self._number)
         os.close(self._writer)

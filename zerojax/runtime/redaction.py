@@ -1,4 +1,4 @@
-"""Replaces passwords, keys and tokens in logs and reports by `HIDDEN`."""
+"""Replaces passwords, keys and tokens in texts for logs and reports by `HIDDEN`."""
 
 from __future__ import annotations
 

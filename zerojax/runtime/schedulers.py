@@ -271,7 +271,7 @@ def expand_counts(text: str, name: str) -> list[int]:
 
 
 def _tasks_here(environment: Mapping[str, str], num_processes: int, num_hosts: int) -> int | None:
-    """Returns the number of Slurm tasks on this host; None if Slurm's variables do not tell."""
+    """Returns the number of Slurm tasks on this host; None if Slurm's variables do not say it."""
     for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
         if not environment.get(name):
             continue

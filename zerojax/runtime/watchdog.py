@@ -165,7 +165,7 @@ class Watchdog:
                 self._step_ended = None
 
     def alive(self) -> None:
-        """Reports progress inside a long activity, such as one finished batch of many."""
+        """Reports progress inside a long activity, for example after each of many batches."""
         self._phase = dataclasses.replace(self._phase, since=self._clock())
 
     def finished(self, step: int) -> None:

@@ -29,8 +29,8 @@ from zerojax.training.validation import Filler, LeftOutError, each_batch, in_bat
 VALIDATION = "validation/"
 """Prefix of names of evaluation metrics; a name without it is a metric of training reports."""
 _SWITCH = (
-    "let the mode decide: an nnx module follows model.eval(); a linen module needs an argument "
-    "train, training, deterministic or use_running_average, which the loss does not pass"
+    "let the evaluation mode decide: an nnx module follows model.eval(); a linen module needs an "
+    "argument train, training, deterministic or use_running_average, which the loss must not pass"
 )
 
 
@@ -215,7 +215,7 @@ class EarlyStopping(_Watching):
         return True
 
     def state(self) -> dict[str, Any]:
-        """Returns the state to save in a checkpoint."""
+        """Returns the state of this callback for a checkpoint."""
         return {**super().state(), "waited": self._waited}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

@@ -184,7 +184,7 @@ def _check_new(file: Path) -> None:
 
 
 def _open_decoder(folder: str) -> Pretrained:
-    """Opens the pretrained folder without reading the weights.
+    """Opens the folder of a pretrained decoder without reading its weights.
 
     Raises:
       ValueError: the model is not a decoder.

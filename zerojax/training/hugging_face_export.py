@@ -190,7 +190,8 @@ def _check_there(
     for name, value in (("step", step), ("pretrained", pretrained)):
         if value is not None:
             raise ValueError(
-                f"{name}={value} is not possible for a trainer; pass the run's folder instead"
+                f"{name}={value} is not possible with a trainer or engine; pass the run's folder "
+                "instead"
             )
     if trained.state is None:
         raise ValueError(

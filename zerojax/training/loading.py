@@ -432,7 +432,8 @@ def _read_record(folder: Path) -> RunRecord:
 
 
 def _run_config(folder: Path) -> RunConfig | None:
-    """Returns the settings of a run of `zerojax train`; None for runs of `zerojax.train`."""
+    """Returns the settings of a run made by the command `zerojax train`; None for a run made by the
+    Python function `zerojax.train`."""
     path = folder / CONFIG_FILE
     values = bounded_json.load(path) if path.exists() else None
     if not isinstance(values, dict) or "run_dir" not in values:

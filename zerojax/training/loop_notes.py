@@ -18,11 +18,11 @@ def say_if_done(log: RunLog | None, step: int, steps: int | None) -> None:
 
 
 def say_if_short(log: RunLog | None, step: int, steps: int | None) -> None:
-    """Logs that the batches ended before the run's last step."""
+    """Logs that the batches ended before the run's last step, if they did."""
     if log is not None and steps is not None and step < steps:
         log.message(
-            f"the batches ended after {step} of {steps} steps; pass a list or another re-iterable "
-            "to have them repeated"
+            f"the batches ended after {step} of {steps} steps; pass a list, or another object "
+            "that can be iterated again, to repeat them"
         )
 
 

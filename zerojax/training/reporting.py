@@ -296,8 +296,8 @@ class Reports:
         if ends:
             raise FloatingPointError(
                 f"{found} at step {step}: not finite at {self._in_a_row} reports in a row, "
-                f"{self._skipped} updates skipped. The parameters are those before the first of "
-                f"them. {_remedy(plan)}"
+                f"{self._skipped} updates skipped. The parameters are those before the first "
+                f"skipped update. {_remedy(plan)}"
             )
 
 
@@ -385,12 +385,12 @@ def _floor_error(plan: Plan, values: Metrics) -> FloatingPointError:
         reason = "the loss itself is not finite, and no loss scale changes that"
         remedy = "Look at the data and at the largest activations"
     else:
-        reason = "that is the smallest allowed, and a smaller one is needed"
+        reason = "this loss scale is the smallest allowed, but a smaller one is needed"
         remedy = "Lower the learning rate"
     look = f", or look at '{layer}' and what it is multiplied with" if layer else ""
     return FloatingPointError(
         f"step {int(values['step'])} overflowed: {_what_was_not_finite(plan, values)}: {reason}. "
-        f"{int(values['num_skipped'])} updates skipped, this one too. {remedy}, use "
+        f"{int(values['num_skipped'])} updates were skipped, including this one. {remedy}, use "
         f"precision='bf16', which has the range of float32{look}"
     )
 

@@ -87,7 +87,7 @@ def _other_curriculum(restored: Any, config: Mapping[str, Any]) -> list[str]:
         return []
     return [
         f"the curriculum of this call is used from step {restored.step + 1} on, and differs from "
-        "that of the saved run; tokens_seen counts the earlier steps by it, too"
+        "that of the saved run; tokens_seen counts earlier steps by this curriculum, too"
     ]
 
 
@@ -110,7 +110,7 @@ def _jumped(plan: Plan, restored: Any, config: Mapping[str, Any]) -> list[str]:
     if old is None or new is None or math.isclose(new, old, rel_tol=_TOLERANCE):
         return []
     steps = [f"steps={settings.get('steps')}" for settings in (restored.config, config)]
-    lengths = "" if steps[0] == steps[1] else f" ({steps[0]} there, {steps[1]} here)"
+    lengths = "" if steps[0] == steps[1] else f" (saved run: {steps[0]}, this call: {steps[1]})"
     return [
         f"the learning rate of step {restored.step + 1} is {new:.4g}; in the saved run it would "
         f"have been {old:.4g}{lengths}: the schedule of this call is used"

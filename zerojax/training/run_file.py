@@ -210,7 +210,7 @@ def _vocab_size_of_data(config: RunConfig, source: RowSource) -> int:
 
 
 def _make_folder(folder: Path) -> None:
-    """Creates the run folder, on process 0."""
+    """Creates the run folder; does nothing in processes other than 0."""
     if jax.process_index() != 0:
         return
     try:
@@ -279,7 +279,7 @@ def _changes(config: ModelConfig, sizes: Any) -> dict[str, Any]:
 
 
 def _elastic_reasons(config: RunConfig) -> list[str]:
-    """Returns a log line about the batch of an elastic run."""
+    """Returns a log line about the batch size of an elastic run; none for other runs."""
     if not config.elasticity.enabled:
         return []
     counts = config.elasticity.choose_batch(config.mesh.devices_per_shard).device_counts

@@ -264,7 +264,7 @@ class Trainer(StepRunner):
         return feed
 
     def _fit_plan(self, feed: Feed, steps: int | None, stop: StopRequest) -> bool:
-        """Trains under one plan; returns True if the plan changed before the run was done."""
+        """Trains until the run is done or its plan changes; returns True if the plan changed."""
         plan, expected = self.plan, self.num_steps
         with prefetch(feed, put=self._programs.placing(self.num_steps)) as incoming:
             while (steps is None or self.num_steps < steps) and not stop.due():
@@ -298,7 +298,7 @@ class Trainer(StepRunner):
             self._log.message(line)
 
     def _evaluate_and_save_if_due(self, last: bool) -> bool:
-        """Evaluates and saves if due; returns True if a callback ends the run."""
+        """Evaluates and saves if this step is due; returns True if a callback ends the run."""
         done = False
         if last:
             return False
@@ -363,7 +363,7 @@ class Trainer(StepRunner):
         return self.num_steps == last
 
     def _methods(self, name: str) -> list[Any]:
-        """Returns the bound methods called `name` of all callbacks that have one."""
+        """Returns the bound method `name` of each callback that has such a method."""
         found = (getattr(callback, name, None) for callback in self.loop_settings.callbacks)
         return [method for method in found if callable(method)]
 
@@ -541,8 +541,8 @@ class Trainer(StepRunner):
         is deleted when it is too old.
 
         Args:
-          name: name of the protection, such as "best". `restore` and `zerojax.load_run` accept it
-            instead of a step number.
+          name: name under which the step is protected, such as "best". `restore` and
+            `zerojax.load_run` accept it instead of a step number.
           about: JSON values that `kept_steps` returns with the step.
 
         Returns:

@@ -262,8 +262,8 @@ def why_not_filled(plan: Plan) -> str | None:
     if part is None:
         return None
     return (
-        f"rows cannot be left out, since {part} is not known to be a sum or a mean of values that "
-        "are computed row by row"
+        f"missing rows cannot be excluded, because {part} is not known to be a sum or a mean of "
+        "values that are computed row by row"
     )
 
 

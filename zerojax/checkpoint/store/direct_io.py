@@ -46,7 +46,7 @@ class StoreFailedError(StoreError):
 
 
 def pad_to_block(num_bytes: int) -> int:
-    """Rounds up to a multiple of `BLOCK`.
+    """Rounds a number of bytes up to a multiple of `BLOCK`.
 
     >>> pad_to_block(1), pad_to_block(4096)
     (4096, 4096)
@@ -294,7 +294,7 @@ class StreamFile:
         return self._buffers[self._turn]
 
     def _flush(self) -> None:
-        """Starts to write the current buffer, padded to a whole block."""
+        """Starts to write the current buffer to the file, padded to a whole block."""
         length = pad_to_block(self._filled)
         buffer = self._buffers[self._turn]
         buffer[self._filled : length] = 0

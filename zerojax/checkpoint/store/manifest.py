@@ -54,12 +54,12 @@ class Manifest:
 
     @property
     def num_buckets(self) -> int:
-        """Number of buckets."""
+        """Number of buckets in the store."""
         return len(self.sizes)
 
     @property
     def bucket_bytes(self) -> int:
-        """Bytes of the largest bucket, without padding."""
+        """Number of bytes of the largest bucket, without padding."""
         return max(self.sizes)
 
     @functools.cached_property
@@ -69,7 +69,7 @@ class Manifest:
 
     @property
     def file_bytes(self) -> int:
-        """Bytes of one bucket file."""
+        """Number of bytes of one bucket file."""
         return self.offsets[-1]
 
     @property
@@ -203,7 +203,7 @@ def _is_possible(manifest: Manifest) -> bool:
 
 
 def slot_path(folder: Path, slot: int) -> Path:
-    """Returns the path of bucket file 0 or 1."""
+    """Returns the path of the bucket file with number `slot` (0 or 1)."""
     return folder / f"buckets{slot}.bin"
 
 

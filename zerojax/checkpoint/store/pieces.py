@@ -271,7 +271,7 @@ def _read_run(pieces: _Pieces, run: tuple[int, int, int], wanted: Box, result: n
 
 
 def _fill(path: Path, byte: int, target: np.ndarray) -> None:
-    """Fills the contiguous array `target` from position `byte` of a file."""
+    """Fills the contiguous array `target` with bytes of a file, from position `byte` on."""
     view = target.reshape(-1).view(np.uint8).data
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:

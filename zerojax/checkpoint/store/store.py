@@ -170,7 +170,7 @@ class BucketStore:
 
     @property
     def bucket_sizes(self) -> tuple[int, ...]:
-        """Bytes of each bucket, without padding."""
+        """Number of bytes of each bucket, without padding."""
         return self._manifest.sizes
 
     @property
@@ -196,7 +196,7 @@ class BucketStore:
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes of all bucket files."""
+        """Number of bytes of all bucket files."""
         return self._manifest.num_slots * self._manifest.file_bytes
 
     def sweep(
@@ -345,7 +345,10 @@ class BucketStore:
         return finish
 
     def _next_slot(self, index: int) -> int:
-        """Returns the slot to write bucket `index` to: in a durable store the inactive one."""
+        """Returns the number of the file to which bucket `index` is written next.
+
+        A durable store alternates between two files, so that the valid copy is not overwritten.
+        """
         return 1 - self._manifest.slots[index] if self.is_durable else 0
 
     def _wait(self, transfer: BucketTransfer, complaint: str) -> int:

@@ -1,7 +1,7 @@
-"""Sweeps over buckets: bucket i+1 is read and i-1 written while i is in use.
+"""Sweeps over buckets: while the caller uses bucket i, bucket i+1 is read and i-1 is written.
 
-Threads move a bucket in pieces and compute checksums: a disk answers concurrent requests faster
-than sequential ones, and checksums, like transfers, release the GIL.
+Several threads transfer the pieces of a bucket and compute checksums, because a disk serves
+concurrent requests faster than sequential ones. Transfers and checksums release the GIL.
 """
 
 from __future__ import annotations

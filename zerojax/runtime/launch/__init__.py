@@ -92,7 +92,7 @@ def launch(job: Job) -> int:
 
 
 class _Launcher:
-    """Base of the launchers of all hosts: forwards signals to the processes of its host."""
+    """Base class of launchers: forwards signals to the processes of its host."""
 
     def __init__(self, children: Children, events: queue.SimpleQueue, printer: Printer):
         self.children, self.events, self.printer = children, events, printer
@@ -110,7 +110,7 @@ class _Launcher:
 
 
 class _Leader(_Launcher):
-    """Launcher of host 0, which decides for all hosts."""
+    """Launcher of host 0, which decides about starts, restarts and the end on all hosts."""
 
     def __init__(
         self,
@@ -215,7 +215,7 @@ class _Leader(_Launcher):
 
 
 class _Follower(_Launcher):
-    """Launcher of a host other than 0, which follows the launcher of host 0."""
+    """Launcher of a host other than 0, which carries out orders of the launcher of host 0."""
 
     def __init__(
         self,

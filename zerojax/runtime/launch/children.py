@@ -188,7 +188,7 @@ class Printer:
             self._write(prefix + line + b"\n", is_error)
 
     def say(self, sentence: str) -> None:
-        """Prints a sentence of the launcher itself."""
+        """Prints a sentence from the launcher, marked as such, to standard error."""
         self._write(f"zerojax launch: {sentence}\n".encode(), True)
 
     def _write(self, line: bytes, is_error: bool) -> None:

@@ -132,7 +132,7 @@ class Token:
 
 
 class UnauthenticatedPeer(Exception):
-    """Raised if the other end of a connection is not a launcher of this run."""
+    """The other end of a connection could not prove that it is a launcher of this run."""
 
 
 @dataclasses.dataclass

@@ -118,7 +118,7 @@ def template() -> str:
 
 
 def make_charts(metrics: Metrics) -> list[Chart]:
-    """Returns the charts of a page, without charts for metrics that the run did not measure."""
+    """Returns the charts of a run's report, without metrics that the run did not measure."""
     train, evals, processes = metrics.train, metrics.evals, metrics.processes
     loss = [*_loss(train), *_series("validation", evals, "loss", "second")]
     # Metrics that the user's loss returns; training and validation share a chart.

@@ -491,7 +491,7 @@ class RunLog:
 
 @contextlib.contextmanager
 def _every(seconds: float, say: Callable[[], object]) -> Iterator[None]:
-    """Calls `say` every `seconds` seconds, from a thread, while the block runs."""
+    """Calls `say` every `seconds` seconds, from a thread, while a `with` block runs."""
     over = threading.Event()
 
     def repeat() -> None:

@@ -86,7 +86,7 @@ def spread(rows: Sequence[ProcessTimes]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """A message that a process has become slow, or is no longer slow."""
+    """A change to report: a process has become slow, or is no longer slow."""
 
     process: int
     is_slow: bool
@@ -137,8 +137,8 @@ def _slow_words(who: str, row: ProcessTimes, others: Sequence[float]) -> str:
     of_it = ", ".join(f"{what} {part / steps:.2g} s" for what, part in parts if part > 0.1 * step)
     without = max(step - (row.late - usual), 0.0)
     return (
-        f"{who} is slow: {row.late:.2g} s of each step pass before it joins "
-        f"({of_it or 'waiting for data and own work'}), {usual:.2g} s on the others; a step takes "
+        f"{who} is slow: it begins each step {row.late:.2g} s late "
+        f"({of_it or 'waiting for data and own work'}), the others {usual:.2g} s; a step takes "
         f"{step:.2g} s, and would take about {without:.2g} s without this delay"
     )
 

@@ -65,7 +65,7 @@ def choose_attention(
 
 
 def attention_question(plan: Plan, call: Call, reference: str, other: str) -> Question:
-    """Builds the question which of two attention implementations is faster, including gradients."""
+    """Builds the `Question` which of two attention implementations is faster, with gradients."""
     sizes = _on_one_device(plan, call)
     make = on_device(plan, lambda: _drawn(sizes))
     assert isinstance(plan.mesh, Mesh)
@@ -142,7 +142,7 @@ def _on_one_device(plan: Plan, call: Call) -> Call:
     if rows < 1:
         raise ValueError(
             f"one row takes {row:,} bytes, and measurements may use {room(plan):,}; the plan's "
-            "choice stays"
+            "choice is used"
         )
     return dataclasses.replace(call, rows=rows, heads=heads, kv_heads=kv_heads)
 

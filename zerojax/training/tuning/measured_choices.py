@@ -133,7 +133,7 @@ class _Here:
         """Returns a reason if any process has used up the total time, else None."""
         if not self.anywhere(self.clock() >= self.deadline):
             return None
-        return f"the {self.effort.total:g} s of a start were used up; zerojax tune measures it"
+        return f"the {self.effort.total:g} s for measurements are used up; run zerojax tune"
 
     def same(self, found: Kept | None) -> bool:
         """Returns True if every process found the same cached decision; caches may differ between
@@ -371,7 +371,7 @@ def _summary(times: Sequence[float]) -> tuple[float, float, float]:
 
 def _reference(question: Question, why: str) -> Answer:
     return Answer(
-        choice=question.reference.name, reason=f"{question.other.name} was not taken: {why}"
+        choice=question.reference.name, reason=f"{question.other.name} was not chosen: {why}"
     )
 
 

@@ -126,7 +126,7 @@ def choose_slices(
 
 
 def slice_question(plan: Plan, other: Plan) -> Question:
-    """Builds the question under which of two plans an update is faster.
+    """Builds the `Question` whether an update is faster with the slices of `plan` or of `other`.
 
     Times a part of the largest parameter that the plans slice differently.
     """

@@ -77,7 +77,7 @@ def on_device(plan: Plan, make: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def lone_context(plan: Plan, choice: Choice) -> UpdateContext:
-    """Returns the `UpdateContext` of an update on a single device; call it while tracing."""
+    """Returns the `UpdateContext` for an optimizer update on one device; call it while tracing."""
     return UpdateContext(
         gradient_scale=jnp.float32(0.5),
         skip=jnp.bool_(False),

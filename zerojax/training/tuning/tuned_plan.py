@@ -1,5 +1,4 @@
-"""Tunes a plan on its own GPUs; builds the questions about optimizer update and gradient
-statistics."""
+"""Tunes a plan on its GPUs: selects the fastest measured kernels, attention and slice size."""
 
 from __future__ import annotations
 
@@ -153,7 +152,9 @@ def why_not_measured(plan: Plan) -> str | None:
     """Returns why nothing is measured for a plan, with a remedy; None if something is measured."""
     why = why_closed(plan)
     if why is None and not is_on_gpus(plan):
-        return "the devices are not NVIDIA GPUs of this machine; run it where the GPUs are"
+        return (
+            "the devices are not NVIDIA GPUs of this machine; run it on the machine with the GPUs"
+        )
     return why
 
 
@@ -190,7 +191,7 @@ def with_answers(plan: Plan, answers: Mapping[str, Answer]) -> Plan:
 
 
 def statistics_question(plan: Plan, kernel: str) -> Question:
-    """Builds the question about gradient statistics: one XLA fusion per array, or one kernel.
+    """Builds the `Question` which gradient statistics are faster: XLA's fusions, or one kernel.
 
     The statistics are the sums of squares and the finite check of all gradients.
     """
@@ -229,7 +230,7 @@ def statistics_question(plan: Plan, kernel: str) -> Question:
 
 
 def update_question(plan: Plan, kernel: str) -> Question:
-    """Builds the question about the update of all parameters with the plan's optimizer."""
+    """Builds the `Question` which update of all parameters is faster: XLA's fusions, or kernels."""
     tx = plan.tx
     assert isinstance(tx, Optimizer)
     shapes = sample_shapes(plan)
@@ -381,7 +382,7 @@ def difference(ours: Any, theirs: Any) -> str | None:
 
 
 def key_of(plan: Plan, what: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """Returns the cache key of a kernel for these shapes."""
+    """Returns the key under which the choice of kernel `what` for these shapes is cached."""
     params = plan.abstract_state["params"].values()
     moments = jax.tree.leaves(plan.abstract_state["opt_state"])
     return {
