@@ -71,7 +71,6 @@ def failing_together() -> Iterator[Callable[[], None]]:
       A function `agree()` that raises if another process has failed. Every process calls it
       equally often, before each collective inside the block, so that no process enters a
       collective that a failed process never reaches.
-      reach.
 
     Raises:
       Exception: the failed process keeps its own error; the others get a CheckpointError.

@@ -209,7 +209,6 @@ class Checkpointer:
           base: arrays of `state` that were read from a folder of pretrained weights. They are not
             written, because a restore reads them from that folder. If the files or the arrays have
             changed, all arrays are written, with a warning.
-            a warning.
 
         Raises:
           CheckpointError: this or the previous save failed. Earlier checkpoints are intact.

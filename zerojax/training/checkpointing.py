@@ -225,7 +225,6 @@ def read_parts(
 
     Returns:
       (result of `Checkpointer.restore`, argument for `reshard.from_model_parts`).
-      (the result of `Checkpointer.restore`, the argument of `reshard.from_model_parts`).
 
     Raises:
       CheckpointError: the step does not exist, belongs to another model, or has no EMA.
