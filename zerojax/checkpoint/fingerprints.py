@@ -1,4 +1,4 @@
-"""Fingerprints of a state's arrays, computed on the devices that hold them.
+"""Fingerprints (two checksums per array) of a state, computed on the devices that hold it.
 
 Every device sums its own shard in a program without communication, so this program can run while a
 training step waits. The host adds the results of the devices.

@@ -389,7 +389,9 @@ def _longest_row(
 
 @names_keywords()
 def choose_row_length(longest: int, num_tokens: int, context: int) -> int:
-    """Returns the row length in tokens: at least the longest text, doubled while an epoch is long.
+    """Returns a row length in tokens that is enough for the longest text.
+
+    The length is doubled, up to `LONG_ROW`, as long as an epoch still has `EPOCH_ROWS` rows.
 
     Args:
       longest: number of tokens of the longest text, at most `context`.

@@ -151,7 +151,7 @@ def _wait_for_each(
 
 
 class _Rows:
-    """One row of bytes per process, gathered on the devices after the dispatched steps."""
+    """Rows of bytes, one from each process, that the devices gather after the dispatched steps."""
 
     def __init__(self, mesh: Mesh, row: bytes) -> None:
         devices = mesh.devices.reshape(-1)

@@ -182,7 +182,7 @@ class Trainer(StepRunner):
                 self._stop = None
 
     def _unhurried(self) -> contextlib.AbstractContextManager[None]:
-        """Defers signals until the write in a `with` block completes."""
+        """Suspends the time limit after a signal in a `with` block, so that a write completes."""
         return contextlib.nullcontext() if self._stop is None else self._stop.unhurried()
 
     @contextlib.contextmanager

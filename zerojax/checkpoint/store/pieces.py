@@ -53,7 +53,7 @@ class ShardBlock:
 
 
 class PieceWriter:
-    """Writes the pieces of one process into a folder; `close` writes their table.
+    """Writes arrays of one process, piece by piece, into a file; `close` writes the file's table.
 
     When `close` returns, the file and the table are on the disk.
     """

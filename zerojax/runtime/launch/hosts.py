@@ -319,7 +319,7 @@ def _line(content: dict[str, Any]) -> bytes:
 
 @dataclasses.dataclass(frozen=True)
 class _EndsOf:
-    """Checks that a message of a follower reports the end of one of its processes."""
+    """Predicate that is True for messages of a follower that report the end of its processes."""
 
     process_ids: range
 
