@@ -241,7 +241,7 @@ def test_a_gain_within_the_noise_is_none(clock: Clock, kept: KeptChoices) -> Non
     patient = dataclasses.replace(AT_START, rounds=7, seconds=100.0)
     answer = asked(clock, kept, wide, effort=patient)
     assert answer.choice == "xla"
-    assert "times were too noisy to tell (5.0% less, +- 10.3%)" in answer.reason
+    assert "times vary too much to decide (5.0% less, +- 10.3%)" in answer.reason
     narrow = Runs(clock, 0.5, 0.5, 0.5, 0.94, 0.96, 0.95, 0.94, 0.96, 0.95, 0.95)
     assert asked(clock, kept, narrow, effort=patient).choice == "mosaic_gpu", "nothing was kept"
 

@@ -434,7 +434,7 @@ class Checkpointer:
         self._candidates.pass_over(lost, f"step {chosen} is used in its place")
         if metadata.format == 1:
             self._candidates.note(
-                f"checkpoint {folder} has no fingerprints, so its bits are not checked"
+                f"checkpoint {folder} has no fingerprints, so its values are not checked"
             )
         return Restored(
             step=metadata.step,

@@ -36,7 +36,9 @@ def precision_of(file: File, given: CallerValues) -> Precision:
     wanted = file.optional("data_types.param_dtype")
     if wanted is not None and wanted != name:
         file.notes.refuse(
-            "data_types.param_dtype", wanted, f"is not the precision of the file ({name})"
+            "data_types.param_dtype",
+            wanted,
+            f"differs from the precision of the file, {name}; remove this key",
         )
     try:
         precision = as_precision(name)

@@ -194,7 +194,7 @@ def _check_elastic_mesh(file: File, mesh: MeshConfig) -> None:
     wanted, key = mesh.model * mesh.stage, "elasticity.model_parallel_size"
     if file.has(key) and file[key] != wanted:
         file.notes.refuse(
-            key, file[key], f"is not autotp_size {mesh.model} x pipeline.stages {mesh.stage}"
+            key, file[key], f"must equal autotp_size {mesh.model} x pipeline.stages {mesh.stage}"
         )
     nodes = "elasticity.num_gpus_per_node"
     if file["elasticity.version"] == 0.1 and (file[nodes] > 1 or file[key] > 1):

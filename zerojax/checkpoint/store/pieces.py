@@ -209,7 +209,8 @@ def _read_table(path: Path) -> list[_Pieces]:
         if not isinstance(table, dict) or table.get("format") != _FORMAT:
             found = table.get("format") if isinstance(table, dict) else table
             raise StoreError(
-                f"{path}: written as format {quoted(found)}, this version reads {_FORMAT}"
+                f"{path}: written as format {quoted(found)}, this version reads {_FORMAT}; use the "
+                "version that wrote it"
             )
         data = path.with_suffix(".bin")
         with open(open_regular(data, follow=False), "rb") as file:

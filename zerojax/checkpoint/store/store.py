@@ -442,5 +442,5 @@ def _check_order(order: list[int], num_buckets: int) -> None:
     beyond = [index for index in order if not 0 <= index < num_buckets]
     if beyond:
         raise ValueError(
-            f"order contains bucket {beyond[0]}, but the buckets are 0 to {num_buckets - 1}"
+            f"order contains bucket {beyond[0]}; use numbers from 0 to {num_buckets - 1}"
         )

@@ -140,8 +140,8 @@ class Followers:
                 if time.monotonic() > deadline:
                     missing = sorted(set(range(1, num_hosts)) - set(links))
                     raise TimeoutError(
-                        f"no launcher of host {', '.join(map(str, missing))} to "
-                        f"{address} connected within {seconds:g} seconds; start it on that host "
+                        f"no launcher of host {', '.join(map(str, missing))} has connected to "
+                        f"{address} within {seconds:g} seconds; start it on that host "
                         "with "
                         f"--node-rank {missing[0]}, or set ZEROJAX_JOIN_SECONDS to wait longer"
                     )

@@ -426,7 +426,7 @@ class RunLog:
             where = "trainer.plan.reasons" if self.run_dir is None else self.run_dir / "plan.txt"
             say(f"  - and {rest} more: {where}")
         if start_step and not 0 < self._total_steps <= start_step:
-            say(f"resuming after step {start_step} of {self._total_steps or 'an open length'}")
+            say(f"resuming after step {start_step} of {self._total_steps or 'an open number'}")
         if self.run_dir is not None:
             say(f"run folder {self.run_dir}")
 

@@ -318,11 +318,11 @@ def _measured(question: Question, here: _Here, leave_mark: Callable[[], None]) -
     (base, *base_noise), (time_, *noise) = slowest.reshape(2, 3).tolist()
     spread, doubt = map(max, base_noise, noise)
     if spread > NOISE:
-        return _reference(question, f"times were too noisy to tell (quartiles {spread:.0%} apart)")
+        return _reference(question, f"times vary too much to decide (quartiles {spread:.0%} apart)")
     is_faster = time_ <= MARGIN * base
     if is_faster and 1 - time_ / base <= DOUBT * doubt:
         gain = f"{1 - time_ / base:.1%} less, +- {DOUBT * doubt:.1%}"
-        return _reference(question, f"times were too noisy to tell ({gain})")
+        return _reference(question, f"times vary too much to decide ({gain})")
     found = Kept(
         choice=(question.reference, question.other)[is_faster].name,
         seconds=base,
