@@ -365,7 +365,9 @@ def test_a_float16_run_ends_at_the_floor_and_names_its_parameter():
         reports.hold(plan, number, held)
         if number < 3:
             reports.read(plan, None)
-    with pytest.raises(FloatingPointError, match="step 3 overflowed.*'steep'.*3 updates were skipped"):
+    with pytest.raises(
+        FloatingPointError, match="step 3 overflowed.*'steep'.*3 updates were skipped"
+    ):
         reports.read(plan, None)
     assert scales == [4.0, 2.0, 1.0]
     np.testing.assert_array_equal(state["params"]["steep"], np.full(8, 1e-4, np.float32))
