@@ -1,8 +1,8 @@
-"""Which models are measured on the GPU, at which batch, and how much arithmetic that is.
+"""The models that are measured on the GPU, with batch sizes and FLOPs.
 
-Plain numbers; imports neither JAX nor torch, so that both sides read the same. Batches are sized
-for a card of 80 GB, with the states of two sides on it and room for each side's temporaries, since
-the allocator may not get one's whole place back for the other.
+Plain numbers; imports neither JAX nor torch, so that both sides can use it. Batches are sized for a
+card of 80 GB with the states of two sides and separate space for the temporaries of each side,
+since the allocator may not be able to reuse all memory of one side for the other.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ class Workload:
     Attributes:
       kind: "gpt2" or "llama".
       seq_len, batch_size: tokens per row and rows per step.
-      untied: a GPT-2 with output weights of its own (a Llama has them anyway).
-      steps: per sample, so that a sample takes a few seconds; rounds: samples per side.
-      The others are the model's sizes, as `zerojax.config.ModelConfig` has them.
+      untied: whether a GPT-2 has separate output weights (a Llama always has).
+      steps: number of steps per sample, so that a sample takes a few seconds.
+      rounds: number of samples per side.
+      Other attributes are sizes of the model, as in `zerojax.config.ModelConfig`.
     """
 
     kind: str
@@ -56,10 +57,10 @@ class Workload:
 
     @property
     def flops_per_token(self) -> int:
-        """Forward and backward, matrix products only, attention over all positions.
+        """Returns FLOPs per token of the matrix products in forward and backward pass.
 
-        The convention of published MFUs (PaLM, arXiv:2204.02311 appendix B), without what remat
-        computes again.
+        Attention counts all positions, recomputation is not counted. This is the convention of
+        published MFUs (PaLM, arXiv:2204.02311 appendix B).
         """
         width, kv_width = self.embed_dim, self.num_kv_heads * self.head_dim
         matrices = 3 if self.kind == "llama" else 2
