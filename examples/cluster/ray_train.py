@@ -96,8 +96,8 @@ def main() -> int:
     parser.add_argument("--gpus", type=float, default=1, help="GPUs of each worker (%(default)s)")
     parser.add_argument("--cpus", type=float, default=8, help="cores of each worker (%(default)s)")
     parser.add_argument("--cpu-devices", type=int, help="virtual CPU devices of each worker")
-    parser.add_argument("--max-restarts", type=int, default=10, help="(%(default)s)")
-    parser.add_argument("words", nargs="+", help="those of `zerojax train`")
+    parser.add_argument("--max-restarts", type=int, default=10, help="restarts (%(default)s)")
+    parser.add_argument("words", nargs="+", help="arguments of `zerojax train`")
     args = parser.parse_args()
     ray.init()
     for restart in range(args.max_restarts + 1):
