@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def measure(kills: int, chance: random.Random) -> Record:
-    """Kills in both parts of a step, then compares with a run that is not killed."""
+    """Kills runs in both parts of a step, then compares losses with a run without kills."""
     wanted = {PASS: (kills + 1) // 2, SWEEP: kills // 2}
     done, lost = dict.fromkeys(wanted, 0), dict.fromkeys(wanted, 0)
     losses: list[tuple[int, str]] = []

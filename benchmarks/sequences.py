@@ -148,7 +148,7 @@ def _row(case: Case, tokens: int, found: Any) -> dict[str, Any]:
 
 
 def goals_of(rows: Sequence[Mapping[str, Any]]) -> list[Goal]:
-    """Returns goals: length relative to stored scores on 1 and 8 GPUs, 2^20 tokens on 8."""
+    """Returns goals of the longest sequence: 10 x stored scores; 2^20 tokens on 8 GPUs."""
     goals = []
     for devices in (1, 8):
         lengths = [row["tokens"] for row in rows if row["devices"] == devices]

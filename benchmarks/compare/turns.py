@@ -116,7 +116,7 @@ def _turn(
 def _processes(
     way: Way, pythons: Mapping[str, str], folder: Path, smoke: bool
 ) -> tuple[list[list[str]], list[dict[str, str]]]:
-    """(commands, environments) of its processes on cores 0, 1, ...
+    """Returns (commands, environments) of a program's processes on cores 0, 1, ...
 
     A way of one process runs once per core, without talking, so that T1 has a busy machine, too.
     """
@@ -141,7 +141,7 @@ def _processes(
 
 
 def _environment(index: int, port: int | None) -> dict[str, str]:
-    """One thread per process; with a port also the variables that torchrun sets."""
+    """Returns variables for one thread per process and, with a port, torchrun's variables."""
     unwanted = ("XLA_FLAGS", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     environment = {name: value for name, value in os.environ.items() if name not in unwanted}
     environment |= {

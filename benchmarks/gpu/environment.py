@@ -1,4 +1,4 @@
-"""Part "environment": the GPU, its driver, the versions, and the rates of a plain product and copy.
+"""Part "environment": the GPU, its driver, versions, and the rates of a matrix product and a copy.
 
 MFU is given relative to the measured rate of the product and to the published peak.
 """

@@ -20,7 +20,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def summarise(parts: dict[str, dict[str, Any]]) -> str:
-    """Environment, speeds, goals."""
+    """Returns the summary as text: environment, speeds, goals."""
     lines = []
     product = None
     if "environment" in parts:

@@ -152,9 +152,9 @@ FULL = {
 
 
 def model_rates(workload: Workload, seconds: float, device_kind: str) -> dict[str, float | None]:
-    """Tokens per second, TFLOP/s and MFU of steps that take so long.
+    """Returns tokens per second, TFLOP/s and MFU of steps that take `seconds` seconds.
 
-    MFU is against the published dense bf16 rate of the card; None for a card that is not known.
+    MFU is relative to the published dense bf16 rate of the card; None for an unknown card.
     """
     tflops = workload.flops_per_token * workload.tokens_per_step / seconds / 1e12
     card = gpu_of_device(device_kind)
@@ -170,7 +170,7 @@ TINY = {"vocab_size": 128, "seq_len": 16, "num_layers": 2, "num_heads": 4, "embe
 
 
 def choose_workload(name: str, smoke: bool) -> Workload:
-    """A workload at its full size, or the same kind at sizes that only show that it runs."""
+    """Returns a workload at its full size or, for a smoke run, at tiny sizes."""
     full = FULL[name]
     if not smoke:
         return full
