@@ -1,17 +1,17 @@
-"""Combines extras (the model's non-parameter arrays) over microbatches and shards of the batch.
+"""Combines extras (the model's non-parameter arrays) over microbatches and data shards.
 
-Most extras are written by the forward pass (batch statistics). Three kinds:
+Most extras are written by the forward pass (batch statistics). There are three kinds:
 
-**Overwritten** extras are replaced by their gradient: the backward pass computes their new value,
-such as the largest magnitudes from which the scales of 8-bit products follow. Several new values
-are combined by Flax's own rule for them (`flax.linen.fp8_ops`), the elementwise maximum. So the
-largest magnitudes of a step cover all its microbatches and shards, and the whole step uses the same
-scales.
+**Overwritten** extras are replaced by their gradient: the backward pass computes their new value.
+An example are the largest magnitudes from which the scales of 8-bit products follow. Several new
+values are combined by Flax's own rule for them (`flax.linen.fp8_ops`), the elementwise maximum. So
+the largest magnitudes of a step cover all its microbatches and shards, and the whole step uses the
+same scales.
 
-**Counted** extras grow by a sum over the rows of the batch, as far as the trace of the model shows
-it (`zerojax.plan.loss_checks`), or as a `StepCount` says. The increments of all shards are added,
-so the result is that of one device with the whole batch. Values derived from a `StepCount` are
-computed by the step, after all passes.
+**Counted** extras grow by a sum over the rows of the batch. The trace of the model shows this
+(`zerojax.plan.loss_checks`), or the user declares it by a `StepCount`. The increments of all shards
+are added, so the result is that of one device with the whole batch. Values derived from a
+`StepCount` are computed by the step, after all passes.
 
 All other floating-point extras are averaged.
 """
@@ -33,7 +33,7 @@ Arrays = dict[str, Any]
 
 
 def value_and_grad(loss_of: Callable[..., Any], overwritten: Set[str]) -> Callable[..., Any]:
-    """Returns `jax.value_and_grad` of a loss that also updates extras that are overwritten by their
+    """Returns `jax.value_and_grad` of a loss, which also replaces overwritten extras by their
     gradient.
 
     Args:
@@ -93,7 +93,8 @@ def agree(
     shards' changes; other floating-point values by the mean of the shards' changes.
 
     Args:
-      overwritten_over: mesh axes over which new values of overwritten extras differ.
+      overwritten_over: mesh axes over which the new values of overwritten extras differ, and over
+        which their maximum is taken.
     """
     chosen = pick(after, overwritten)
     largest = max_replicated(chosen, overwritten_over) if chosen else {}
