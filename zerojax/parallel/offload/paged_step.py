@@ -309,7 +309,7 @@ class PagedEvaluation:
         programs, pages = self._programs, state["disk"].pages
         if pages.weights.store.is_closed:
             raise RuntimeError(
-                "evaluation after close(): the files of the layers are closed; evaluate before close(), "
+                "evaluation after close(): the files with the layers are closed; evaluate earlier, "
                 "or load the run again (zerojax eval RUN)"
             )
         extras, key_data = state["extras"], state["rng"]

@@ -403,8 +403,9 @@ class StreamedPass:
         )
         of_head, gradients = pull_head(jnp.ones_like(scaled))
         if self.rows.tiles:
-            # Layers wait until the head's gradients are scattered. Else XLA adds the gradients of a
-            # tied table first, and keeps the head's, whole, during the backward pass of the layers.
+            # The layers wait until the head's gradients are reduce-scattered. Otherwise XLA first
+            # adds both gradients of a tied table, and keeps the head's unsharded gradient in
+            # memory during the backward pass of the layers.
             of_head, gradients = lax.optimization_barrier((of_head, gradients))
         totals = sink.start(totals, sums)
         pulled = work, last, inputs, gradients, totals
