@@ -373,11 +373,13 @@ def execute(
     """Runs all microbatches through all stages, forward and backward.
 
     Args:
-      table: lowered table of the schedule.
-      work: the computation of a stage.
-      weights, fixed: trees whose leaves have this stage's rows of the stacks, chunk after chunk.
-      outer: weights that are on every stage.
-      rows: int32 [stages, chunks, rows of a chunk]: the layer of each, -1 for none.
+      table: schedule, lowered to a table with one row per tick.
+      work: functions that a stage runs for one microbatch.
+      weights, fixed: differentiated and other parameters of this stage's layers: trees of stacks
+        with the rows in order of the chunks.
+      outer: differentiated parameters outside the layers, the same on every stage.
+      rows: number of the layer in each row, -1 for padding: int32 [stages, chunks, rows of a
+        chunk].
       extras: {name: array}, the same on every stage.
       accumulate_dtype: dtype in which gradients are summed.
       activation_spec: partition spec of an activation over the axes that the compiler partitions.
