@@ -1,6 +1,6 @@
-"""Rules by primitive for the dependence of an equation's result on rows, for `batch_rows`.
+"""Rules for `batch_rows`: how the result of a primitive depends on the rows of a batch.
 
-A primitive without a rule gives other.
+The result of a primitive without a rule is `Other`.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum 
 _MATRIX_NAMES = "cholesky eigh lu qr svd triangular_solve"
 _SCATTER_NAMES = "scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub"
 ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
-"""Primitives with one output, computed element by element from inputs of its shape."""
+"""Primitives with one output, computed element by element from inputs of the same shape."""
 REDUCTIONS = frozenset(_REDUCTION_NAMES.split())
 """Primitives that reduce the dimensions `axes` of their only input."""
 _WINDOWS = frozenset(f"reduce_window{kind}" for kind in ("", "_max", "_min", "_sum"))
 _SCATTERS = frozenset(_SCATTER_NAMES.split())
-# The last two dimensions are matrices; those before are batch dimensions.
+# The last two dimensions are the matrix; all earlier dimensions are batch dimensions.
 _OF_MATRICES = frozenset(_MATRIX_NAMES.split())
 SEVERAL_OUTPUTS = frozenset(["sort", "split", "top_k", "unstack"]) | _OF_MATRICES
-"""Primitives with several outputs, all of the same kind of dependence."""
+"""Primitives with several outputs, which all have the same dependence."""
 _ALONG_A_DIM = {
     "concatenate": "dimension",
     "cumlogsumexp": "axis",
@@ -50,9 +50,9 @@ def rows_after(equation: Any, operands: list[Dependence], num_rows: int) -> Depe
     """Returns the dependence of each output of an equation without a nested program.
 
     Args:
-      equation: of a traced program.
-      operands: dependence of its operands; at least one is rows, and none is a total.
-      num_rows: of the batch.
+      equation: equation of a traced program.
+      operands: dependence of each operand; at least one is `Rows`, and none is `Total`.
+      num_rows: number of rows of the batch.
     """
     kind = equation.primitive.name
     if kind in ELEMENTWISE:
@@ -171,7 +171,7 @@ def _scatter(equation: Any, operands: list[Dependence]) -> Dependence:
         dim for dim in range(len(shapes[0])) if dim not in (*numbers.inserted_window_dims, *own[0])
     ]
     batch = [dim for dim in range(len(shapes[2])) if dim not in numbers.update_window_dims]
-    fits: list[tuple[int, Dependence, Dependence]] = [  # for array, index and updates
+    fits: list[tuple[int, Dependence, Dependence]] = [  # one entry each for array, index and updates
         (a, Rows(b), Rows(batch[b])) for a, b in zip(*own, strict=True)
     ]
     for dim, place in zip(windows, numbers.update_window_dims, strict=True):
