@@ -171,7 +171,7 @@ def _scatter(equation: Any, operands: list[Dependence]) -> Dependence:
         dim for dim in range(len(shapes[0])) if dim not in (*numbers.inserted_window_dims, *own[0])
     ]
     batch = [dim for dim in range(len(shapes[2])) if dim not in numbers.update_window_dims]
-    fits: list[tuple[int, Dependence, Dependence]] = [  # one entry each for array, index and updates
+    fits: list[tuple[int, Dependence, Dependence]] = [  # for array, index, updates
         (a, Rows(b), Rows(batch[b])) for a, b in zip(*own, strict=True)
     ]
     for dim, place in zip(windows, numbers.update_window_dims, strict=True):

@@ -354,7 +354,7 @@ def _check_reads(rolled: Rolled) -> None:
     """
     for inside in _reads_inside(rolled.body.jaxpr, ""):
         raise Mismatch(
-            f"layers read parameters inside of `{inside}`, where a loop over layers cannot read them"
+            f"layers read parameters inside of `{inside}`, where a loop cannot read its parameters"
         )
 
 

@@ -258,7 +258,10 @@ class _Parts:
         return in_order, {position[a]: position[b] for a, b in kinds.items()}
 
     def _draw_at(self, number: int) -> tuple[list[int], list[int]] | None:
-        """Returns (equations of a draw's constants, equations of the arithmetic after it)."""
+        """Returns (equations of a draw's constants, equations of the arithmetic after it).
+
+        Returns None if the draw cannot run in a loop.
+        """
         equation = self.equations[number]
         if _makes_keys(equation):
             return [], []

@@ -181,7 +181,7 @@ class Matcher:
         other = next((n for n, v in enumerate(values) if not same_kind(v, values[0])), None)
         if other is not None:
             kinds = sorted({str(value.aval) for value in values})
-            raise Mismatch(f"values of the layers differ in shape or dtype: {', '.join(kinds)}", other)
+            raise Mismatch(f"values of layers differ in shape or dtype: {', '.join(kinds)}", other)
         return self._parameters(values)
 
     def _literals(self, values: Values) -> Operand:
@@ -268,7 +268,9 @@ class Matcher:
                 raise Mismatch(_difference(first, other, layers), number)
             holes |= differing
         if any(equation.effects for equation in equations):
-            raise Mismatch(f"`{first.primitive.name}` has side effects, whose order a loop may change")
+            raise Mismatch(
+                f"`{first.primitive.name}` has side effects, whose order a loop may change"
+            )
         return sorted(holes)
 
 
