@@ -645,8 +645,7 @@ _WHAT_TO_USE = (
         ),
         (
             with_arithmetic,
-            "no loop that slices the parameters themselves, only one of 3 steps that slices values "
-            "computed from blocks/b, blocks/w .*into the layer.*" + _WHAT_TO_USE,
+            "only one of 3 steps that slices values computed from blocks/b, blocks/w.*, but pipeline",
         ),
         (
             with_some_arithmetic,

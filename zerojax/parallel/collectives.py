@@ -194,7 +194,8 @@ class LeafCollectives:
         return over_auto_axes(local, spec, spec)(whole)
 
     def scatter_rows(self, rows: jax.Array) -> jax.Array:
-        """Sums `rows` [num_shards, elements] over the devices; returns this device's row of sums.
+        """Sums `rows` [num_shards, elements] over the devices; returns this device's row of
+        sums.
         """
         return lax.psum_scatter(rows, self.over, scatter_dimension=0, axis_index_groups=self.groups)
 
@@ -218,7 +219,8 @@ class LeafCollectives:
         return lax.slice_in_dim(stacked.reshape(shape), 0, self.size, axis=dim)
 
     def split_rows(self, whole: jax.Array) -> jax.Array:
-        """Cuts an unsharded value into the shards of all devices: [num_shards, elements per shard].
+        """Cuts an unsharded value into the shards of all devices: [num_shards, elements per
+        shard].
         """
         dim = whole.ndim + self.zero_dim
         padded = pad_dim(whole, dim, self.padded_size)
@@ -362,7 +364,8 @@ def _gather_backward(leaves: Leaves, _: None, cotangents: Several) -> tuple[Seve
 
 
 def _scattered(leaves: Leaves, cotangents: Several) -> Several:
-    """Reduce-scatters the cotangents of gathered values; casts them to the dtype of their shards.
+    """Reduce-scatters the cotangents of gathered values; casts them to the dtype of their
+    shards.
     """
     shards = _in_one(scatter_buckets, leaves, cotangents)
     pairs = zip(leaves, shards, strict=True)

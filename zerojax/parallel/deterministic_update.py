@@ -77,7 +77,8 @@ class ParameterPieces:
 
 
 def build_fixed_norm(plan: Plan) -> Callable[..., GradientNorm]:
-    """Builds the gradient norm for `deterministic`: `update.build_norm`, equal bits on every mesh.
+    """Builds the gradient norm for `deterministic`: `update.build_norm`, equal bits on
+    every mesh.
     """
     pieces, specs = ParameterPieces(plan), specs_of_leaves(plan.abstract_state["params"])
     kind, order = barrier_kind(plan.mesh), list(specs)
@@ -121,7 +122,8 @@ def build_fixed_norm(plan: Plan) -> Callable[..., GradientNorm]:
 
 
 def build_chunked_update(plan: Plan) -> Callable[..., tuple[Arrays, Any]]:
-    """Builds the update for `deterministic`: `update.build_update` with equal bits on every mesh.
+    """Builds the update for `deterministic`: `update.build_update` with equal bits on every
+    mesh.
     """
     tx = plan.tx
     assert isinstance(tx, Optimizer)

@@ -166,7 +166,8 @@ def build_signed_update(plan: Plan) -> Callable[..., dict[str, Any]]:
 
 
 def _scaled(x: jax.Array, scales: jax.Array | None) -> jax.Array:
-    """Multiplies momentum or gradient by the parameter's 1-bit LAMB scales, before signs are taken.
+    """Multiplies momentum or gradient by the parameter's 1-bit LAMB scales, before signs
+    are taken.
     """
     return x if scales is None else over_layers(jnp.multiply, x, scales)
 

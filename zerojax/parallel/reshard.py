@@ -344,7 +344,8 @@ def _recoded(plan: Plan, state: TrainState, *, decode: bool) -> TrainState:
 
 @functools.lru_cache(maxsize=16)
 def _recoder(coding: StateCoding, decode: bool, coded: Flat, decoded: Flat) -> Any:
-    """Builds the jitted function that decodes or encodes an optimizer state; both forms are `Flat`.
+    """Builds the jitted function that decodes or encodes an optimizer state; both forms are
+    `Flat`.
     """
     coded_tree, decoded_tree = (form.unflatten(leaves) for leaves, form in (coded, decoded))
 

@@ -420,7 +420,8 @@ def _build_update(plan: Plan) -> Any:
 
 
 def _passes(plan: Plan) -> Any:
-    """Returns the package that runs forward and backward pass: `zero`, `streaming` or `pipeline`.
+    """Returns the package that runs forward and backward pass: `zero`, `streaming` or
+    `pipeline`.
     """
     if plan.pipeline is not None:
         return pipeline

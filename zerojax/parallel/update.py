@@ -186,7 +186,8 @@ def leaf_names(plan: Plan) -> list[str]:
 
 
 def _named_rows(plan: Plan) -> dict[str, tuple[str, ...]]:
-    """Returns {stack: user's names of its layers}, for stacks whose layers are reported separately.
+    """Returns {stack: user's names of its layers}, for stacks whose layers are reported
+    separately.
     """
     if not plan.stacks or plan.settings.deterministic is not None:
         return {}

@@ -61,7 +61,8 @@ def find_batch_sums(program: Jaxpr, *, trained: Sequence[bool], num_extras: int)
 
 
 class _CallMarks(Follow):
-    """Traversal that records on which inputs the operand of each reduction over the batch depends.
+    """Traversal that records on which inputs the operand of each reduction over the batch
+    depends.
     """
 
     def __init__(self) -> None:

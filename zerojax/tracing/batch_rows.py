@@ -374,7 +374,8 @@ def _added(first: Dependence, second: Dependence, *, commutes: bool) -> Dependen
 
 
 def _raised(kind: str, operands: Sequence[Dependence]) -> Raised | None:
-    """Returns `Raised` if an equation adds an `Other` value to an input of the program; else None.
+    """Returns `Raised` if an equation adds an `Other` value to an input of the program;
+    else None.
     """
     if kind not in ("add", "add_any"):
         return None
@@ -421,7 +422,8 @@ def _linear(equation: Any, operands: Sequence[Dependence]) -> Other:
 
 
 def _is_product(kind: str, operands: Sequence[Dependence]) -> bool:
-    """Returns whether the result of an equation is a product of totals, or a sum with such a term.
+    """Returns whether the result of an equation is a product of totals, or a sum with such
+    a term.
     """
     if any(isinstance(operand, Rows) for operand in operands):
         return False

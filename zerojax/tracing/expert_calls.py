@@ -73,7 +73,8 @@ class _Follow:
             self.calls.elsewhere.setdefault(name, where)
 
     def outputs(self, program: Jaxpr, inputs: Sequence[Name], around: str | None) -> list[Name]:
-        """Returns, for each output of a program, the name of the parameter that it holds, or None.
+        """Returns, for each output of a program, the name of the parameter that it holds,
+        or None.
         """
         held: dict[Any, Name] = dict(zip(program.invars, inputs, strict=True))
 
@@ -227,7 +228,8 @@ class RowsOfCall:
 
     @property
     def further_round(self) -> int:
-        """Bytes that each round after the first sends in a step; such a round is always recomputed.
+        """Bytes that each round after the first sends in a step; such a round is always
+        recomputed.
         """
         slots = self.num_experts * slots_of_further_rounds(self.capacity)
         sent = 3 * (self.row_bytes + self.gate_bytes) + 2 * self.result_bytes

@@ -58,7 +58,8 @@ def _further_flops(jaxpr: core.Jaxpr) -> int:
 
 
 def computed_bytes(jaxpr: core.Jaxpr) -> int:
-    """Returns the bytes of all values that a program computes, counting every iteration of loops.
+    """Returns the bytes of all values that a program computes, counting every iteration of
+    loops.
     """
     total = 0
     for equation in jaxpr.eqns:
@@ -124,7 +125,8 @@ def equation_flops(equation: core.JaxprEqn) -> int:
 
 
 def _share(branch: core.Jaxpr) -> float | None:
-    """Returns the fraction of layers that run a branch; None if its name scope does not record it.
+    """Returns the fraction of layers that run a branch; None if its name scope does not
+    record it.
     """
     return share_of_branch(str(equation.source_info.name_stack) for equation in branch.eqns)
 
@@ -220,7 +222,8 @@ def times_run(equation: core.JaxprEqn) -> int:
 
 
 def _is_further(equation: core.JaxprEqn) -> bool:
-    """Returns whether an equation is the loop of `zerojax.experts` over the rounds after the first.
+    """Returns whether an equation is the loop of `zerojax.experts` over the rounds after
+    the first.
     """
     is_loop = equation.primitive.name == "while"
     return is_loop and FURTHER_ROUNDS in str(equation.source_info.name_stack)

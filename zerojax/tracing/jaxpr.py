@@ -33,7 +33,8 @@ def _of_axes() -> type:
 
 
 def has_own_rules(program: Jaxpr) -> bool:
-    """Returns whether a program contains, at any depth, custom derivatives that may not be linear.
+    """Returns whether a program contains, at any depth, custom derivatives that may not be
+    linear.
     """
     return any(
         is_own_rule(equation) or any(map(has_own_rules, inner_programs(equation.params)))
@@ -257,7 +258,8 @@ def split_scan(equation: Any) -> tuple[int, int]:
 
 
 def _count_whole(outside: Any, inside: Any) -> int:
-    """Counts the values that a loop does not slice: they have equal dimensions outside and inside.
+    """Counts the values that a loop does not slice: they have equal dimensions outside and
+    inside.
     """
     pairs = zip(outside, inside, strict=True)
     return sum(outer.aval.ndim == inner.aval.ndim for outer, inner in pairs)

@@ -327,7 +327,8 @@ def _broadcast(equation: Any, held: _Held) -> _Held | None:
 
 
 def _reshaped(equation: Any, held: _Held, shape: Sequence[int]) -> _Held | None:
-    """Returns the `_Held` after a reshape that joins or separates complete dimensions; else None.
+    """Returns the `_Held` after a reshape that joins or separates complete dimensions; else
+    None.
     """
     before, after = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
     parts = [(dim, shape[dim]) for dims in held.dims for dim in dims]

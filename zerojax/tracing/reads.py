@@ -52,7 +52,8 @@ _ASKED: contextvars.ContextVar[EightBits | None] = contextvars.ContextVar("eight
 
 @contextlib.contextmanager
 def in_eight_bits(history: jax.Array) -> Iterator[EightBits]:
-    """Declares that reads inside this context may return 8-bit values; such a read sets `largest`.
+    """Declares that reads inside this context may return 8-bit values; such a read sets
+    `largest`.
     """
     read = EightBits(history)
     token = _ASKED.set(read)

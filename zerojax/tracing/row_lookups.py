@@ -59,7 +59,8 @@ class RowLookups:
 
 
 def takes_rows(equation: Any) -> bool:
-    """Returns whether an equation gathers whole rows of an array [rows, width] by integer indices.
+    """Returns whether an equation gathers whole rows of an array [rows, width] by integer
+    indices.
     """
     if equation.primitive.name != "gather":
         return False

@@ -93,7 +93,8 @@ class WeightProduct:
         return before + self.free_of(self.side).index(self.dims.index(dim))
 
     def operand(self, weight: jax.Array) -> jax.Array:
-        """Casts, transposes and reshapes a weight, or a tile of it, to the operand of the product.
+        """Casts, transposes and reshapes a weight, or a tile of it, to the operand of the
+        product.
         """
         kept = [dim for dim in self.dims if dim is not None]
         dropped = [dim for dim in range(weight.ndim) if dim not in kept]

@@ -1,2 +1,3 @@
-"""Keeps training state in host memory or files; it is moved and updated in place, slice by slice.
+"""Keeps training state in host memory or files; it is moved and updated in place, slice by
+slice.
 """

@@ -313,7 +313,8 @@ def filled_disk(
     source_of: Callable[[DiskLeaf], Source],
     before_commit: Callable[[DiskState], None] = lambda disk: None,
 ) -> DiskState:
-    """Creates a store and fills it with the slices that `source_of` returns (see `DiskState.fill`).
+    """Creates a store and fills it with the slices that `source_of` returns (see
+    `DiskState.fill`).
     """
     disk = create_disk(plan)
     try:

@@ -58,7 +58,8 @@ class DiskLeaf:
         return sum(self._array_bytes(dtype) for dtype in self.dtypes.values())
 
     def views(self, bucket: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns {array: [rows, elements]}: views of the arrays in a bucket's bytes, not copies.
+        """Returns {array: [rows, elements]}: views of the arrays in a bucket's bytes, not
+        copies.
         """
         shape, start, result = (len(self.shards), self.leaf.slice_elements), 0, {}
         for name, dtype in self.dtypes.items():
@@ -90,7 +91,8 @@ class DiskSlice:
 
 
 def disk_leaves(plan: Plan) -> dict[str, DiskLeaf]:
-    """Returns {parameter with slices in files: position of its buckets} of this process, in order.
+    """Returns {parameter with slices in files: position of its buckets} of this process, in
+    order.
     """
     assert plan.offload is not None
     return places_of(plan, plan.offload.on_disk)

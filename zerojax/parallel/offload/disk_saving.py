@@ -92,7 +92,8 @@ def write_pieces(
 
 
 def _slices_in_memory(place: DiskLeaf, tiers: Tiers) -> Iterator[tuple[int, int, np.ndarray]]:
-    """Yields (row, slice number, values) of a parameter's slices in memory that this process saves.
+    """Yields (row, slice number, values) of a parameter's slices in memory that this
+    process saves.
     """
     for tier, array in tiers.items():
         by_row = {place.row_of[device]: shard for device, shard in shards_of(array).items()}

@@ -126,7 +126,8 @@ class PageSweep:
 
 
 class _told:
-    """Context manager that turns an error of the disk into `StoreFailedError` with a short message.
+    """Context manager that turns an error of the disk into `StoreFailedError` with a short
+    message.
     """
 
     def __enter__(self) -> None:

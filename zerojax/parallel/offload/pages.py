@@ -73,7 +73,8 @@ class PageLeaf:
 
 
 class PageSet(PageFiles):
-    """Files with pages of one kind; a page is {name: [rows of this process, elements of a layer]}.
+    """Files with pages of one kind; a page is {name: [rows of this process, elements of a
+    layer]}.
     """
 
     def __init__(

@@ -167,7 +167,8 @@ def join_params(plan: Plan, state: TrainState, *, joined: bool = True) -> dict[s
 
 
 def join_average(plan: Plan, state: TrainState) -> dict[str, jax.Array]:
-    """Returns the average of the weights, joined as in `join_state`; the optimizer must have one.
+    """Returns the average of the weights, joined as in `join_state`; the optimizer must
+    have one.
     """
     layout = plan.offload
     assert layout is not None

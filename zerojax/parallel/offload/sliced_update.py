@@ -109,7 +109,8 @@ def context_of(plan: Plan, scale: jax.Array, skip: jax.Array, key_data: jax.Arra
 
 
 def begin(plan: Plan, opt_state: Any, context: UpdateContext) -> BegunUpdate:
-    """Computes the scalars of this step's update, for all parameters, before any array is loaded.
+    """Computes the scalars of this step's update, for all parameters, before any array is
+    loaded.
     """
     assert isinstance(plan.tx, Optimizer)
     assert plan.tx.begin is not None

@@ -339,7 +339,8 @@ def _put_rows(stacks: Arrays, rows: Arrays, index: Any) -> Arrays:
 
 
 def has_gradient(value: Any) -> bool:
-    """Returns whether an array can have a gradient, that is, whether its dtype is floating-point.
+    """Returns whether an array can have a gradient, that is, whether its dtype is
+    floating-point.
     """
     return jnp.issubdtype(value.dtype, jnp.inexact)
 

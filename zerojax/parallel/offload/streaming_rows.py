@@ -441,7 +441,8 @@ class GradientTotals:
 
 
 def put_rows(stacks: Arrays, rows: Arrays, index: Any, *, adds: bool) -> Arrays:
-    """Overwrites one row of each stack on the device, or adds to it if `adds`; returns the stacks.
+    """Overwrites one row of each stack on the device, or adds to it if `adds`; returns the
+    stacks.
     """
 
     def put(stack: jax.Array, row: jax.Array) -> jax.Array:

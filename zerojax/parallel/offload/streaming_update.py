@@ -254,7 +254,8 @@ class LayerUpdates:
 
     @property
     def _reads_row(self) -> bool:
-        """Whether the update starts from the weights in host memory, because there are no masters.
+        """Whether the update starts from the weights in host memory, because there are no
+        masters.
         """
         return not self.plan.precision.has_masters
 

@@ -289,7 +289,8 @@ class Stage:
         return {name: self.overwritten[name] for name in sorted(names)}
 
     def keep_largest(self, state: Arrays, new: Arrays, number: jax.Array, active: Any) -> None:
-        """Updates the maximum of overwritten extras with the new rows from a chunk's backward pass.
+        """Updates the maximum of overwritten extras with the new rows from a chunk's
+        backward pass.
         """
         rows, totals = self.rows[number], dict(state["overwritten"])
         for name, value in new.items():
@@ -334,7 +335,8 @@ class Stage:
         return outputs
 
     def embed(self, state: Arrays, inputs: Several, index: Any, first: Any) -> Several:
-        """Returns the embedding on the first virtual stage, or the received inputs on the others.
+        """Returns the embedding on the first virtual stage, or the received inputs on the
+        others.
         """
         extras = state["extras"]
 
@@ -413,7 +415,8 @@ class Stage:
             self.embed_backward(state, row, sent)
 
     def weight_slot(self, state: Arrays, row: Arrays) -> None:
-        """Runs a weight (W) slot: gradients of a chunk's weights, if B slots do not compute them.
+        """Runs a weight (W) slot: gradients of a chunk's weights, if B slots do not compute
+        them.
         """
         grads, _ = self.pull(state, row, "weight")
         self.add_chunk(state, grads, row["weight_chunk"], row["weight_active"] > 0)

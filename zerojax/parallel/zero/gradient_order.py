@@ -87,7 +87,8 @@ def with_gradients_first(
 
 @jax.custom_vjp
 def together(values: list[jax.Array]) -> list[jax.Array]:
-    """Returns the values unchanged; in the backward pass, all cotangents become available together.
+    """Returns the values unchanged; in the backward pass, all cotangents become available
+    together.
     """
     return values
 

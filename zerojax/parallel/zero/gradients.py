@@ -148,7 +148,8 @@ def _accumulate(
     batch: Arrays,
     scales: jax.Array | None,
 ) -> tuple[Arrays, Arrays, Arrays]:
-    """Sums losses and gradients over all microbatches of this data shard; not reduced over devices.
+    """Sums losses and gradients over all microbatches of this data shard; not reduced over
+    devices.
     """
     if config.num_microbatches == 1:
         drawn = () if scales is None else (scales[0],)

@@ -204,7 +204,8 @@ def map_forward(
     config: PassConfig,
     local: Callable[..., Arrays],
 ) -> Callable[..., Arrays]:
-    """Maps the forward function of one device over the mesh by `shard_map`, like `map_gradients`.
+    """Maps the forward function of one device over the mesh by `shard_map`, like
+    `map_gradients`.
     """
 
     def forward(
@@ -231,7 +232,8 @@ def map_forward(
 
 
 def _with_keywords(local: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `local` with its last argument, a dict, passed as keywords without the None values.
+    """Returns `local` with its last argument, a dict, passed as keywords without the None
+    values.
     """
 
     @functools.wraps(local)

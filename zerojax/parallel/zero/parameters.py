@@ -256,7 +256,8 @@ def build_rewriting(config: PassConfig, frozen: Arrays) -> Rewriting:
 
 
 def _slice_size(leaf: LeafPlacement) -> int:
-    """Returns the number of elements that one read of a parameter returns (one layer of a stack).
+    """Returns the number of elements that one read of a parameter returns (one layer of a
+    stack).
     """
     return math.prod(leaf.shape) // max(leaf.num_slices, 1)
 

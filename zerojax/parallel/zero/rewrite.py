@@ -83,7 +83,8 @@ class Rewriting:
     shard_operand: int = 0
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a function with the same values and derivatives that runs the rewritten program.
+        """Returns a function with the same values and derivatives that runs the rewritten
+        program.
         """
 
         def rewritten(*args: Any) -> Any:

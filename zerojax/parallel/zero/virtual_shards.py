@@ -199,7 +199,8 @@ def _round(config: PassConfig, grads: Arrays) -> Arrays:
 
 
 def _reduce(config: PassConfig, grads: Arrays) -> Arrays:
-    """Sums gradients over devices, unless the backward pass has scattered them; float32, as stored.
+    """Sums gradients over devices, unless the backward pass has scattered them; float32, as
+    stored.
     """
     leaves = config.placement.leaves
     once = {n: g for n, g in grads.items() if leaves[n].access is Access.GATHER_ONCE}

@@ -336,7 +336,8 @@ def _stack(atom: Any, held: Mapping[Any, int], made_by: Mapping[Any, Any]) -> St
 
 
 def _check_effects(closed: ClosedJaxpr) -> None:
-    """Raises ValueError for callbacks, which a pipeline would run in idle ticks, twice, or never.
+    """Raises ValueError for callbacks, which a pipeline would run in idle ticks, twice, or
+    never.
     """
     if not has_side_effects(closed.effects):
         return

@@ -377,7 +377,8 @@ class LossPieces:
         return run(*operands)
 
     def _as_carried(self, activations: Activations) -> list[jax.Array]:
-        """Returns activations as the traced loop carries them: data of PRNG keys become keys again.
+        """Returns activations as the traced loop carries them: data of PRNG keys become
+        keys again.
         """
         pairs = zip(activations, self.loop.activations, strict=True)
         return [

@@ -24,7 +24,8 @@ Hole = tuple[int, int]
 
 
 def same_literals(first: Literal, second: Literal) -> bool:
-    """Returns whether two literals have the same type and the same bits, so 0.0 differs from -0.0.
+    """Returns whether two literals have the same type and the same bits, so 0.0 differs
+    from -0.0.
     """
     if first.aval != second.aval:
         return False
@@ -211,7 +212,8 @@ def _context(equation: Any) -> list[Any]:
 
 
 def _rules(equation: Any) -> frozenset[str]:
-    """Returns the names of an equation's parameters that are derivative rules (Python callables).
+    """Returns the names of an equation's parameters that are derivative rules (Python
+    callables).
     """
     if not equation.primitive.name.startswith("custom_"):
         return frozenset()

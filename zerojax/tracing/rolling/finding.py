@@ -177,7 +177,8 @@ def _joined(named: NamedProgram, lists: Sequence[LayerList]) -> list[LayerList]:
 def _find(
     named: NamedProgram, layers: LayerList, kind_of: Callable[[str], Any]
 ) -> tuple[Loop | None, str]:
-    """Returns (loop that covers most layers, or None; reason why there is no loop over all layers).
+    """Returns (loop that covers most layers, or None; reason why there is no loop over all
+    layers).
     """
     program, equality = _program(named, layers), Equality(_within(layers))
     effect = next((e.primitive.name for e in program.equations if e.effects), None)

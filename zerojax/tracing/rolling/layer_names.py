@@ -76,7 +76,8 @@ def _list_of(prefix: str, places: Mapping[str, Place]) -> LayerList:
 
 
 def _repeated(places: Mapping[str, Place]) -> dict[str, Place]:
-    """Drops parameters that only one layer has, because all layers may share them (tied weights).
+    """Drops parameters that only one layer has, because all layers may share them (tied
+    weights).
     """
     count = collections.Counter(place.within for place in places.values())
     return {name: place for name, place in places.items() if count[place.within] > 1}

@@ -43,7 +43,8 @@ class NotByRow(Exception):
 
 
 class SingleRow:
-    """Function `(row number, *inputs) -> [1, ...]` that computes one row of a result [rows, ...].
+    """Function `(row number, *inputs) -> [1, ...]` that computes one row of a result [rows,
+    ...].
     """
 
     def __init__(self, program: ClosedJaxpr, output: int, *, limit: int | None = None) -> None:
@@ -251,7 +252,8 @@ def _bind(equation: Any, operands: Sequence[Any], place: int = 0, **changed: Any
 
 
 def _elementwise(values: _Values, equation: Any, _: int) -> Any:
-    """Computes a row of an element-wise result from rows of the operands, and from shared operands.
+    """Computes a row of an element-wise result from rows of the operands, and from shared
+    operands.
     """
     rows = equation.outvars[0].aval.shape[0]
     operands = [
@@ -391,7 +393,8 @@ def _branches(values: _Values, equation: Any, place: int) -> Any:
 
 
 def _random_bits(values: _Values, equation: Any, _: int) -> Any:
-    """Draws the random bits of one row, from the row's key or from the positions of its elements.
+    """Draws the random bits of one row, from the row's key or from the positions of its
+    elements.
     """
     (keys,), params = equation.invars, equation.params
     if keys.aval.ndim:

@@ -1,4 +1,5 @@
-"""Defines the records of a traversal over a program: dimensions, sums, uses of weights, obstacles.
+"""Defines the records of a traversal over a program: dimensions, sums, uses of weights,
+obstacles.
 """
 
 from __future__ import annotations
@@ -106,7 +107,8 @@ class Record:
             self.obstacles.append((dim, why))
 
     def cut_from(self, dim: Dim, size: int, why: str) -> Dim:
-        """Returns a new dimension, a part (or concatenation) of an old one; neither can be split.
+        """Returns a new dimension, a part (or concatenation) of an old one; neither can be
+        split.
         """
         made = self.factors.new_dim(size)
         self.block(dim, why)

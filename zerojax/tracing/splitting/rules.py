@@ -1,4 +1,5 @@
-"""Rules for each primitive: which dimensions of its results equal which dimensions of its operands.
+"""Rules for each primitive: which dimensions of its results equal which dimensions of its
+operands.
 """
 
 from __future__ import annotations
