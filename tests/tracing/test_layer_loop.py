@@ -645,7 +645,7 @@ _WHAT_TO_USE = (
         ),
         (
             with_arithmetic,
-            "only one of 3 steps that slices values computed from blocks/b, blocks/w.*, but pipeline",
+            "only one of 3 steps that slices values computed from blocks/b, blocks/w .*, but",
         ),
         (
             with_some_arithmetic,
