@@ -26,7 +26,9 @@ ONCE = {
     REDUCE: (Access.WHOLE, Access.GATHER_ONCE),
     GATHER: (Access.GATHER_ONCE, Access.GATHER_ONCE_SCATTER_EARLY),
 }
-"""{bucket option: kinds of parameters whose once-per-step collectives it divides}."""
+"""{bucket option: accesses of the parameters whose once-per-step collectives have this bucket
+size}.
+"""
 
 
 def other_bucket_sizes(plan: Plan) -> list[tuple[str, int]]:

@@ -201,7 +201,8 @@ def build_initialiser(plan: Plan, *, without: Collection[str] = ()) -> Any:
 
 
 def _new_params(plan: Plan, key_data: jax.Array) -> tuple[dict[str, jax.Array], Any]:
-    """Returns all initial parameters in their stored form, and the model's extras; traced.
+    """Returns all initial parameters in their stored form (dtype, padding and sharding as in the
+    state), and the model's extras (non-parameter arrays); traced.
 
     The values equal those of `Model(rngs=nnx.Rngs(seed))`, `module.init(jax.random.key(seed), ...)`
     or `init(jax.random.key(seed))`.
@@ -243,7 +244,8 @@ def _given(plan: Plan, name: str, value: Any) -> Any:
 
 
 def _drawn_on_one_device(plan: Plan, key_data: np.ndarray) -> tuple[dict, dict]:
-    """Returns unsharded initial parameters and extras, computed by one device of each process.
+    """Returns unsharded initial parameters and extras (non-parameter arrays), computed by one
+    device of each process.
 
     Reason: for a part of an array the compiler may emit other code than for the whole array (for
     example vectors and the remaining elements). The last bits of random numbers would then depend
@@ -261,7 +263,9 @@ def _drawn_on_one_device(plan: Plan, key_data: np.ndarray) -> tuple[dict, dict]:
 
 
 def _copy_initial(plan: Plan, key_data: np.ndarray, arrays: tuple[Any, Any]) -> TrainState:
-    """Builds the state from existing arrays: (parameters, extras) of the user's module."""
+    """Builds the state from existing arrays: (parameters, extras (non-parameter arrays)) of the
+    user's module.
+    """
     params, extras = arrays
     stored = {**plan.abstract_stored["params"], **plan.abstract_stored["frozen"]}
     rows = _rows_of_params(plan)
@@ -379,7 +383,9 @@ def _place(value: Any, stored: jax.ShapeDtypeStruct, rows: StageRows | None) -> 
 
 
 def _offloaded(plan: Plan, stored: TrainState) -> TrainState:
-    """Converts a new stored state to the form with offload: slices in memory; traced."""
+    """Converts a new stored state to the form with offload: optimizer-state slices in memory;
+    traced.
+    """
     return stored if plan.offload is None else cut_new_state(plan, stored)
 
 
@@ -473,7 +479,9 @@ def _devices_of_shards(stored: jax.ShapeDtypeStruct) -> Mapping[Ranges, list[Any
 def _blocks(
     value: LazyArray, shard: Ranges, rows: StageRows | None
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Yields (first row in the shard, values from this row on) in blocks, without padding."""
+    """Reads one shard of an array in blocks: yields (first row in the shard, values), without
+    padding.
+    """
     inside = [
         (start, min(stop, size)) for (start, stop), size in zip(shard, value.shape, strict=True)
     ]

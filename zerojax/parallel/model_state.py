@@ -33,8 +33,8 @@ Arrays = dict[str, Any]
 
 
 def value_and_grad(loss_of: Callable[..., Any], overwritten: Set[str]) -> Callable[..., Any]:
-    """Returns `jax.value_and_grad` of a loss, which also replaces overwritten extras by their
-    gradient.
+    """Returns `jax.value_and_grad` of a loss, which also replaces overwritten extras (non-parameter
+    arrays) by their gradient.
 
     Args:
       loss_of: `(inputs, extras, *rest) -> (loss, (anything, extras afterwards))`.
@@ -63,16 +63,16 @@ def pick(extras: Arrays, names: Set[str]) -> Arrays:
 
 
 def before_microbatches(extras: Arrays, overwritten: Set[str]) -> Arrays:
-    """Returns the extras before the first microbatch; extras that are overwritten start at minus
-    infinity.
+    """Returns the extras (non-parameter arrays) before the first microbatch; extras that are
+    overwritten start at minus infinity.
     """
     chosen = pick(extras, overwritten)
     return {**extras, **{name: jnp.full_like(x, -jnp.inf) for name, x in chosen.items()}}
 
 
 def after_microbatch(earlier: Arrays, later: Arrays, overwritten: Set[str]) -> Arrays:
-    """Combines extras of two microbatches: keeps `later`, or for overwritten extras the elementwise
-    maximum.
+    """Combines extras (non-parameter arrays) of two microbatches: keeps `later`, or for overwritten
+    extras the elementwise maximum.
     """
     chosen = pick(later, overwritten)
     return {**later, **{name: jnp.maximum(earlier[name], x) for name, x in chosen.items()}}
@@ -113,7 +113,9 @@ def is_averaged(name: str, value: Any, overwritten: Set[str]) -> bool:
 
 
 def changes(before: Arrays, after: Arrays, overwritten: Set[str]) -> Arrays:
-    """Returns {name: float32 change} of the extras whose changes are averaged over data shards."""
+    """Returns {name: float32 change} of the extras (non-parameter arrays) whose changes are
+    averaged over data shards.
+    """
     found = {}
     for name, new in after.items():
         if is_averaged(name, new, overwritten):
@@ -124,7 +126,9 @@ def changes(before: Arrays, after: Arrays, overwritten: Set[str]) -> Arrays:
 
 
 def added(before: Arrays, after: Arrays, counted: Set[str]) -> Arrays:
-    """Returns {name: change, in its own dtype} of the integer extras that are counts."""
+    """Returns {name: change, in its own dtype} of the integer extras (non-parameter arrays) that
+    are counts.
+    """
     chosen = pick(after, counted).items()
     return {n: x - before[n] for n, x in chosen if not jnp.issubdtype(x.dtype, jnp.floating)}
 

@@ -48,7 +48,9 @@ from zerojax.runtime.memory import allocating_for
 Flat = tuple[tuple[jax.ShapeDtypeStruct, ...], Any]
 """(leaves, structure) of a pytree; hashable, so that it can be a cache key."""
 _KEPT = (ONE_BIT, COPIES)
-"""Parts of a state that are the same in the stored and the portable form."""
+"""Parts of a state that are the same in the stored and the portable form (the same for
+every mesh).
+"""
 
 
 @names_keywords()
@@ -67,8 +69,9 @@ def to_portable_state(
     Args:
       plan: the plan that `state` follows.
       state: training state; it stays valid.
-      joined: whether to read parameters and moments with slices in host memory or files. False puts
-        an object that is no array in the place of each (see `parallel.offload.disk_saving`).
+      joined: whether to read parameters and moments with optimizer-state slices in host memory or
+        files. False puts an object that is no array in the place of each (see
+        `parallel.offload.disk_saving`).
       rows_on_host: whether to put the separated layers of stacks into host memory, as in
         `portable_to_read`. Then the device never holds more than one stack twice.
     """
@@ -151,7 +154,8 @@ def _ungrouped(plan: Plan, tree: Any) -> Any:
 
 
 def model_parts(plan: Plan, state: TrainState, *, weights: Weights = "trained") -> dict[str, Any]:
-    """Returns "params", "frozen" and "extras" of a state in portable form, without optimizer state.
+    """Returns "params", "frozen" and "extras" (non-parameter arrays) of a state, without optimizer
+    state, in portable form (the same for every mesh).
 
     So the moments need not be joined or decoded; with offload they are most of a state's bytes.
 
@@ -175,7 +179,8 @@ def model_parts(plan: Plan, state: TrainState, *, weights: Weights = "trained") 
 
 
 def frozen_part(plan: Plan, state: TrainState) -> dict[str, jax.Array]:
-    """Returns the frozen parameters of a state in portable form: {name: array}.
+    """Returns the frozen parameters of a state in portable form (the same for every mesh): {name:
+    array}.
 
     Args:
       plan: the plan that `state` follows.
@@ -222,7 +227,8 @@ def from_model_parts(plan: Plan, parts: dict[str, Any]) -> dict[str, Any]:
 
     Args:
       plan: plan of the result, without offload.
-      parts: "params", "frozen" and "extras" in portable form, and "rng".
+      parts: "params", "frozen" and "extras" (non-parameter arrays) in portable form (the same for
+        every mesh), and "rng".
     """
     assert plan.offload is None
     stored: dict[str, Any] = {**plan.abstract_stored}
@@ -240,7 +246,8 @@ def from_model_parts(plan: Plan, parts: dict[str, Any]) -> dict[str, Any]:
 def from_portable_state(
     plan: Plan, portable: TrainState, *, data_state: dict[str, Any] | None = None
 ) -> TrainState:
-    """Converts a portable state to the stored form of a plan, the inverse of `to_portable_state`.
+    """Converts a portable state (the same for every mesh) to the stored form of a plan, the inverse
+    of `to_portable_state`.
 
     Args:
       plan: the plan that the result follows.
@@ -275,7 +282,7 @@ def _begun(
 ) -> dict[str, Any]:
     """Adapts 1-bit errors and weight copies of a checkpoint to a plan, or initializes them.
 
-    Missing errors become 0; missing copies become the masters, cast to the compute dtype.
+    Missing errors become 0; missing copies become the master weights, cast to the compute dtype.
 
     Args:
       plan: plan of the state.
@@ -376,7 +383,7 @@ def reshard_state(
       old: the plan that `state` follows.
       new: a plan of the same model and optimizer.
       state: training state of `old`. It stays valid; drop it to free its memory. A state with
-        slices in files is closed, because the new state may need their disk space.
+        optimizer-state slices in files is closed, because the new state may need their disk space.
       data_state: position of the data, written into a durable store (see `from_portable_state`).
 
     Raises:

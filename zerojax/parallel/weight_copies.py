@@ -30,7 +30,7 @@ def build_following(plan: Plan) -> Callable[[Any], Arrays] | None:
 
     The result is None if the plan has no copies. A copied value differs from its master, rounded to
     the compute dtype, by at most half a quantization step of its block plus the rounding of the
-    sum. If a block of masters contains NaN or an infinity, its copy is not finite.
+    sum. If a block of master weights contains NaN or an infinity, its copy is not finite.
     """
     leaves = followed_leaves(plan.placement)
     if not leaves:
@@ -79,7 +79,9 @@ def _rounded(master: jax.Array, dtype: Any) -> jax.Array:
 
 
 def first_copies(plan: Plan, params: Arrays) -> dict[str, Any]:
-    """Returns the `COPIES` part of a new state: the masters, cast to the compute dtype; traced."""
+    """Returns the `COPIES` part of a new state: the master weights, cast to the compute dtype;
+    traced.
+    """
     return {
         key: {
             name: fit(params[name].astype(x.dtype), x.shape, None, to_rows=False)

@@ -34,7 +34,9 @@ _NOBODY: frozenset[str] = frozenset()
 
 
 class MatrixDims(NamedTuple):
-    """Dimensions of a stored parameter in a product; the remaining dimensions count matrices.
+    """Dimensions of a stored parameter that act as rows and columns in a matrix product.
+
+    All remaining dimensions count matrices (layers or experts, for example).
 
     Attributes:
       rows: dimensions that the product sums over, ascending.

@@ -26,7 +26,7 @@ class StepRule(NamedTuple):
     """Update of an extra (state of the model) from a count, once per optimizer step.
 
     Attributes:
-      target: name of the extra that is updated.
+      target: name of the extra (non-parameter array) that is updated.
       rule: update rule, defined at `zerojax.models.StepCount`.
       ndim: number of dimensions of the count in its module; in stacked layers the state has
         additional leading dimensions.
@@ -75,8 +75,9 @@ class Model(Protocol):
       source: object that the user passed.
       reads_lazily: whether `on_read` runs where the model uses a parameter (True), or for all
         parameters before the model starts (False: a pair of functions has no point of use).
-      overwritten: names of the extras that are replaced by their gradient, as in Flax's collection
-        `_overwrite_with_gradient` (scales of 8-bit products); known after `init`.
+      overwritten: names of the extras (non-parameter arrays) that are replaced by their gradient,
+        as in Flax's collection `_overwrite_with_gradient` (scales of 8-bit products); known after
+        `init`.
       step_rules: {name of an extra that counts during a step: update that runs once per step}.
     """
 
@@ -100,7 +101,7 @@ class Model(Protocol):
     def init(self, key: jax.Array, batch: Any, loss: Loss) -> tuple[Arrays, Arrays]:
         """Returns new initial arrays, `({name: parameter}, {name: extra})`; can be traced.
 
-        PRNG keys in extras are represented by their key data.
+        PRNG keys in extras (non-parameter arrays) are represented by their key data.
         """
         ...
 
@@ -135,7 +136,7 @@ class Model(Protocol):
           on_read: {name: function of the stored value that returns the value the model reads}.
 
         Returns:
-          (result of `function`, the new extras).
+          (result of `function`, the new extras (non-parameter arrays)).
         """
         ...
 

@@ -38,8 +38,8 @@ class ModelTrace:
         devices.
       eight_bits: names of the parameters that the model uses only as 8-bit floats.
       result: abstract value of the loss.
-      jaxpr: traced forward pass, for counting. Its inputs are parameters, extras and batch, in the
-        order of sorted names; its outputs are the leaves of `result`.
+      jaxpr: traced forward pass, for counting. Its inputs are parameters, extras (non-parameter
+        arrays) and batch, in the order of sorted names; its outputs are the leaves of `result`.
       index_limits: {leaf of the batch: limits of its integers} (see module `index_limits`).
       attention: a sentence for each kind of call of `zerojax.attention`, in order.
       attention_calls: one call of `zerojax.attention` of each kind, in the order of `attention`.

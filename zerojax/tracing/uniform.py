@@ -31,8 +31,8 @@ def find_uniform_branches(
     """Returns the `id` of each `cond` equation, at any depth, whose predicate is uniform.
 
     Args:
-      program: traced loss. Its inputs are parameters, extras and the batch; its outputs are results
-        and the new extras.
+      program: traced loss. Its inputs are parameters, extras (non-parameter arrays) and the batch;
+        its outputs are results and the new extras.
       num_params, num_extras: number of inputs that are parameters, and number of inputs that are
         extras.
       num_results: number of outputs before the new extras.

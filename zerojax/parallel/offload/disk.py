@@ -39,14 +39,15 @@ class DiskState:
     """The open store of this process and the position of each slice in it.
 
     In a state's pytree it is a node without leaves: JAX never copies it. So there is only one: a
-    step changes the slices in files of the state that it was given, even if it does not change the
-    arrays of that state.
+    step changes the optimizer-state slices in files of the state that it was given, even if it does
+    not change the arrays of that state.
 
     Attributes:
       store: store with the buckets of this process.
       leaves: {parameter: position of its buckets}, in the order of the buckets.
       failure: the reason why the slices no longer belong to one step; None if they do.
-      data_state: position of the data after the next step, for a durable store.
+      data_state: position of the data after the next step, for a durable store (files from which a
+        killed run resumes).
       has_frozen: whether the frozen parameters were written beside the buckets of a durable store.
       pages: weights and gradients of layers in files (`offload.params: nvme`); None without them.
     """
@@ -158,8 +159,8 @@ class DiskState:
             piece.write()
 
     def read(self, leaf: SlicedLeaf, array: str) -> Rows:
-        """Reads one array's slices in files: {device: copies, [slices, elements]}; {} if there are
-        none.
+        """Reads one array's optimizer-state slices in files: {device: copies, [slices, elements]};
+        {} if there are none.
 
         Raises:
           StoreFailedError: the disk reports an error, or a sweep failed.
@@ -240,12 +241,12 @@ def fill_new_disk(
     stored: Callable[[str], jax.Array],
     by_layer: Callable[[str], Callable[[int], jax.Array] | None],
 ) -> DiskState:
-    """Creates a store for a new state: masters from initial parameters, moments of zeros.
+    """Creates a store for a new state: master weights from initial parameters, moments of zeros.
 
     An average of the weights (EMA) begins as a copy of the weights.
 
     Args:
-      plan: a plan with slices in files.
+      plan: a plan with optimizer-state slices in files.
       stored: `name -> parameter in its stored form`; called once for each parameter.
       by_layer: `name -> (layer number -> this layer's part of the stored form)`, for a parameter
         whose slices do not cross layers; for other parameters it returns None, and `stored` is
@@ -296,7 +297,7 @@ def fill_disk(
     """Creates a store from a complete state, which has the form of `plan.abstract_stored`.
 
     Args:
-      plan: a plan with slices in files.
+      plan: a plan with optimizer-state slices in files.
       stored: training state without slices, as arrays on the devices.
       before_commit: called after all buckets are written, before they replace the previous
         generation.

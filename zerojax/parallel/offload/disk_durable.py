@@ -43,7 +43,7 @@ _OF_ARCHIVES = (zipfile.BadZipFile, zlib.error, NotImplementedError)
 
 
 def write_rest(plan: Plan, disk: DiskState, state: TrainState) -> None:
-    """Writes the parts of the state that are in no bucket, before a generation is committed.
+    """Writes the parts of the state that are in no bucket (slice of optimizer state in a file).
 
     Raises:
       OSError: the disk reports an error.
@@ -68,7 +68,8 @@ def rest_writer(
 
     Args:
       plan: plan that `state` follows.
-      state: training state without the contents of buckets; read when the callback is called.
+      state: training state without the slices of the optimizer state in files; read when the
+        callback is called.
       data_state: position of the data.
     """
 
@@ -147,9 +148,12 @@ def _may_be_there(plan: Plan) -> bool:
 
 
 def _rest(plan: Plan, state: Any) -> dict[str, Any]:
-    """Returns the part of a state that is written beside a durable store's buckets: {name: leaf}.
+    """Returns the part of a state that is written beside the buckets of a durable store: {name:
+    leaf}.
 
-    It lacks frozen parameters, and weights that are recomputed from masters.
+    A durable store has the files from which a killed run resumes; a bucket is one slice of the
+    optimizer state. The result lacks frozen parameters, and weights that are recomputed from master
+    weights.
     """
     assert plan.offload is not None
     on_disk = {leaf.name for leaf in plan.offload.on_disk}
@@ -159,7 +163,7 @@ def _rest(plan: Plan, state: Any) -> dict[str, Any]:
 
 def _place(plan: Plan, arrays: dict[str, np.ndarray]) -> Any:
     """Places arrays of a resumed state on the devices, except weights that are recomputed from
-    masters.
+    master weights.
     """
     abstract = plan.abstract_state
     wanted = _rest(plan, abstract) | flatten_names({"frozen": abstract["frozen"]})
@@ -173,7 +177,9 @@ def _place(plan: Plan, arrays: dict[str, np.ndarray]) -> Any:
 
 
 def _signature(plan: Plan) -> str:
-    """Returns a text that is equal for two plans that can share buckets."""
+    """Returns a text that is equal for two plans whose optimizer state in files has the same
+    layout.
+    """
     assert plan.offload is not None
     slices = []
     for leaf in plan.offload.on_disk:

@@ -49,12 +49,14 @@ class DiskLeaf:
 
     @property
     def num_buckets(self) -> int:
-        """Number of the parameter's slices in files, each of which is one bucket."""
+        """Number of the parameter's optimizer-state slices in files, each of which is one
+        bucket.
+        """
         return self.leaf.counts[NVME]
 
     @property
     def bucket_bytes(self) -> int:
-        """Bytes of one bucket of the parameter."""
+        """Bytes of one bucket (one slice of the parameter's optimizer state) in a file."""
         return sum(self._array_bytes(dtype) for dtype in self.dtypes.values())
 
     def views(self, bucket: np.ndarray) -> dict[str, np.ndarray]:
@@ -99,7 +101,9 @@ def disk_leaves(plan: Plan) -> dict[str, DiskLeaf]:
 
 
 def places_of(plan: Plan, leaves: Sequence[SlicedLeaf]) -> dict[str, DiskLeaf]:
-    """Returns {parameter: position of its buckets}, also for parameters without slices in files."""
+    """Returns {parameter: position of its buckets}, also for parameters without optimizer-state
+    slices in files.
+    """
     layout, mesh = plan.offload, plan.mesh
     assert layout is not None
     assert isinstance(mesh, Mesh)

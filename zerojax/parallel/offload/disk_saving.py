@@ -92,8 +92,8 @@ def write_pieces(
 
 
 def _slices_in_memory(place: DiskLeaf, tiers: Tiers) -> Iterator[tuple[int, int, np.ndarray]]:
-    """Yields (row, slice number, values) of a parameter's slices in memory that this
-    process saves.
+    """Yields (row, slice number, values) of a parameter's optimizer-state slices in memory that
+    this process saves.
     """
     for tier, array in tiers.items():
         by_row = {place.row_of[device]: shard for device, shard in shards_of(array).items()}
@@ -136,7 +136,7 @@ def restore_pieces(
       portable: state read from the checkpoint, with a `Saved` for each array of an offloaded
         parameter.
       state: state with all other values; its values of offloaded parameters are ignored.
-      data_state: position of the data, for a durable store.
+      data_state: position of the data, for a durable store (files from which a killed run resumes).
 
     Returns:
       The complete state.
@@ -151,7 +151,8 @@ def restore_pieces(
     tiers: dict[str, dict[str, Tiers]] = {}
 
     def source_of(place: DiskLeaf) -> Source:
-        """Returns the source of a parameter's slices; reads its slices in memory into `tiers`.
+        """Returns the source of a parameter's slices; reads its optimizer-state slices in memory
+        into `tiers`.
 
         Doing both here opens each array of the checkpoint only once.
         """
@@ -182,7 +183,9 @@ def restore_pieces(
 def _with_slices(
     plan: Plan, state: TrainState, tiers: Mapping[str, Mapping[str, Tiers]]
 ) -> TrainState:
-    """Returns `state` with masters and moments of offloaded parameters replaced by `tiers`."""
+    """Returns `state` with master weights and moments of offloaded parameters replaced by
+    `tiers`.
+    """
     result = state.copy()
     if plan.precision.has_masters:
         masters = {name: arrays[MASTER] for name, arrays in tiers.items()}

@@ -58,10 +58,10 @@ class DiskStep:
         """Builds the step around its jitted part.
 
         Args:
-          plan: a plan with slices in files.
+          plan: a plan with optimizer-state slices in files.
           jitted: `(state, batch) -> (state, metrics, pending)`, see `pending_of`.
-          write_rest: `(disk, state) -> None`; called before a generation of a durable store is
-            committed.
+          write_rest: `(disk, state) -> None`; called before a generation of a durable store (files
+            from which a killed run resumes) is committed.
         """
         self._jitted, self._write_rest = jitted, write_rest
         self._update = SliceUpdates(plan)
@@ -88,7 +88,8 @@ def pending_of(
 
     Args:
       plan: a plan with slices in files.
-      grads: gradients of all parameters, in stored form, unscaled.
+      grads: gradients of all parameters, in stored form (dtype, padding and sharding as in the
+        state), unscaled.
       opt_state: optimizer state before the step.
       now: values of this step that the update needs.
 
@@ -115,13 +116,15 @@ def pending_shardings(plan: Plan) -> dict[str, Any]:
 
 
 def _in_memory(plan: Plan) -> list[str]:
-    """Returns the names of parameters with slices in files whose weights are in memory."""
+    """Returns the names of parameters with optimizer-state slices in files whose weights are in
+    memory.
+    """
     assert plan.offload is not None
     return [x.name for x in plan.offload.on_disk if x.name not in plan.offload.paged]
 
 
 class SliceUpdates:
-    """Updates slices in files, with one jitted function for each parameter."""
+    """Updates optimizer-state slices in files, with one jitted function for each parameter."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -208,7 +211,7 @@ def build_slice_update(
     """Builds the jitted update of one slice of one parameter.
 
     Args:
-      plan: a plan with slices in files.
+      plan: a plan with optimizer-state slices in files.
       place: position of the parameter's buckets.
       weights_of: traced function `(weights, gradients) -> SliceWeights` of one device.
       given: (sharding of the weights, which are donated; sharding of the gradients). The first is
@@ -301,7 +304,7 @@ def build_weights(
     Args:
       plan: a plan with float32 masters.
       places: {parameter: position of its buckets}.
-      disk: store with the slices in files; None if no slice is in a file.
+      disk: store with the optimizer-state slices in files; None if no slice is in a file.
       masters: {parameter: {storage tier: slices}} of the slices in memory.
     """
     abstract = plan.abstract_state["params"]
@@ -321,7 +324,7 @@ def build_weights(
 def _slices(
     places: Mapping[str, DiskLeaf], disk: DiskState | None, masters: Mapping[str, Tiers]
 ) -> Iterator[tuple[DiskLeaf, int, np.ndarray]]:
-    """Yields (parameter, slice number, values [rows, elements]) of all slices of masters."""
+    """Yields (parameter, slice number, values [rows, elements]) of all slices of master weights."""
     for place in places.values():
         tiers = masters.get(place.leaf.name, {})
         for tier in [tier for tier in MEMORY_TIERS if tier in tiers]:

@@ -54,11 +54,13 @@ class PageFiles:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page, without padding to blocks of the disk."""
+        """Bytes of one page (the data of one layer), without padding to blocks of the disk."""
         return sum(_aligned(_bytes(*array)) for array in self._arrays.values())
 
     def views(self, page: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns {name: array}: views of the arrays in a page's bytes, without a copy."""
+        """Returns {name: array} of a page (the data of one layer): views of its bytes, without a
+        copy.
+        """
         start, found = 0, {}
         for name, (shape, dtype) in self._arrays.items():
             size = _bytes(shape, dtype)
@@ -74,9 +76,10 @@ class PageFiles:
 
 
 class PageSweep:
-    """A pass over pages; devices may still read a page while the caller requests the next one.
+    """Reads or writes pages (the data of one layer each) in a given order, with prefetch.
 
-    Use it in a `with` statement. Errors of the disk become `StoreFailedError`.
+    Devices may still read a page while the caller requests the next one. Use the object in a `with`
+    statement. Errors of the disk become `StoreFailedError`.
     """
 
     def __init__(self, pages: PageFiles, order: Sequence[int], *, read: bool = True) -> None:
@@ -97,7 +100,7 @@ class PageSweep:
             jax.block_until_ready(self._using.popleft())
 
     def next(self) -> Bucket:
-        """Returns the next page in order, once it has been read.
+        """Returns the next page (the data of one layer) in order, once it has been read.
 
         First it waits for the arrays computed from the oldest page, whose memory is filled again.
         """
@@ -113,12 +116,12 @@ class PageSweep:
         self._using[-1] = arrays
 
     def write(self, page: Bucket) -> None:
-        """Starts to write a page."""
+        """Starts to write a page, the data of one layer, to its file."""
         with _told():
             page.write()
 
     def end(self) -> None:
-        """Ends the pass, and commits the written pages as one generation."""
+        """Ends the pass over the pages (one per layer), and commits all written pages together."""
         self._wait()
         with _told():
             for _ in self._sweep:

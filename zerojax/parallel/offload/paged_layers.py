@@ -214,8 +214,8 @@ class LayerPrograms:
     # --- the functions that each device runs, one for each program --------------------------------
 
     def _pass(self, context: Context) -> tuple[StreamedPass, tuple[Any, Any, Any]]:
-        """Returns (the `StreamedPass`, (extras, random key, batch) of the microbatch) on this data
-        shard.
+        """Returns (the `StreamedPass`, (extras (non-parameter arrays), random key, batch) of the
+        microbatch) on this data shard.
         """
         number = self._config.num_microbatches if self._train else 1
         microbatches = split_batch(context.batch, number)

@@ -53,8 +53,8 @@ Metrics = dict[str, jax.Array]
 
 
 class PagedStep:
-    """A `step(state, batch) -> (state, metrics)` that returns after all slices in files are
-    updated.
+    """A `step(state, batch) -> (state, metrics)` that returns after all optimizer-state slices in
+    files are updated.
 
     Attributes:
       programs: compiled programs of forward and backward pass.
@@ -76,8 +76,8 @@ class PagedStep:
           plan: a plan with layer weights in files.
           jitted: jitted function that runs after the backward pass: `(state, {"batch": ...,
             "totals": PassTotals}) -> (state, metrics, pending)`.
-          write_rest: `(disk, state) -> None`; called before a generation of a durable store is
-            committed.
+          write_rest: `(disk, state) -> None`; called before a generation of a durable store (files
+            from which a killed run resumes) is committed.
           programs: programs of forward and backward pass, for training.
           factor_of: traced function `(state, batch) -> factor of the loss`.
         """
@@ -132,7 +132,7 @@ class PagedStep:
 
         Returns:
           (sums of loss and weight, sums of gradients outside the layers, `Backward` after layer 0,
-          extras).
+          extras (non-parameter arrays)).
         """
         programs, last = self.programs, pages.num_layers - 1
         there_and_back = [*range(last + 1), *reversed(range(last))]
@@ -205,8 +205,8 @@ class PagedStep:
     # --- the update -------------------------------------------------------------------------------
 
     def _sweep(self, disk: DiskState, new: TrainState, pending: Any) -> None:
-        """Updates all slices in files, writes the new weights of layers, and changes `new` in
-        place.
+        """Updates all optimizer-state slices in files, writes the new weights of layers, and
+        changes `new` in place.
         """
         pages = disk.pages
         assert pages is not None

@@ -159,7 +159,7 @@ class Pages:
         ]
 
     def fill(self, slices: Callable[[Sequence[int]], Generator[DiskSlice]]) -> None:
-        """Writes the weights of all layers, cast from the masters in files.
+        """Writes the weights of all layers, cast from the master weights in files.
 
         Args:
           slices: function that reads the slices in the given buckets (see `DiskState.slices`).

@@ -31,7 +31,8 @@ from zerojax.plan.state_layout import SlicedLeaf
 
 
 def cut_new_state(plan: Plan, stored: TrainState) -> TrainState:
-    """Cuts a new state from its stored form on the device into slices; traced.
+    """Cuts a new state from its stored form (dtype, padding and sharding as in the state) on the
+    device into slices; traced.
 
     The moments are zeros; an average of the weights (EMA) begins as a copy of the weights.
     """
@@ -79,7 +80,8 @@ def cut_new_param(plan: Plan, name: str, stored: jax.Array) -> CutParam:
     Args:
       plan: a plan with offload.
       name: name of the parameter.
-      stored: stored form of the parameter, on the device.
+      stored: stored form (dtype, padding and sharding as in the state) of the parameter, on the
+        device.
     """
     shardings = plan.state_shardings
     averages = ema_of(shardings["opt_state"]) or {}
@@ -126,8 +128,8 @@ def join_state(plan: Plan, state: TrainState, *, joined: bool = True) -> TrainSt
     Args:
       plan: a plan with offload.
       state: training state in slices.
-      joined: whether to join arrays with slices in host memory or files. False puts a
-        `ShapeDtypeStruct` in the place of each.
+      joined: whether to join arrays with optimizer-state slices in host memory or files. False puts
+        a `ShapeDtypeStruct` in the place of each.
     """
     layout = plan.offload
     assert layout is not None
@@ -202,15 +204,16 @@ def averaged_params(plan: Plan, state: TrainState) -> dict[str, jax.Array]:
 
 
 def _from_files(plan: Plan, state: TrainState, leaf: SlicedLeaf, array: int) -> Any:
-    """Reads the slices in files of array number `array` of a parameter; None if the state has no
-    files.
+    """Reads the optimizer-state slices in files of array number `array` of a parameter; None if the
+    state has no files.
     """
     assert plan.offload is not None
     return state["disk"].read(leaf, plan.offload.arrays[array]) if state["disk"] else None
 
 
 def cut_state(plan: Plan, stored: TrainState) -> TrainState:
-    """Cuts a state into slices, the inverse of `join_state`; leaves out slices in files.
+    """Cuts a state into slices, the inverse of `join_state`; leaves out optimizer-state slices in
+    files.
 
     Leaves of `stored` that are not arrays stay as they are.
     """

@@ -32,9 +32,9 @@ def build_offload_update(plan: Plan) -> Callable[..., dict[str, Any]]:
     """Builds the traced update of a state with offload.
 
     The update maps `(gradients, state, ThisStep)` to `{"params": ..., "opt_state": ..., "masters":
-    ...}`. It leaves unchanged: slices in files, the part of `params` that is computed from them,
-    and parameters that the backward pass has already updated (`gradients` lacks them). Parameters
-    whose weights are in files are not in the state.
+    ...}`. It leaves unchanged: optimizer-state slices in files, the part of `params` that is
+    computed from them, and parameters that the backward pass has already updated (`gradients` lacks
+    them). Parameters whose weights are in files are not in the state.
     """
     tx, layout = plan.tx, plan.offload
     assert isinstance(tx, Optimizer)
@@ -141,8 +141,8 @@ def update_slice(
 
 
 class LeafUpdate:
-    """Updates one parameter's slices in memory: first the slices on the device, then those on the
-    host.
+    """Updates one parameter's optimizer-state slices in memory: first the slices on the device,
+    then those on the host.
     """
 
     def __init__(self, begun: BegunUpdate, leaf: SlicedLeaf, *, on_host: bool) -> None:
@@ -155,7 +155,7 @@ class LeafUpdate:
         moments: tuple[Mapping[str, jax.Array], ...],
         grad: jax.Array,
     ) -> tuple[jax.Array, dict[str, jax.Array], tuple[dict[str, jax.Array], ...]]:
-        """Updates one parameter; returns (weights in their dtype, masters, moments).
+        """Updates one parameter; returns (weights in their dtype, master weights, moments).
 
         Without masters, the update changes the weights directly.
         """

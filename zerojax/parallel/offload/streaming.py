@@ -109,7 +109,7 @@ def _all_microbatches(
 
     Returns:
       (sums of loss and metrics, gradients outside the layers, `GradientTotals` of the layers,
-      extras).
+      extras (non-parameter arrays)).
     """
     number = weights.config.num_microbatches
     sink = GradientTotals(rows=weights.rows, num_layers=weights.pieces.num_layers)
@@ -340,7 +340,7 @@ class StreamedPass:
         extras))`.
 
         Args:
-          context: (extras, random key, batch) of the microbatch.
+          context: (extras (non-parameter arrays), random key, batch) of the microbatch.
           outputs: outputs of the last layer.
           loss_factor: factor of the loss; None: 1.
         """
@@ -385,7 +385,7 @@ class StreamedPass:
 
         Returns:
           (sums of loss and metrics, gradients outside the layers, new totals of `sink`, extras
-          after the microbatch).
+          (non-parameter arrays) after the microbatch).
         """
         context = extras, key, batch
         pieces, given = self.pieces, self.outer_reads()

@@ -128,8 +128,8 @@ def run_forward(
       inputs: storage for the inputs of layers; None stores no input.
 
     Returns:
-      (output of the last layer, {name: [layers, ...]} of the extras that layers write, `last_layer`
-      for `run_backward`).
+      (output of the last layer, {name: [layers, ...]} of the extras (non-parameter arrays) that
+      layers write, `last_layer` for `run_backward`).
     """
     last = work.num_layers - 1
     rows = work.load(0)
@@ -195,8 +195,8 @@ class Updates(Protocol):
     """Functions that update layers in host memory while the backward pass runs.
 
     `totals` is a carry with all arrays of the update. While a layer is differentiated, its state
-    (masters and moments) is loaded. While the layer below is differentiated, the layer is updated
-    and its new state stored.
+    (master weights and moments) is loaded. While the layer below is differentiated, the layer is
+    updated and its new state stored.
     """
 
     def start(self, totals: Any, sums: Arrays) -> Any:
@@ -218,7 +218,7 @@ class Updates(Protocol):
         ...
 
     def load_state(self, totals: Any, index: Any) -> Any:
-        """Loads the state (masters, moments) of a layer before its update."""
+        """Loads the state (master weights, moments) of a layer before its update."""
         ...
 
     def store_state(

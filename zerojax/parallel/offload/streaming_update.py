@@ -59,8 +59,8 @@ def build_updating_gradients(
       A function `(state, key_data, batch) -> (sums, grads, extras, state)`. `key_data` is the
       uint32 key data of the step, and `batch` is the global batch. `sums` and `extras` are those of
       `zerojax.parallel.offload.streaming.build_gradients`. `grads` has the gradients of all
-      parameters that are not streamed. In the returned state only weights, masters and moments of
-      the streamed parameters are new; even the optimizer's step count is unchanged.
+      parameters that are not streamed. In the returned state only weights, master weights and
+      moments of the streamed parameters are new; even the optimizer's step count is unchanged.
     """
     layout = plan.offload
     assert layout is not None
@@ -254,8 +254,8 @@ class LayerUpdates:
 
     @property
     def _reads_row(self) -> bool:
-        """Whether the update starts from the weights in host memory, because there are no
-        masters.
+        """Whether the update starts from the weights in host memory, because there are no master
+        weights.
         """
         return not self.plan.precision.has_masters
 

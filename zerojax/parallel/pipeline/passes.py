@@ -216,7 +216,7 @@ class _Weights:
 
         Args:
           pieces: loss, split by `cut`.
-          counts: {name: [microbatches, ...]}, extras computed by `_count`.
+          counts: {name: [microbatches, ...]}, extras (non-parameter arrays) computed by `_count`.
           key_data: data of the step's random key.
           microbatches: batch of this data shard, [microbatches, rows, ...].
           loss_factor: factor of the loss before differentiation; None: 1.
@@ -294,8 +294,8 @@ class _Weights:
 
 
 def _count(pieces: LossPieces, extras: Arrays, number: int) -> tuple[Arrays, Arrays]:
-    """Computes in advance the extras that only count forward passes, such as counts of random
-    draws.
+    """Computes in advance the extras (non-parameter arrays) that only count forward passes, such as
+    counts of random draws.
 
     Returns:
       ({name: [microbatches, ...], value before each}, {name: value afterwards}).
@@ -310,7 +310,9 @@ def _count(pieces: LossPieces, extras: Arrays, number: int) -> tuple[Arrays, Arr
 
 
 def _agree_on_extras(layout: PipelineLayout, before: Arrays, found: Results) -> Arrays:
-    """Copies each extra, after the pass, from the stage that writes it to all stages."""
+    """Copies each extra (non-parameter array), after the pass, from the stage that writes it to all
+    stages.
+    """
     stage, schedule = lax.axis_index(STAGE), layout.schedule
     first, _ = schedule.locate(0)
     last, _ = schedule.locate(schedule.num_virtual_stages - 1)
@@ -340,7 +342,7 @@ class Results:
       sums: sums of loss and metrics of the microbatches whose head ran on this stage.
       chunks, outer: gradients of this stage's layers and of all other parameters, summed over
         microbatches; None without a backward pass.
-      extras: extras on this stage after the pass.
+      extras: extras (non-parameter arrays) on this stage after the pass.
       overwritten: {name: elementwise maximum of the new values from this stage's backward passes}
         for extras that are replaced by their gradient; minus infinity if no backward pass ran.
       embed_writes, layers_writes, head_writes: names of the extras that embedding, layers and head

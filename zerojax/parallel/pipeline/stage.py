@@ -121,8 +121,8 @@ class Stage:
 
     @property
     def kept_slot(self) -> str:
-        """Kind of buffer slot ("residual" or "input") in which extras are stored beside a chunk's
-        values.
+        """Kind of buffer slot ("residual" or "input") in which extras (non-parameter arrays) are
+        stored beside a chunk's values.
         """
         return "residual" if self.stashes_residuals else "input"
 
@@ -174,7 +174,11 @@ class Stage:
         }
 
     def tick(self, state: Arrays, row: Arrays, run: TickRun) -> Arrays:
-        """Runs one tick, in the order that `zerojax.pipeline_schedules.lowering` describes."""
+        """Runs one tick on this stage: the slots (forward, backward, weight) of one row of the
+        schedule table.
+
+        The order of the slots is described in `zerojax.pipeline_schedules.lowering`.
+        """
         state, received = dict(state), run.receives
         if self.backward:
             self.receive(state, "gradient", "gradients", state["sent"], row, received)
@@ -267,7 +271,9 @@ class Stage:
     # Extras
 
     def write_rows(self, state: Arrays, changes: Arrays, rows: jax.Array, chosen: Any) -> None:
-        """Writes the rows of extras that a chunk's layers changed into `state`, if `chosen`."""
+        """Writes the rows of extras (non-parameter arrays) that a chunk's layers changed into
+        `state`, if `chosen`.
+        """
         extras = dict(state["extras"])
         for name, values in changes.items():
             # Indices out of bounds are dropped; a negative one would count from the end.
@@ -277,7 +283,9 @@ class Stage:
         state["extras"] = extras
 
     def found(self, state: Arrays, slot: jax.Array) -> Arrays:
-        """Returns the extras that the forward slot read whose results are in buffer slot `slot`."""
+        """Returns the extras (non-parameter arrays) that the forward slot read whose results are in
+        buffer slot `slot`.
+        """
         kept = {
             name: lax.dynamic_index_in_dim(buffer, slot, keepdims=False)
             for name, buffer in state["kept"].items()
@@ -285,12 +293,14 @@ class Stage:
         return {**state["extras"], **kept}
 
     def becoming(self, names: frozenset[str]) -> Arrays:
-        """Returns {name: value at the beginning of the step} of overwritten extras."""
+        """Returns {name: value at the beginning of the step} of overwritten extras (non-parameter
+        arrays).
+        """
         return {name: self.overwritten[name] for name in sorted(names)}
 
     def keep_largest(self, state: Arrays, new: Arrays, number: jax.Array, active: Any) -> None:
-        """Updates the maximum of overwritten extras with the new rows from a chunk's
-        backward pass.
+        """Updates the maximum of overwritten extras (non-parameter arrays) with the new rows from a
+        chunk's backward pass.
         """
         rows, totals = self.rows[number], dict(state["overwritten"])
         for name, value in new.items():

@@ -183,10 +183,10 @@ def build_forward(config: PassConfig, function: Loss) -> Callable[..., Arrays]:
     """Builds the traced forward function, `(params, frozen, extras, key_data, batch, copies) ->
     sums`.
 
-    It runs `function(model, batch)` in evaluation mode; nothing is differentiated, and extras do
-    not change. The sums are those of `zerojax.losses.as_sums` over the global batch. `copies` is
-    {name: unsharded weight in the compute dtype} of parameters with `delta_codes`, or None if there
-    are none.
+    It runs `function(model, batch)` in evaluation mode; nothing is differentiated, and extras
+    (non-parameter arrays) do not change. The sums are those of `zerojax.losses.as_sums` over the
+    global batch. `copies` is {name: unsharded weight in the compute dtype} of parameters with
+    `delta_codes`, or None if there are none.
     """
     config = dataclasses.replace(config, loss=function)
 

@@ -55,7 +55,8 @@ class PassConfig:
       metrics: names of the metrics that the loss returns, sorted.
       tiles: {name: tiles} of the layer weights that are gathered tile by tile
         (`offload.tile_bytes`).
-      counted: names of the extras to which a pass adds sums over the batch (see `model_state`).
+      counted: names of the extras (non-parameter arrays) to which a pass adds sums over the batch
+        (see `model_state`).
     """
 
     model: Model
@@ -137,7 +138,7 @@ def run_microbatch(
     """Runs one microbatch with the given parameter values.
 
     Returns:
-      (sums of loss and metrics, see `losses.as_sums`; extras afterwards).
+      (sums of loss and metrics, see `losses.as_sums`; extras (non-parameter arrays) afterwards).
     """
     assert batch_axes() != (), "a pass has to be traced inside of `over_batch`"
     rules = {"sequence": MODEL} if config.sequence_sharding else None

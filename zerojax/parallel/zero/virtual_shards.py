@@ -156,7 +156,7 @@ def virtual_key(key_data: jax.Array, number: jax.Array, count: int) -> jax.Array
 
     Args:
       key_data: key data of the step.
-      number: index of the virtual shard among those of this device.
+      number: index of the virtual shard (piece of the batch) among those of this device.
       count: number of virtual shards of this device.
     """
     index = lax.axis_index(DATA) * count + number

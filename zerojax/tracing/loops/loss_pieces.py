@@ -60,7 +60,7 @@ def cut_loss(
       skips: whether a `cond` skips the computation of rows of padding. This needs layers without
         collectives. The layers must also be checkpointed (`LayerLoop.is_checkpointed`) or run
         without residuals, because a `cond` copies its residuals for the backward pass.
-      overwritten: names of the extras that are replaced by their gradient.
+      overwritten: names of the extras (non-parameter arrays) that are replaced by their gradient.
 
     Raises:
       ValueError: the program does not have the form that `find_layer_loop` needs, or an extra is
@@ -110,9 +110,9 @@ class LossPieces:
     loss.
 
     Each part is a function to trace, and can be differentiated by `jax.vjp`. `count` is a fourth
-    part, for the extras that only count. The parts have common arguments. `outer` is {name: value}
-    and has at least the unstacked parameters that the part reads. `extras`, `key` and `batch` are
-    the full arguments of the traced loss.
+    part, for the extras (non-parameter arrays) that only count. The parts have common arguments.
+    `outer` is {name: value} and has at least the unstacked parameters that the part reads.
+    `extras`, `key` and `batch` are the full arguments of the traced loss.
 
     Attributes:
       loop: the loop over layers.
@@ -171,7 +171,7 @@ class LossPieces:
         self, outer: Arrays, extras: Arrays, key: Any, batch: Any
     ) -> tuple[Activations, Arrays]:
         """Runs the part before the layers: (inputs of the first layer, {name: new value} of its
-        extras).
+        extras (non-parameter arrays)).
         """
         outputs = self._embed((), self._inputs(outer, extras, key, batch))
         count = len(self.activations)
@@ -202,8 +202,8 @@ class LossPieces:
           activations: result of `embed` or of the previous layers.
 
         Returns:
-          (activations, {name: rows [n, ...] of the new value} of the extras that the layers write).
-          The rows of padding are zeros.
+          (activations, {name: rows [n, ...] of the new value} of the extras (non-parameter arrays)
+          that the layers write). The rows of padding are zeros.
         """
         inputs = self._inputs(outer, extras, key, batch)
         around = self._around((), inputs)
@@ -248,8 +248,8 @@ class LossPieces:
           activations: result of `embed` or of the previous layer.
 
         Returns:
-          (activations, {name: the layer's row of the new value} of the extras that the layer
-          writes).
+          (activations, {name: the layer's row of the new value} of the extras (non-parameter
+          arrays) that the layer writes).
         """
         stacks, remaining = self._stack_inputs(rows), iter(others)
         sliced = []
@@ -285,8 +285,8 @@ class LossPieces:
     def head(
         self, outer: Arrays, extras: Arrays, key: Any, batch: Any, activations: Activations
     ) -> tuple[Sums, Arrays]:
-        """Runs the part after the layers: (loss sums, {name: new value} of the extras that it
-        writes).
+        """Runs the part after the layers: (loss sums, {name: new value} of the extras
+        (non-parameter arrays) that it writes).
         """
         inputs = self._inputs(outer, extras, key, batch)
         outputs = self._head(self._as_carried(activations), inputs)
@@ -295,7 +295,8 @@ class LossPieces:
         return sums, dict(zip(self._head_extras, outputs[number:], strict=True))
 
     def count(self, extras: Arrays) -> Arrays:
-        """Returns {name: new value} of the extras that only count forward passes.
+        """Returns {name: new value} of the extras (non-parameter arrays) that only count forward
+        passes.
 
         Such an extra depends only on other extras of this kind. So its value for each microbatch is
         known in advance, and the caller passes each microbatch its own value.

@@ -33,7 +33,8 @@ class Writers(NamedTuple):
 
 
 def sort_extras(loop: LayerLoop, written: Mapping[str, Any], places: Mapping[str, int]) -> Writers:
-    """Groups the extras that a loss writes by the part of the loss that writes them.
+    """Groups the extras (non-parameter arrays) that a loss writes by the part of the loss that
+    writes them.
 
     Args:
       loop: loop over the layers.
@@ -67,8 +68,8 @@ def sort_extras(loop: LayerLoop, written: Mapping[str, Any], places: Mapping[str
 def _counters(
     loop: LayerLoop, free: Mapping[str, Any], written: Mapping[str, Any], places: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Returns the extras in `free` that depend only on each other and on extras that the loss does
-    not write.
+    """Returns the extras (non-parameter arrays) in `free` that depend only on each other and on
+    extras that the loss does not write.
     """
     reads = {name: set(cut_piece(loop.program, [atom]).inputs) for name, atom in free.items()}
     counters = dict(free)
@@ -109,7 +110,8 @@ def check_readers(
 
 
 class Overwritten(NamedTuple):
-    """Extras that are replaced by their gradient, grouped by the part of the loss that reads them.
+    """Extras (non-parameter arrays) that are replaced by their gradient, grouped by the part of the
+    loss that reads them.
 
     Each extra of `layers` has one row for each layer, which only that layer reads.
     """
@@ -120,7 +122,7 @@ class Overwritten(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """Names of all overwritten extras, sorted."""
+        """Names of all overwritten extras (non-parameter arrays), sorted."""
         return sorted(self.embed | self.layers | self.head)
 
 
@@ -133,7 +135,8 @@ def sort_overwritten(
     around: Piece,
     head: Piece,
 ) -> Overwritten:
-    """Groups overwritten extras by the part of the loss that reads them; omits unread extras.
+    """Groups overwritten extras (non-parameter arrays) by the part of the loss that reads them;
+    omits unread extras.
 
     The new value of such an extra is its gradient in one part. If two parts, or two pipeline
     stages, read it, their gradients would have to be added, but new values are combined by their
@@ -165,7 +168,9 @@ def sort_overwritten(
 
 
 def _check_rows(loop: LayerLoop, name: str, place: int) -> None:
-    """Raises unless layers read an overwritten extra only as one row per layer."""
+    """Raises unless layers read an overwritten extra (non-parameter array) only as one row per
+    layer.
+    """
     variable = loop.program.jaxpr.invars[place]
     rest = [atom for atom in loop.others if atom is not variable]
     if place in cut_piece(loop.program, [*loop.consts, *rest]).inputs:

@@ -364,7 +364,10 @@ def _of_matrices(values: _Values, equation: Any, place: int) -> Any:
 
 
 def _loop(values: _Values, equation: Any, place: int) -> Any:
-    """Computes one iteration of a loop, if the stacked result does not depend on carried values."""
+    """Computes one row of a scan's stacked results by running only that iteration.
+
+    Returns None if the row depends on carried values.
+    """
     num_consts, num_carry = split_scan(equation)
     if place < num_carry:
         return None
