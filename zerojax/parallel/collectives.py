@@ -402,7 +402,9 @@ gather_eight_bits.defvjp(_gather_bits_forward, _gather_bits_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def scatter_early(leaves: Leaves, wholes: Several, shards: Several) -> Several:
-    """Returns `wholes`; in the backward pass one reduce-scatter gives gradients to `shards`."""
+    """Returns `wholes`; in the backward pass one reduce-scatter computes the gradients of
+    `shards`.
+    """
     return wholes
 
 

@@ -91,7 +91,9 @@ def _counts_rows(number: float, num_rows: int) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Count:
-    """Program input plus a `Total`, such as a counter of tokens."""
+    """Program input plus a `Total` (sum over all rows of the batch), such as a counter of
+    tokens.
+    """
 
     input: int
     total: Total
@@ -99,7 +101,8 @@ class Count:
 
 @dataclasses.dataclass(frozen=True)
 class Raised:
-    """Program input plus an `Other` value.
+    """Program input plus an `Other` value (one that depends on the batch in another way than as a
+    sum).
 
     Attributes:
       input: position of the program input.
@@ -112,10 +115,10 @@ class Raised:
 
 @dataclasses.dataclass(frozen=True)
 class Other:
-    """Value with any other dependence.
+    """Value whose dependence on the rows of the batch has no other kind.
 
     Attributes:
-      is_ratio: whether the value is a total divided by a total.
+      is_ratio: whether the value is a total (sum over all rows of the batch) divided by a total.
       is_product: whether the value is a sum in which a term is a product of totals (times any value
         without rows).
       is_affine: whether the value is a sum of totals and of values that are independent of the

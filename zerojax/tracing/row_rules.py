@@ -98,9 +98,10 @@ def _along_a_dim(equation: Any, operands: list[Dependence]) -> Dependence:
 
 
 def _reshape(equation: Any, operands: list[Dependence], num_rows: int) -> Dependence:
-    """Returns `Rows` if the reshape keeps each row as one block, else `Other`.
+    """Returns `Rows` (each row still depends on one row of the batch) or `Other` for a reshape.
 
-    The sizes of the dimensions before the rows must keep their product.
+    The result is `Rows` if the reshape keeps each row as one block. For this, the sizes of the
+    dimensions before the rows must keep their product.
     """
     (rows, *_) = operands
     old, new = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
@@ -115,7 +116,11 @@ def _reshape(equation: Any, operands: list[Dependence], num_rows: int) -> Depend
 
 
 def _reduce(equation: Any, operands: list[Dependence]) -> Dependence:
-    """Returns `Rows` if a reduction with a custom function stays within each row, else `Other`."""
+    """Returns `Rows` (each row still depends on one row of the batch) or `Other` for a custom
+    reduction.
+
+    The result is `Rows` if the reduction stays within each row.
+    """
     rows, *rest = operands
     removed = equation.params["dimensions"]
     fixed = all(isinstance(operand, Fixed) for operand in rest)
@@ -125,7 +130,10 @@ def _reduce(equation: Any, operands: list[Dependence]) -> Dependence:
 
 
 def _window(equation: Any, operands: list[Dependence]) -> Dependence:
-    """Returns `Rows` if windows stay within each row, as in pooling, else `Other`."""
+    """Returns `Rows` (each row still depends on one row of the batch) or `Other` for windows.
+
+    The result is `Rows` if windows stay within each row, as in pooling.
+    """
     rows, *rest = operands
     if not isinstance(rows, Rows) or any(not isinstance(operand, Fixed) for operand in rest):
         return OTHER
@@ -162,7 +170,10 @@ def _fft(equation: Any, operands: list[Dependence]) -> Dependence:
 
 
 def _scatter(equation: Any, operands: list[Dependence]) -> Dependence:
-    """Returns `Rows` if each row of the updates is written to the same row, else `Other`."""
+    """Returns `Rows` (each row still depends on one row of the batch) or `Other` for a scatter.
+
+    The result is `Rows` if each row of the updates is written to the same row.
+    """
     (array, index, updates), numbers = operands, equation.params["dimension_numbers"]
     rows = array if isinstance(array, Rows) else None
     own = numbers.operand_batching_dims, numbers.scatter_indices_batching_dims
@@ -230,7 +241,10 @@ def _top_k(equation: Any, operands: list[Dependence]) -> Dependence:
 
 
 def _keeping(equation: Any, operands: list[Dependence]) -> Dependence:
-    """Returns `Rows` if the operation preserves the size of the row dimension, else `Other`."""
+    """Returns `Rows` (each row still depends on one row of the batch) or `Other` for an operation.
+
+    The result is `Rows` if the operation keeps the size of the row dimension.
+    """
     rows, *rest = operands
     if not isinstance(rows, Rows) or any(not isinstance(operand, Fixed) for operand in rest):
         return OTHER
@@ -239,7 +253,10 @@ def _keeping(equation: Any, operands: list[Dependence]) -> Dependence:
 
 
 def _dynamic_update_slice(equation: Any, operands: list[Dependence]) -> Dependence:
-    """Returns `Rows` if the update covers all rows, else `Other`."""
+    """Returns `Rows` (each row still depends on one row of the batch) or `Other` for an update.
+
+    The result is `Rows` if the update covers all rows.
+    """
     rows, *places = (
         join([operand for operand in operands[:2] if not isinstance(operand, Fixed)]),
         *operands[2:],
@@ -283,7 +300,10 @@ def _conv_general_dilated(equation: Any, operands: list[Dependence]) -> Dependen
 
 
 def _gather(equation: Any, operands: list[Dependence]) -> Dependence:
-    """Returns `Rows` for a lookup by the indices of each row; for other gathers see `_take`."""
+    """Returns `Rows` (each row still depends on one row of the batch) or `Other` for a gather.
+
+    The result is `Rows` for a lookup by the indices of each row; other gathers are left to `_take`.
+    """
     numbers = equation.params["dimension_numbers"]
     table, index = operands
     if not isinstance(index, Rows):
@@ -298,7 +318,10 @@ def _gather(equation: Any, operands: list[Dependence]) -> Dependence:
 
 
 def _take(equation: Any, table: Dependence) -> Dependence:
-    """Returns `Rows` if a gather takes the same positions of every row, else `Other`."""
+    """Returns `Rows` (each row still depends on one row of the batch) or `Other` for a gather.
+
+    The result is `Rows` if the gather takes the same positions of every row.
+    """
     numbers, shape = equation.params["dimension_numbers"], equation.invars[0].aval.shape
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     kept = [dim for dim in range(len(shape)) if dim not in gone]

@@ -60,7 +60,7 @@ class DiskLeaf:
         return sum(self._array_bytes(dtype) for dtype in self.dtypes.values())
 
     def views(self, bucket: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns {array: [rows, elements]}: views of the arrays in a bucket's bytes, not
+        """Returns {array: [rows, elements]} of one slice: views of the bytes of its bucket, not
         copies.
         """
         shape, start, result = (len(self.shards), self.leaf.slice_elements), 0, {}

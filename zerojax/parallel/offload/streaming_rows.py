@@ -416,7 +416,11 @@ class GradientTotals:
         }
 
     def start(self, totals: Arrays, sums: Arrays) -> Arrays:
-        """Sets the sums of squares to 0, because only those after the last microbatch count."""
+        """Resets the sums of squares to 0 at the start of each microbatch.
+
+        So in the end they are the sums of squares of the complete gradients, added up in the last
+        microbatch.
+        """
         del sums
         return {**totals, "squares": jax.tree.map(jnp.zeros_like, totals["squares"])}
 

@@ -127,7 +127,9 @@ class Stage:
         return "residual" if self.stashes_residuals else "input"
 
     def start(self, extras: Arrays, accumulate_dtype: Any) -> Arrays:
-        """Returns the state (carry) before the first tick."""
+        """Returns the carry of the loop over ticks before the first tick: empty buffers and zero
+        sums.
+        """
         self.overwritten = {name: extras[name] for name in self.work.overwritten.names}
         index = jax.ShapeDtypeStruct((), jnp.int32)
         activations, embed_changes = jax.eval_shape(self.work.embed, self.outer, extras, index)

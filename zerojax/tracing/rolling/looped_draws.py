@@ -110,13 +110,15 @@ class _Part:
     results: tuple[Any, ...]
 
     def run(self, program: Jaxpr) -> Callable[..., Any]:
-        """Returns the part as a function of its operands."""
+        """Returns a function that evaluates the equations of the part on values of `operands`."""
         return piece_function(program, self.equations, self.inside, self.results)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-    """Result of one iteration, not yet cut out of the stacked results of the loop."""
+    """Result of one iteration of a loop over random draws, as a row of the loop's stacked
+    results.
+    """
 
     stack: Any
     number: int

@@ -18,7 +18,7 @@ from zerojax.tracing.rolling.equality import Equality, Hole, same_kind, same_lit
 from zerojax.tracing.rolling.flat_program import LayerProgram, Mismatch
 
 Values = tuple[Any, ...]
-"""One variable or literal of each iteration."""
+"""Variables or literals that correspond to each other, one of each loop iteration."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +151,11 @@ class Matcher:
         return answer
 
     def _step(self, values: Values) -> _Step:
-        """Matches a tuple of values; yields tuples of operands that must be matched first."""
+        """Matches one value of each loop iteration, after the operands of the equations that define
+        them.
+
+        It is a generator: it yields tuples of operands that must be matched first.
+        """
         operand = self._simple(values)
         if operand is not None:
             return operand
@@ -163,7 +167,8 @@ class Matcher:
             return self._stack(values)  # computed before the loop, one row per iteration
 
     def _simple(self, values: Values) -> Operand | None:
-        """Matches values without comparing equations; None if equations must be compared.
+        """Matches one value of each iteration without comparing equations; None if that is not
+        possible.
 
         Raises:
           Mismatch: the values cannot be matched.
@@ -214,7 +219,9 @@ class Matcher:
             )
 
     def _parameters(self, values: Values) -> Operand | None:
-        """Matches values that are parameters to a stack; None if they are not parameters."""
+        """Matches values that are parameters of different layers to one stack; None for other
+        values.
+        """
         places = [self.program.places.get(v) for v in values if not isinstance(v, Literal)]
         owners = [place for place in places if place is not None]
         if len(owners) != len(values):
@@ -234,7 +241,7 @@ class Matcher:
         return Row(len(self.rows) - 1)
 
     def _equation(self, values: Values) -> _Step:
-        """Matches the equations that define the values, and their operands."""
+        """Matches the equations that define one value of each iteration, and their operands."""
         made = self._makers(values)
         equations, index = tuple(equation for equation, _ in made), made[0][1]
         if any(k != index for _, k in made):

@@ -60,7 +60,7 @@ class Rolled:
 
     @property
     def other_rows(self) -> list[tuple[Any, ...]]:
-        """Stacked values other than parameters: keys, masks, constants that differ between
+        """Stacks other than parameters, such as keys, masks or constants that differ between
         layers.
         """
         return [row for row in self.rows if not self._is_stack(row)]

@@ -105,7 +105,11 @@ class DimGroups:
                 record.unify(a, b)
 
     def find(self) -> list[DimGroup]:
-        """Returns the groups of dimensions of parameters, in the order of the parameters."""
+        """Returns groups of parameter dimensions that can only be split over devices together, in
+        order.
+
+        The order is that of the parameters.
+        """
         of_weights: dict[int, dict[str, int]] = {}
         for name, dims in self._weights.items():
             for place, dim in enumerate(dims):
@@ -172,7 +176,9 @@ class DimGroups:
         return any(factor in self._groups(dim)[1:] for dim in every)
 
     def _groups(self, dim: Dim) -> list[int]:
-        """Returns the groups that make up a dimension, outermost first."""
+        """Returns the numbers of the groups (factors split together) that make up a dimension,
+        outermost first.
+        """
         leaves = self._record.factors.leaves(dim)
         return [self._linked.get(factor, factor) for factor in leaves]
 
@@ -197,7 +203,9 @@ class DimGroups:
 
     @functools.cached_property
     def _held(self) -> list[frozenset[int]]:
-        """Returns the groups of the dimensions of each value, without repeated sets."""
+        """Returns the sets of groups whose dimensions occur together in one value of the
+        program.
+        """
         arrays = (*self._weights.values(), *self._record.seen)
         held = (frozenset(group for dim in dims for group in self._groups(dim)) for dims in arrays)
         return list(dict.fromkeys(held))
@@ -240,7 +248,7 @@ class DimGroups:
 
     @functools.cached_property
     def _roles(self) -> dict[int, _Role]:
-        """Returns {group: uses of the parameters that have the group}."""
+        """Returns {group: uses of the parameters that have a dimension in the group}."""
         roles: dict[int, _Role] = {}
         for use in self._record.uses:
             places = {"columns": use.free, "rows": use.contracted, "tables": use.looked_up}

@@ -27,11 +27,13 @@ class Factors:
         self._parts: dict[int, tuple[int, int]] = {}
 
     def new_dim(self, size: int) -> Dim:
-        """Returns a new dimension of this size, equal to no other."""
+        """Returns a new dimension of this size, which is not (yet) equal to any other dimension."""
         return () if size == 1 else (self._new(size),)
 
     def new_dims(self, shape: Sequence[int]) -> Dims:
-        """Returns new dimensions of these sizes, equal to no others."""
+        """Returns new dimensions of these sizes, which are not (yet) equal to any other
+        dimension.
+        """
         return tuple(map(self.new_dim, shape))
 
     def size(self, factor: int) -> int:
@@ -39,7 +41,7 @@ class Factors:
         return self._sizes[factor]
 
     def leaves(self, dim: Iterable[int]) -> Dim:
-        """Returns the finest known factors of a dimension."""
+        """Returns the factors of a dimension after all splits and merges recorded so far."""
         found: list[int] = []
         for factor in dim:
             root = self._root(factor)

@@ -29,9 +29,11 @@ _DRAWS = ("iota", "random_bits", "rng_bit_generator", "rng_uniform")
 
 
 def dims_after(record: Record, equation: Any, operands: Sequence[Value]) -> Sequence[Dims]:
-    """Returns the dimensions of each result of an equation without a nested program.
+    """Returns the dimensions of each result of an equation, expressed by the dimensions of its
+    operands.
 
-    An equation without a rule is an obstacle for every dimension of its operands.
+    The equation has no nested program. If there is no rule for its primitive, no dimension of its
+    operands can be split.
     """
     kind = equation.primitive.name
     if kind in ELEMENTWISE or kind == "optimization_barrier":
