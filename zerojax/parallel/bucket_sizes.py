@@ -16,7 +16,7 @@ from zerojax.tracing.trees import num_elements
 SMALLEST_BUCKET = 1_000_000
 """Smallest proposed bucket, in elements: a smaller collective takes as long as an empty one."""
 PARTS = (2, 4, 8)
-"""Numbers of buckets into which one layer may be divided."""
+"""Proposed numbers of buckets (collectives) into which the parameters of one layer are divided."""
 FACTOR = 4
 """Factor by which the buckets of once-per-step collectives are made smaller or larger."""
 REDUCE, GATHER = "reduce_bucket_size", "allgather_bucket_size"

@@ -50,7 +50,7 @@ class ParameterPieces:
         total = plan.settings.virtual_shards
         self.sizes = {n: shapes[n][dim] // total for n, dim in self.dims.items()}
         self.count = total // plan.mesh.shape[DATA]
-        """Number of pieces on each device."""
+        """Number of pieces of each parameter on each device."""
 
     def split(self, arrays: Mapping[str, Any]) -> tuple[Arrays, Arrays]:
         """Separates arrays into (arrays that are divided into pieces, arrays on every device)."""
@@ -58,7 +58,7 @@ class ParameterPieces:
         return cut, {name: x for name, x in arrays.items() if name not in self.dims}
 
     def take(self, shards: Arrays, number: jax.Array) -> Arrays:
-        """Returns piece `number` of this device from each shard."""
+        """Returns {name: piece number `number` of this device's shard of the parameter}."""
         return {
             name: lax.dynamic_slice_in_dim(
                 x, number * self.sizes[name], self.sizes[name], x.ndim + self.dims[name]
@@ -67,7 +67,7 @@ class ParameterPieces:
         }
 
     def put(self, shards: Arrays, pieces: Arrays, number: jax.Array) -> Arrays:
-        """Returns the shards, with piece `number` replaced in each."""
+        """Returns this device's shards with piece number `number` of each replaced by `pieces`."""
         return {
             name: lax.dynamic_update_slice_in_dim(
                 x, pieces[name], number * self.sizes[name], x.ndim + self.dims[name]

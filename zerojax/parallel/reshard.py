@@ -484,7 +484,9 @@ permutation).
 
 @functools.lru_cache(maxsize=256)
 def _resizer(wanted: tuple[Wanted, ...], to_rows: bool) -> Any:
-    """Builds a jitted function that gives arrays, or tuples of rows, new shapes and shardings."""
+    """Builds a jitted function that converts arrays (or tuples of rows) to new shapes and
+    shardings.
+    """
 
     def resize(arrays: list[Any]) -> list[Any]:
         return [_resize(x, each, to_rows) for x, each in zip(arrays, wanted, strict=True)]

@@ -205,7 +205,7 @@ def _note_read(equation: Any, names: Names, branch: Branch, reads: Reads) -> Non
 
 
 def _leaving(shape: tuple[int, ...], rest: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Yields the sets of dimensions of `shape` whose removal leaves the shape `rest`."""
+    """Yields each tuple of dimensions whose removal from `shape` leaves the shape `rest`."""
     for dims in itertools.combinations(range(len(shape)), len(shape) - len(rest)):
         if tuple(size for dim, size in enumerate(shape) if dim not in dims) == rest:
             yield dims

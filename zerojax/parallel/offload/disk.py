@@ -29,7 +29,9 @@ SIDE_FILES = "*.npz"
 """Files that `parallel.offload.disk_durable` writes beside the buckets of a store."""
 
 Rows = Mapping[jax.Device, np.ndarray]
-"""{device of this process: values, [elements] of one slice or [slices, elements] of several}."""
+"""{device of this process: slices of an array, [elements] for one or [slices, elements] for
+several}.
+"""
 
 Source = Callable[[str, int], Rows | None]
 """`(array, number of a slice) -> values of the slice on each device`; None means zeros."""

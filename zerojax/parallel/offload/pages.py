@@ -56,7 +56,9 @@ class PageLeaf:
         return self.place.leaf.name
 
     def bucket_of(self, layer: int, part: int) -> int:
-        """Returns the number of a slice's bucket in the store of the optimizer's state."""
+        """Returns the number of the bucket (in the store of the optimizer state) of a slice of a
+        layer.
+        """
         return self.place.first_bucket + layer * self.parts + part
 
     def part(self, rows: np.ndarray, number: int) -> np.ndarray:

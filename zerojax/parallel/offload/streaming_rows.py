@@ -156,7 +156,7 @@ class LayerRows:
 
     @property
     def sinks(self) -> dict[str, Any]:
-        """{name: dtype of the gradient} of the stacks whose layers are gathered in tiles."""
+        """{name: dtype of the gradient} of the stacked weights that are gathered in tiles."""
         return dict.fromkeys(self.tiles, self.config.precision.reduce_dtype)
 
     def sharded(self, name: str, row: Any, product: WeightProduct) -> ShardedWeight:
@@ -225,7 +225,9 @@ class LayerRows:
         return {name: wholes.get(name, _cast(rows[name], dtype)) for name in self.leaves}
 
     def _comes_in_shards(self, name: str) -> bool:
-        """Returns whether a layer's row of this stack is all-gathered before the layer runs."""
+        """Returns whether one layer of this stacked parameter is all-gathered before the layer
+        runs.
+        """
         leaf = self.leaves[name]
         if name in self.tiles:
             return False

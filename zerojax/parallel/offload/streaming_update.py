@@ -162,7 +162,9 @@ class LayerUpdates:
         return {**totals, "scale": 1 / summed["weight"], "skip": ~jnp.isfinite(loss)}
 
     def load(self, totals: Arrays, index: Any) -> Arrays:
-        """Loads the weights of a layer before its update."""
+        """Loads the weights of one layer from host memory and all-gathers them, before the layer's
+        update.
+        """
         fixed = {name: x for name, x in self.rows.waiting.items() if name in self.rows.frozen}
         return self.rows.load(index, {**fixed, **totals["weights"]})
 
@@ -244,7 +246,7 @@ class LayerUpdates:
         return {**totals, "weights": weights, "slices": slices}, following
 
     def _specs(self, totals: Arrays) -> tuple[Arrays, Arrays]:
-        """Returns the partition specs of (stacks of weights, slices)."""
+        """Returns the partition specs of (stacks of weights, slices of the optimizer state)."""
         stacks = {name: P(*self.rows.leaves[name].axes) for name in totals["weights"]}
         slices = {
             name: [{tier: self._leaf(name).spec for tier in x} for x in arrays]

@@ -211,7 +211,9 @@ class Stage:
     # Chunks: parts of the stage's layers
 
     def chunk(self, number: jax.Array) -> tuple[Arrays, Arrays]:
-        """Returns (`weights` of one chunk, `fixed` of it), as `StageWork.layers` takes them."""
+        """Returns the parameters of one chunk of layers: (`weights`, `fixed`) for
+        `StageWork.layers`.
+        """
         outer = {name: self.outer[name] for name in sorted(self.work.layers_reads)}
         cut = lambda tree: jax.tree.map(lambda x: self.cut(x, number), tree)  # noqa: E731
         rows = lax.dynamic_index_in_dim(self.rows, number, keepdims=False)

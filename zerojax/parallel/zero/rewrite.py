@@ -274,7 +274,11 @@ def _piece(
     needed: Sequence[Any],
     where: _Surroundings,
 ) -> Callable[..., Sequence[Any]]:
-    """Returns straight-line equations as a function of their inputs, with joined reads."""
+    """Returns straight-line equations as a function in which the parameter reads of a layer are
+    joined.
+
+    Each group of joined reads needs only one collective.
+    """
     by_number = not (where.in_loop or rules.everywhere)
     groups = _groups(rules, equations, taken, needed, by_number=by_number)
     together = [read for group in groups for read in group]

@@ -189,7 +189,7 @@ def _run_checkpoint(rules: _Rules, equation: Any, given: Sequence[Any]) -> Seque
 
 
 def _joined(tables: Sequence[_Held | None], arrays: Sequence[Any]) -> list[Any]:
-    """Merges two lists: returns `tables` with each None replaced by the next item of `arrays`."""
+    """Fills gaps: returns `tables` with each None replaced by the next item of `arrays`."""
     rest = iter(arrays)
     return [next(rest) if table is None else table for table in tables]
 

@@ -48,7 +48,10 @@ _EARLY = (Access.GATHER_ON_USE, Access.GATHER_ONCE_SCATTER_EARLY)
 
 
 def build_virtual_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, Arrays, Arrays]]:
-    """Builds a gradient function like `build_gradients` that gives equal bits on every mesh."""
+    """Builds a gradient function that gives equal bits on every mesh, like `zero.build_gradients`.
+
+    It divides the batch into virtual shards, which are equal pieces on any number of devices.
+    """
     count, order, zeros = config.num_microbatches, config.tree, no_sums(config.metrics)
     assert order is not None
 
@@ -114,7 +117,10 @@ def build_virtual_gradients(config: PassConfig) -> Callable[..., tuple[Arrays, A
 
 
 def build_virtual_forward(config: PassConfig, function: Loss) -> Callable[..., Arrays]:
-    """Builds a forward function like `build_forward` that gives equal bits on every mesh."""
+    """Builds a forward function that gives equal bits on every mesh, like `zero.build_forward`.
+
+    It divides the batch into virtual shards, which are equal pieces on any number of devices.
+    """
     config = dataclasses.replace(config, loss=function)
     count = config.num_microbatches
 

@@ -222,7 +222,7 @@ class LayerProgram:
 
     @property
     def span(self) -> tuple[int, int]:
-        """Indices of the first and the last equation that use parameters of the list."""
+        """Indices of the first and the last equation that use parameters of the list of layers."""
         return min(self._first.values(), default=0), max(self._last.values(), default=0)
 
     def cuts(self, start: int, layers: Sequence[int], *, early: bool) -> list[list[Any]]:

@@ -224,7 +224,7 @@ class DimGroups:
 
     @functools.cached_property
     def _obstacles(self) -> dict[int, list[str]]:
-        """Returns {group: reasons why the group cannot be split}."""
+        """Returns {number of a group: reasons why its dimensions cannot be split over devices}."""
         found: dict[int, list[str]] = {}
         for dim, why in self._record.obstacles:
             for group in self._groups(dim):
@@ -248,7 +248,9 @@ class DimGroups:
 
     @functools.cached_property
     def _roles(self) -> dict[int, _Role]:
-        """Returns {group: uses of the parameters that have a dimension in the group}."""
+        """Returns {number of a group: how products use the parameters with a dimension in the
+        group}.
+        """
         roles: dict[int, _Role] = {}
         for use in self._record.uses:
             places = {"columns": use.free, "rows": use.contracted, "tables": use.looked_up}
