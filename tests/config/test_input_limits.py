@@ -133,7 +133,7 @@ def test_a_word_that_yaml_does_not_read_is_a_text():
 DS_CONFIG = {
     "5,000 digits": (
         '{"train_batch_size": ' + "9" * 5000 + "}",
-        "5,000 digits, but a number may have at most 100",
+        "5,000 digits; write a number of at most 100",
     ),
     "beyond a float": ('{"gradient_clipping": 1e999}', "'1e999' is infinite or NaN"),
     "lists in lists": ('{"a": ' + "[" * 100_000, "nested more than 64 levels deep"),

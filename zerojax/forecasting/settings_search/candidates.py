@@ -129,6 +129,7 @@ def list_candidates(
     unrolls: bool = False,
     models: Sequence[int] = MODEL_SIZES,
     remat_option: RematOption | None = "model.remat",
+    num_microbatches: int | None = None,
 ) -> list[Candidate]:
     """Lists every combination of settings that divides the devices and the batch evenly, the
     simplest first.
@@ -154,6 +155,8 @@ def list_candidates(
         and where no layer is recomputed. It moves and stores less than the loop.
       models: sizes of the `model` axis to list.
       remat_option: name of the recomputation setting of the candidates; None: `remats` is not used.
+      num_microbatches: number of microbatches of every candidate; None: all powers of two that divide
+        the rows.
     """
     found = []
     stages = STAGE_SIZES if context == 1 else (1,)
@@ -169,7 +172,12 @@ def list_candidates(
         rows, rest = divmod(global_batch_size, shards)
         if rest:
             continue
-        pieces = [2**power for power in range(rows.bit_length()) if rows % 2**power == 0]
+        powers = [2**power for power in range(rows.bit_length())]
+        pieces = [
+            number
+            for number in (powers if num_microbatches is None else [num_microbatches])
+            if rows % number == 0
+        ]
         zeros = range(4) if shards * context > replicas else range(1)
         if stage > 1:
             pieces = [number for number in pieces if number >= MICROBATCHES_PER_STAGE * stage][-2:]
