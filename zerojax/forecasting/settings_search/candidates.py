@@ -155,8 +155,8 @@ def list_candidates(
         and where no layer is recomputed. It moves and stores less than the loop.
       models: sizes of the `model` axis to list.
       remat_option: name of the recomputation setting of the candidates; None: `remats` is not used.
-      num_microbatches: number of microbatches of every candidate; None: all powers of two that divide
-        the rows.
+      num_microbatches: number of microbatches of every candidate; None: all powers of two that
+        divide the rows.
     """
     found = []
     stages = STAGE_SIZES if context == 1 else (1,)
