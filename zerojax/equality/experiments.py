@@ -39,8 +39,8 @@ RETURN_A_PAIR = (
 PER_ROW = (
     "compute each row from that row alone: take the statistic from the model's state or from a "
     "column of the batch; or use "
-    "zerojax.batch_mean(jnp.mean(x, axis=0)), which is the mean over the whole batch; or, if rows are "
-    "ranked or linked, make each group of linked rows one row of the batch, and average the loss "
+    "zerojax.batch_mean(jnp.mean(x, axis=0)), which is the mean over the whole batch; or, if rows "
+    "are ranked or linked, make each group of linked rows one row of the batch, and average the loss "
     "of the groups by jax.vmap"
 )
 GROUPS = (
@@ -235,8 +235,8 @@ class Experiments:
             return None
         return Reason(
             "weight_gradient",
-            "the weight of the loss, the second element of the pair, depends on trained parameters, but "
-            "zerojax treats it as a constant, so the gradient through it is missing",
+            "the weight of the loss, the second element of the pair, depends on trained parameters, "
+            "but zerojax treats it as a constant, so the gradient through it is missing",
             "return a weight that counts rows or tokens; to weight the loss by a computed number, "
             "multiply the sum by it, or put jax.lax.stop_gradient around the weight",
         )
@@ -398,13 +398,13 @@ def dropout_reason(*, quiet: bool) -> Reason:
       quiet: whether the loss has no noise in evaluation mode.
     """
     checked = (
-        "All else was checked in evaluation mode, and the ZeRO stages were compared with each other "
-        "on the same devices"
+        "All else was checked in evaluation mode, and the ZeRO stages were compared with each "
+        "other on the same devices"
     )
     if not quiet:
         checked = (
-            "The ZeRO stages were compared with each other on the same devices. The loss is random in "
-            "evaluation mode, too, so nothing else was checked: draw no random numbers in "
+            "The ZeRO stages were compared with each other on the same devices. The loss is random "
+            "in evaluation mode, too, so nothing else was checked: draw no random numbers in "
             "evaluation (an nnx "
             "module draws none if its attribute `deterministic` is True, a linen module if an "
             "argument `train` is False or `deterministic` True), or make the noise an array of the "
