@@ -34,7 +34,7 @@ from zerojax.tracing import trees
 
 Tree = Any
 
-_WHOLE = Choice("xla", "arrays are not sharded, and kernels update only shards")
+_WHOLE = Choice("xla", "the update gets whole arrays, which cannot be split for a kernel")
 
 
 @names_keywords()

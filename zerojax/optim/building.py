@@ -247,8 +247,8 @@ def with_ema(
     ema = Ema(decay=decay, warmup=warmup)
     if not isinstance(optimizer, optax.GradientTransformation):
         raise TypeError(
-            f"with_ema takes an optimizer, but got a {type(optimizer).__name__}; pass a transformation "
-            "such as zerojax.adamw(3e-4), or set OptimizerConfig(ema_decay=...)"
+            f"with_ema takes an optimizer, but got a {type(optimizer).__name__}; pass a "
+            "transformation such as zerojax.adamw(3e-4), or set OptimizerConfig(ema_decay=...)"
         )
     if getattr(optimizer, "ema", None) is not None:
         raise ValueError("the optimizer already has an ema; use with_ema once")
