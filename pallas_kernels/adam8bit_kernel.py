@@ -77,9 +77,9 @@ def update_adam8bit(
         parameter as it is stored, see `elementwise.averaging`.
       impl: requested implementation, see `choice.choose`; a `Choice` is used without a check.
 
-      Raises:
-        TypeError, ValueError: the arrays do not belong to one leaf.
-        KernelUnavailable: the kernel was requested and cannot run on these devices.
+    Raises:
+      TypeError, ValueError: the arrays do not belong to one leaf.
+      KernelUnavailable: the kernel was requested and cannot run on these devices.
     """
     check_leaf(param, moments, grad, average)
     check_seed("adam8bit", seed)

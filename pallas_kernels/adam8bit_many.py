@@ -58,9 +58,9 @@ def update_adam8bit_many(
       compute_dtype: dtype of copies of the new parameters; None makes no copies.
       impl: requested implementation, see `choice.choose`.
 
-      Raises:
-        TypeError, ValueError: arrays do not belong to one leaf.
-        KernelUnavailable: the kernel was requested and cannot run on these devices.
+    Raises:
+      TypeError, ValueError: arrays do not belong to one leaf.
+      KernelUnavailable: the kernel was requested and cannot run on these devices.
     """
     own = [None] * len(params) if averages is None else averages
     rows = list(zip(params, moments, grads, own, strict=True))

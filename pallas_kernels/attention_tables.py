@@ -59,8 +59,8 @@ def tables_of(seen: np.ndarray) -> BlockTables:
     Args:
       seen: bool [heads or 1, query blocks, key blocks]; both numbers of blocks are multiples of 4.
 
-      Raises:
-        ValueError: `seen` has another shape or dtype.
+    Raises:
+      ValueError: `seen` has another shape or dtype.
 
     >>> found = tables_of(np.tril(np.ones((1, 8, 8), bool))).of_queries
     >>> found.counts.tolist(), found.blocks[0, 0, 0].tolist(), bin(found.words[0, 0, 0])

@@ -67,11 +67,11 @@ def choose(
       devices: devices of the arrays; None uses `jax.devices()`.
       option: name of the option that set `impl`, for errors.
 
-      Raises:
-        KernelUnavailable: "mosaic_gpu" or "interpret" is requested, and the installed JAX or these
-          devices cannot run it.
-        ValueError: `impl` is unknown.
-      """
+    Raises:
+      KernelUnavailable: "mosaic_gpu" or "interpret" is requested, and the installed JAX or these
+        devices cannot run it.
+      ValueError: `impl` is unknown.
+    """
     if impl not in get_args(Impl):
         near = difflib.get_close_matches(str(impl), get_args(Impl), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""

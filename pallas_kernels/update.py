@@ -45,13 +45,13 @@ def update(
         be [rows], and every sum is float32 [rows]. If 128 does not divide the size of a row, the
         reference runs, whatever `impl` is.
 
-      Returns:
-        Arrays and sums. A kernel's results differ from the reference's by its approximate division
-        and root (a few units in the last place of the update).
+    Returns:
+      Arrays and sums. A kernel's results differ from the reference's by its approximate division
+      and root (a few units in the last place of the update).
 
-      Raises:
-        TypeError, ValueError: the arrays do not match the rule or the kernel.
-        KernelUnavailable: the kernel was requested and cannot run on these devices.
+    Raises:
+      TypeError, ValueError: the arrays do not match the rule or the kernel.
+      KernelUnavailable: the kernel was requested and cannot run on these devices.
     """
     check_arrays(rule, updated, read, seed, out_dtypes, scalars=scalars, by_row=by_row)
     if seed is not None:

@@ -161,8 +161,8 @@ def check(args: argparse.Namespace, target: str, name: str, limit: float) -> int
     Args:
       limit: maximum seconds until the target provides a model to check.
 
-      Returns:
-        Exit code: 0 if all runs agree, 4 if they differ.
+    Returns:
+      Exit code: 0 if all runs agree, 4 if they differ.
     """
     import jax
 

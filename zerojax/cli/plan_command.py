@@ -240,8 +240,8 @@ def search_config(
     Args:
       words: CONFIG and KEY=VALUE as typed, repeated in the suggested commands.
 
-      Returns:
-        Exit code: 0 if settings fit, 1 if none do.
+    Returns:
+      Exit code: 0 if settings fit, 1 if none do.
     """
     from zerojax.forecasting.settings_search import (
         REMATS,

@@ -98,10 +98,10 @@ def run_script(path: str, overrides: Sequence[str]) -> int:
       overrides: KEY=VALUE words that change the mesh options of the script's `zerojax.train` call,
         and cpu_devices=N.
 
-      Returns:
-        Exit code: 0; 75 if a signal stopped the run with everything saved; 128 + the signal's
-          number
-        if it stopped the run with nothing saved.
+    Returns:
+      Exit code: 0; 75 if a signal stopped the run with everything saved; 128 + the signal's
+        number
+      if it stopped the run with nothing saved.
     """
     if not user_path(path).is_file():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)

@@ -29,11 +29,11 @@ def permute(positions: np.ndarray, size: int, key: tuple[int, ...]) -> np.ndarra
       size: number of elements, at least 1.
       key: integers that select the permutation, for example `(seed, epoch)`.
 
-      Returns:
-        Permuted positions, int64, with the shape of `positions`.
+    Returns:
+      Permuted positions, int64, with the shape of `positions`.
 
-      Raises:
-        ValueError: `size` is below 1, or a position is outside [0, size).
+    Raises:
+      ValueError: `size` is below 1, or a position is outside [0, size).
     """
     if size < 1:
         raise ValueError(f"size={size} is below 1 element; pass the number of elements to permute")

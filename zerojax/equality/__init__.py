@@ -93,10 +93,10 @@ def check(
     Returns:
       The result; use `print(result.table())`, `result.agrees` or `result.require()`.
 
-      Raises:
-        ValueError, TypeError: the batch or a number is invalid.
-        RuntimeError: the child process failed or took longer than `timeout`; or the model cannot be
-          pickled, and this process has fewer than two CPU devices.
+    Raises:
+      ValueError, TypeError: the batch or a number is invalid.
+      RuntimeError: the child process failed or took longer than `timeout`; or the model cannot be
+        pickled, and this process has fewer than two CPU devices.
     """
     request = make_request(
         model,

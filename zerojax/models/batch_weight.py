@@ -63,9 +63,9 @@ def find_batch_weight(trace: ModelTrace, num_before: int) -> BatchWeight | None:
       trace: trace of the loss.
       num_before: number of inputs of the traced program before the arrays of the batch.
 
-      Returns:
-        The weight; None if it is random, depends on the model, or already sums over the whole
-        batch.
+    Returns:
+      The weight; None if it is random, depends on the model, or already sums over the whole
+      batch.
     """
     if split_result(trace.result).weight is None:
         return BatchWeight()

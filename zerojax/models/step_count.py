@@ -47,8 +47,8 @@ class StepCount(nnx.Variable):
             layers the rule is vmapped. Stacked layers need equal rules: one function, or objects
             with `==`.
 
-          Raises:
-            TypeError: `value` is not an integer array.
+        Raises:
+          TypeError: `value` is not an integer array.
         """
         dtype = jnp.result_type(value)
         if not jnp.issubdtype(dtype, jnp.integer):

@@ -37,9 +37,9 @@ class BlockTable:
       seen: bool [heads or 1, query blocks, key blocks], True for visible blocks; read-only.
       name: name of the layout, for messages.
 
-      Raises:
-        ValueError: entries are not bool, `seen` does not have three dimensions, or `block` is below
-          1.
+    Raises:
+      ValueError: entries are not bool, `seen` does not have three dimensions, or `block` is below
+        1.
     """
 
     block: int

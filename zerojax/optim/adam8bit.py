@@ -69,9 +69,9 @@ def adam8bit(
       impl: implementation of the step's update: "auto", "xla", "mosaic_gpu" or "interpret", see
         `pallas_kernels.choice.choose`. Outside the step, `update` always uses plain XLA.
 
-      Raises:
-        ValueError, TypeError: an argument is invalid, as for `zerojax.adamw`.
-      """
+    Raises:
+      ValueError, TypeError: an argument is invalid, as for `zerojax.adamw`.
+    """
     decay = {"weight_decay": weight_decay, "mask": mask}
     more = {"clip_norm": clip_norm, "impl": impl}
     plain = adamw(learning_rate, b1=b1, b2=b2, eps=eps, **decay, **more, groups=groups)

@@ -49,10 +49,10 @@ def update(config: LossScale, state: State, finite: Any) -> tuple[State, jax.Arr
       state: state from `init` or `update`; the step's loss was multiplied by its scale.
       finite: bool []; whether the loss and all gradients were finite.
 
-      Returns:
-        (next state, at_floor bool []). `at_floor` is True if this overflow would decrease the scale
-        below its minimum, so that no scale avoids the overflow; DeepSpeed raises an error then. If
-        the caller continues, the scale stays at the minimum. Always False for a static scale.
+    Returns:
+      (next state, at_floor bool []). `at_floor` is True if this overflow would decrease the scale
+      below its minimum, so that no scale avoids the overflow; DeepSpeed raises an error then. If
+      the caller continues, the scale stays at the minimum. Always False for a static scale.
     """
     if config.static is not None:
         return init(config), jnp.asarray(False)
