@@ -40,8 +40,8 @@ PER_ROW = (
     "compute each row from that row alone: take the statistic from the model's state or from a "
     "column of the batch; or use "
     "zerojax.batch_mean(jnp.mean(x, axis=0)), which is the mean over the whole batch; or, if rows "
-    "are ranked or linked, make each group of linked rows one row of the batch, and average the loss "
-    "of the groups by jax.vmap"
+    "are ranked or linked, make each group of linked rows one row of the batch, and average the "
+    "loss of the groups by jax.vmap"
 )
 GROUPS = (
     "make each group of compared rows one row of the batch: arrays of shape [groups, rows of "
@@ -235,8 +235,8 @@ class Experiments:
             return None
         return Reason(
             "weight_gradient",
-            "the weight of the loss, the second element of the pair, depends on trained parameters, "
-            "but zerojax treats it as a constant, so the gradient through it is missing",
+            "the weight of the loss, the second element of the pair, depends on trained "
+            "parameters, but zerojax treats it as a constant, so the gradient through it is missing",
             "return a weight that counts rows or tokens; to weight the loss by a computed number, "
             "multiply the sum by it, or put jax.lax.stop_gradient around the weight",
         )

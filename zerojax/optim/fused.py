@@ -251,9 +251,9 @@ def make_optimizer(method: Method, options: Options) -> Optimizer:
     ) -> tuple[Tree, Tree]:
         if method.one_bit is not None:
             raise ValueError(
-                "this optimizer uses 1-bit communication, so it has no update outside of a training "
-                "step: each device computes momentum from its own gradients; pass it to zerojax.train "
-                "by itself, not in an optax chain"
+                "this optimizer uses 1-bit communication, so it has no update outside of a "
+                "training step: each device computes momentum from its own gradients; pass it to "
+                "zerojax.train by itself, not in an optax chain"
             )
         extra["layers"] = apart(layers)
         if dtype is None:

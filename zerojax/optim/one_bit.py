@@ -4,6 +4,7 @@ Tang et al. 2021 (arXiv:2102.02888), algorithm 1. A device keeps the error of ea
 message and adds it to its next message (error feedback). This module computes the shards and
 messages of one device; it does not send messages.
 """
+
 from __future__ import annotations
 
 import dataclasses

@@ -222,8 +222,7 @@ def _home_of(spec: Any) -> Path | None:
 
 
 def _model_size(home: Path | None) -> int | None:
-    """Returns the vocabulary size in the config.json of a tokenizer's folder; None if it has none.
-    """
+    """Returns the vocabulary size in a tokenizer folder's config.json; None if there is none."""
     file = None if home is None else home / "config.json"
     if file is None or not file.is_file():
         return None
