@@ -236,7 +236,7 @@ class Experiments:
         return Reason(
             "weight_gradient",
             "the weight of the loss, the second element of the pair, depends on trained "
-            "parameters, but zerojax treats it as a constant, so the gradient through it is missing",
+            "parameters, but zerojax treats it as a constant, so its gradient is missing",
             "return a weight that counts rows or tokens; to weight the loss by a computed number, "
             "multiply the sum by it, or put jax.lax.stop_gradient around the weight",
         )
