@@ -240,8 +240,8 @@ class _Call:
         return found
 
     def padded_integers(self, given: dict[str, jax.Array], rows: int) -> dict[str, jax.Array]:
-        """Broadcasts the integers to all rows and pads them to whole tiles; added keys are
-        invisible."""
+        """Broadcasts positions and segments to all rows and pads them to whole tiles; added keys
+        are invisible."""
         fill = {"key_position": 2**30}  # a position after all queries
         fill |= dict.fromkeys(("query_segment", "key_segment"), -1)
         return {

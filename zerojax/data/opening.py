@@ -261,8 +261,8 @@ def _open(data: Any, tokenizer: Any) -> tuple[Tokens, Tokens | None, Tokenizer |
     ):
         raise TypeError(
             f"data is a {type(data).__name__}; pass None, a path, a list of token files, {{path: "
-            f"weight, ...}}, an integer numpy array, or a TokenSource. Pass batches (an iterable, "
-            "a callable) as `batches`, not as text"
+            f"weight, ...}}, an integer numpy array, or a TokenSource; pass batches (an iterable "
+            "or a callable) as the argument batches instead"
         )
     found = [existing_path(path) for path in paths]
     if len(found) == 1 and not is_token_path(found[0]):

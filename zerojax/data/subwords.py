@@ -101,8 +101,8 @@ class BpeTokenizer:
 
     @property
     def separator(self) -> np.ndarray:
-        """Id of the end-of-text token, int32 [1]; empty for a foreign tokenizer without such a
-        token."""
+        """Id of the end-of-text token, int32 [1]; empty if a tokenizer trained elsewhere has no
+        such token."""
         end = self._backend.token_to_id(END_OF_TEXT)
         return np.asarray([] if end is None else [end], np.int32)
 
@@ -257,7 +257,7 @@ class HuggingFaceTokenizer:
         """
         around = len(self.prefix) + len(self.suffix)
         if not texts:
-            raise ValueError("texts has 0 entries; pass at least one text")
+            raise ValueError("texts is empty; pass at least one text")
         if max_length is not None and max_length <= around:
             raise ValueError(
                 f"max_length={max_length}: the template alone has {around} tokens; use a larger "

@@ -325,7 +325,7 @@ def read_sidecar(file: Path) -> dict[str, Any]:
         "tokenizer": (lambda x: x is None or isinstance(x, dict), "an object"),
     }
     if not isinstance(value, dict):
-        raise ValueError(f"{str(path)!r} holds {type(value).__name__}; write for example {minimal}")
+        raise ValueError(f"{str(path)!r} holds a {type(value).__name__}; write {minimal}")
     for key, (is_good, wanted) in checks.items():
         if not is_good(value.get(key)):
             raise ValueError(

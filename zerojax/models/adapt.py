@@ -50,7 +50,7 @@ def as_model(model: ModelLike) -> Model:
         return NnxModel(model)
     if isinstance(model, tuple) and len(model) == 2 and callable(model[1]):
         raise TypeError(
-            f"cannot train a pair of a {type(model[0]).__name__} and a function; both elements of "
+            f"cannot train a pair of a {type(model[0]).__name__} and a function: both elements of "
             "(init, apply) must be functions; for existing parameters, pass "
             "(lambda key: params, apply)"
         )

@@ -69,7 +69,7 @@ class Decay:
 
     @property
     def stored_mask(self) -> Any:
-        """Weight-decay mask for parameters as stored, that is with stacked layers."""
+        """Weight-decay mask for the stored parameters, in which layers are stacked in one array."""
         if not self.stacks or self.mask is None:
             return self.mask
         return lambda params: _of_stored(params, self._decaying(self._as_rows(params)), self.stacks)

@@ -88,7 +88,8 @@ def why_padding_shows(
 
     Args:
       tx: optimizer.
-      true, stored: {name: struct} of the trained parameters, with true and with stored shapes.
+      true, stored: {name: struct} of the trained parameters, with true (unpadded) shapes and with
+        stored (padded) shapes.
       dims: {name: dimensions in which the two shapes differ, in size or in the order of rows}.
       layers: names of parameters whose dimension 0 counts layers.
       stays_zero: whether parameters must stay zero in their padding.
@@ -492,7 +493,8 @@ class OnTrueShapes(optax.GradientTransformationExtraArgs):
         cut: Convert,
         pad: Convert,
     ) -> OnTrueShapes:
-        """Wraps a transformation for true shapes, to accept arrays of stored shapes.
+        """Wraps a transformation for true (unpadded) shapes to accept arrays of stored (padded)
+        shapes.
 
         Args:
           tx: transformation to wrap.
