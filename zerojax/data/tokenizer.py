@@ -89,7 +89,7 @@ class ByteTokenizer:
         return checked_ids(ids, NUM_BYTES).astype(np.uint8).tobytes().decode("utf-8", "replace")
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns `{"kind": "bytes"}`."""
+        """Returns the tokenizer as a JSON-compatible dict, `{"kind": "bytes"}`."""
         return {"kind": "bytes"}
 
     def __repr__(self) -> str:

@@ -245,7 +245,7 @@ class _GatedMlps:
     def __call__(
         self, weights: dict[str, jax.Array], rows: jax.Array, product: Product = _batched
     ) -> jax.Array:
-        """Computes the outputs, in the shape of `rows`.
+        """Computes the experts' outputs for their rows, in the shape of `rows`.
 
         Args:
           weights: {name: [experts, in, out]}.

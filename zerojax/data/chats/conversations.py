@@ -73,7 +73,7 @@ class Chat:
         return sum(len(str(message)) for message in self.messages)
 
     def as_request(self) -> dict[str, Any]:
-        """Returns the chat as a request for a `TemplateProcess`."""
+        """Returns the chat as a dict that `TemplateProcess.send` accepts."""
         return {"messages": self.messages, "tools": self.tools, "turns": self.turns}
 
     def each_answer(self) -> Iterator[Chat]:
