@@ -216,6 +216,12 @@ def test_only_even_cuts_within_a_node(devices, batch, options, models):
     assert {c.model for c in list_candidates(devices, batch, **options)} == models
 
 
+def test_a_given_number_of_microbatches_is_kept():
+    found = list_candidates(4, 48, node_devices=8, num_microbatches=3)
+    assert {(c.model, c.num_microbatches) for c in found} == {(1, 3), (2, 3), (4, 3)}
+    assert not list_candidates(4, 16, node_devices=8, models=(1,), num_microbatches=3)
+
+
 def test_a_split_of_sequences_stays_as_it_is():
     """It shares the rows of a data shard, as tensor parallelism does, and ZeRO shards over it."""
     found = list_candidates(8, 2, node_devices=8, context=4, num_layers=12)

@@ -282,10 +282,10 @@ def batch_of(rows, targets=None):
         ),
         (
             {"mesh": {"stage": 2}},
-            "pipeline stages need a model whose layers run in one jax.lax.scan over stacked "
-            "parameters: use zerojax.Stages(embed, block, head), flax.linen.scan, or stack the "
-            "layers with nnx.vmap and scan them. Found no loop in the loss: layers that a Python "
-            "loop calls are unrolled",
+            "the loss has no loop (layers that a Python loop calls are unrolled), but pipeline "
+            "stages need one jax.lax.scan over the stacked parameters of all layers; use "
+            "zerojax.Stages(embed, block, head), flax.linen.scan, or stack the layers with "
+            "nnx.vmap and scan them, or train without pipeline stages (stage=1)",
         ),
         (
             {"mesh": {"model": 2}, "rules": (("last/kernel", (None, "model")),)},

@@ -14,10 +14,10 @@ from tests.support.small_models import reference_model
 from tests.support.trajectories import text_batch
 from zerojax.config import LogConfig
 from zerojax.hardware import compile_client
-from zerojax.hardware.gpus import find_gpu
+from zerojax.hardware.gpus import Gpu, find_gpu
 from zerojax.training import auto_settings, entry
 from zerojax.training.run_spec import RunSpec
-from zerojax.training.search_runs import PlannedCall, SettingsFound, find_for
+from zerojax.training.search_runs import PlannedCall, SettingsFound, find_for, searched_run
 
 H100 = find_gpu("h100")
 needs_compiler = pytest.mark.skipif(
@@ -95,6 +95,23 @@ def test_a_model_that_fits_nowhere_is_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(auto_settings, "gpu_of_device", lambda kind: tiny)
     with pytest.raises(ValueError, match='"auto".*fit'):
         auto()
+
+
+@needs_compiler
+def test_a_number_of_microbatches_of_the_call_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stopped(Exception):
+        pass
+
+    def listed(call: PlannedCall, gpu: Gpu, devices: int, **options: Any) -> SettingsFound:
+        del options["budget"]
+        candidates = searched_run(call, gpu, devices, **options).candidates
+        assert {candidate.num_microbatches for candidate in candidates} == {2}
+        raise Stopped
+
+    monkeypatch.setattr(auto_settings, "gpu_of_device", lambda kind: H100)
+    monkeypatch.setattr(auto_settings, "find_for", listed)
+    with pytest.raises(Stopped):
+        auto(num_microbatches=2)
 
 
 def test_devices_without_a_description_keep_the_defaults(specs: list[RunSpec]) -> None:

@@ -23,7 +23,8 @@ plans in the forecast cache."""
 def with_found_settings(spec: RunSpec) -> RunSpec:
     """Returns the run with the mesh options and microbatches that cost the least time and fit.
 
-    CPU devices and cards without a description keep the default options; a reason says so.
+    `num_microbatches`, if given, is kept. CPU devices and cards without a description keep the
+    default options; a reason says so.
 
     Args:
       spec: with the default mesh options.
@@ -52,7 +53,8 @@ def with_found_settings(spec: RunSpec) -> RunSpec:
     if not is_quiet:
         show(f"searching settings for {count} x {card.title}, {SECONDS:.0f} s at most ...")
     call = PlannedCall(inputs=spec.inputs, settings=spec.mesh, mesh_options=spec.mesh_options)
-    found = find_for(call, card, count, budget=SECONDS)
+    kept = spec.inputs.num_microbatches
+    found = find_for(call, card, count, budget=SECONDS, num_microbatches=kept)
     if found.mesh is None:
         raise ValueError(f'mesh_config="auto": {found.result.sentence}')
     inputs = dataclasses.replace(spec.inputs, num_microbatches=found.num_microbatches)

@@ -128,20 +128,23 @@ def train(
 
     Args:
       model: an `nnx.Module`, a factory `rngs -> nnx.Module`, a `linen.Module`, or `(init, apply)`.
-      mesh_config: a `MeshConfig`, its fields as a dict, or a `jax.sharding.Mesh` with an axis
-        `data`; or a DeepSpeed configuration: the path of a ds_config.json (or its base64), or its
-        content as a dict, which also sets optimizer, precision and batch; or "auto": on GPUs with a
-        description, searches the options that fit and cost the least time per step, for two
-        minutes at most (`zerojax.search`); elsewhere the defaults. A keyword that
-        contradicts the ds_config is an error; a keyword fills an "auto" value. The keys of a dict
-        decide which of the two it is (they have no key in common). None: all devices on `data`,
-        zero=1.
+      mesh_config: mesh options, as one of
+        - a `MeshConfig`, or its fields as a dict;
+        - a `jax.sharding.Mesh` with an axis `data`;
+        - a DeepSpeed configuration: the path of a ds_config.json, its base64, or its content as a
+          dict. It also sets optimizer, precision and batch. A keyword sets a value that is "auto"
+          there; a keyword that contradicts another value is an error;
+        - "auto": on GPUs with a description, a search for the options that fit and cost the least
+          time per step, for two minutes at most (`zerojax.search`); elsewhere the defaults. The
+          search keeps `num_microbatches`, if given;
+        - None: all devices on `data`, zero=1.
+        The keys of a dict decide between `MeshConfig` and DeepSpeed, which share no key.
       batches: an iterable of batches (trees of arrays, dimension 0 is the global batch; torch CPU
         tensors are accepted), a function `step -> batch`, a `TokenSource`, or a dataset of rows (a
         `datasets.Dataset` or a `torch.utils.data.Dataset` with a length; `global_batch_size` rows
-        make a batch, shuffled by `seed`). With several
-        processes, each gives either the global batch, of which it takes its rows, or only its own
-        rows; the first batches show which, and the run logs it. None: the text in `data`.
+        make a batch, shuffled by `seed`). With several processes, each gives either the global
+        batch or only its own rows; the first batches show which, and the run logs it. None: the
+        text in `data`.
       data: instead of `batches`: a text file, a folder of text files, token files, a folder of
         chats (`zerojax data prepare --format chat`), or several of these, {path: weight}.
       loss: `loss(model, batch) -> scalar | (sum, weight)`, called for each piece of a batch: the

@@ -168,6 +168,7 @@ def find_for(
     devices: int,
     *,
     budget: float,
+    num_microbatches: int | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> SettingsFound:
     """Finds the settings of a call of `train` or `make_plan`; see `search`.
@@ -176,10 +177,11 @@ def find_for(
       call: the run.
       gpu, devices: the card and how many.
       budget, progress: as in `search`.
+      num_microbatches: of every candidate; None: the search varies it.
     """
     report = progress or (lambda text: None)
     began = time.monotonic()
-    searched = searched_run(call, gpu, devices)
+    searched = searched_run(call, gpu, devices, num_microbatches)
     result = find_settings(
         searched,
         gpu,
@@ -195,8 +197,13 @@ def find_for(
     return SettingsFound(settings, result.chosen.candidate.num_microbatches, result)
 
 
-def searched_run(call: PlannedCall, gpu: Gpu, devices: int) -> SearchedRun:
+def searched_run(
+    call: PlannedCall, gpu: Gpu, devices: int, num_microbatches: int | None = None
+) -> SearchedRun:
     """Returns the run of a call with the candidates that its model permits.
+
+    Args:
+      call, gpu, devices, num_microbatches: as in `find_for`.
 
     Raises:
       ValueError, TypeError: the model cannot be planned, or nothing divides devices and batch.
@@ -213,12 +220,14 @@ def searched_run(call: PlannedCall, gpu: Gpu, devices: int) -> SearchedRun:
         "node_devices": gpu.node_devices,
         "replicas": settings.replica,
         "context": settings.context,
+        "num_microbatches": num_microbatches,
     }
     lone = list_candidates(devices, rows, models=(1,), remat_option=None, **listed)
     if not lone:
         raise ValueError(
-            f"devices={devices} with replica={settings.replica} and context={settings.context}: "
-            f"the {rows} rows of a batch cannot be divided evenly; use a multiple of {devices} rows"
+            f"devices={devices} with replica={settings.replica}, context={settings.context} and "
+            f"num_microbatches={num_microbatches or 1}: the {rows} rows of a batch cannot be "
+            f"divided evenly; use a multiple of {devices * (num_microbatches or 1)} rows"
         )
     # At stage 3 layers of a list are a loop.
     plan = plan_for(max(lone, key=lambda candidate: candidate.zero), {})

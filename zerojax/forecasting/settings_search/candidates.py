@@ -124,6 +124,7 @@ def list_candidates(
     unrolls: bool = False,
     models: Sequence[int] = MODEL_SIZES,
     remat_option: RematOption | None = "model.remat",
+    num_microbatches: int | None = None,
 ) -> list[Candidate]:
     """Returns every combination that divides the devices and the batch evenly, the simplest first.
 
@@ -132,8 +133,7 @@ def list_candidates(
     layers evenly, and have the two largest numbers of microbatches: more microbatches mean less
     idle time. Stage 0 with a pipeline sends what stage 1 sends and needs more memory. There are no
     pipelines if sequences are split. Experts are split over every number of devices that divides
-    both, whether
-    one node has so many or not: the time estimate includes the links.
+    both, whether one node has so many or not: the time estimate includes the links.
 
     Args:
       devices: all devices.
@@ -148,6 +148,7 @@ def list_candidates(
         and holds less than the loop, so that the loop is not listed there.
       models: sizes of the axis `model` to list.
       remat_option: of the candidates; None: `remats` is not used.
+      num_microbatches: of every candidate; None: all powers of two that divide the rows.
     """
     found = []
     stages = STAGE_SIZES if context == 1 else (1,)
@@ -163,7 +164,12 @@ def list_candidates(
         rows, rest = divmod(global_batch_size, shards)
         if rest:
             continue
-        pieces = [2**power for power in range(rows.bit_length()) if rows % 2**power == 0]
+        powers = [2**power for power in range(rows.bit_length())]
+        pieces = [
+            number
+            for number in (powers if num_microbatches is None else [num_microbatches])
+            if rows % number == 0
+        ]
         zeros = range(4) if shards * context > replicas else range(1)
         if stage > 1:
             pieces = [number for number in pieces if number >= MICROBATCHES_PER_STAGE * stage][-2:]
